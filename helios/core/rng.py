@@ -1,0 +1,201 @@
+"""Randomness by key: the numbers drawn at a place depend on that place's name, and on nothing else.
+
+A key is 64 bits hashed from typed fields; :func:`reseed` sets every generator from one, and
+:func:`stream` does so for a block and puts back what it found. The historical functions
+(API section 15) stand on the same generators.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from helios.errors import ArgumentTypeError, UsageError
+
+_DEFAULT_SEED = 6691
+_FIELD_TYPES = frozenset((int, str))
+_MASK64 = (1 << 64) - 1
+_PCG_STATE_FACTOR = 0xD6E8FEB86659FD93
+_PCG_INCREMENT = 0x9E3779B97F4A7C15F39CC0605CEDC835
+
+
+def key(*fields: int | str) -> int:
+    """Hash typed fields into a key of 64 bits (DESIGN R2).
+
+    Fields are digested with their types, never packed or added, so ``("a", 1)`` and
+    ``("a", "1")`` differ, and seed 1 in epoch 0 is not seed 0 in epoch 1.
+
+    Args:
+        *fields: plain integers of any size, and strings.
+
+    Raises:
+        ArgumentTypeError: for a field of another type (also ``bool`` and NumPy's integers, whose
+            text form differs between versions).
+
+    Example:
+        >>> key(6691, "fetch", 0, 1) == key(6691, "fetch", 0, 1)
+        True
+        >>> key(1, 0) == key(0, 1)
+        False
+    """
+    if not _FIELD_TYPES.issuperset(map(type, fields)):
+        found = sorted({type(field).__name__ for field in fields} - {"int", "str"})
+        raise ArgumentTypeError(f"rng.key(...) takes int and str fields only, got {found}.")
+    return int.from_bytes(blake2b(repr(fields).encode(), digest_size=8).digest(), "little")
+
+
+class DefaultNumpyRNG:
+    """Wrapper of a NumPy ``Generator`` (PCG64) whose state can be saved.
+
+    Args:
+        seed: seed of the generator; the default seed when ``None``.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._generator = np.random.default_rng(_DEFAULT_SEED if seed is None else seed)
+
+    @property
+    def generator(self) -> np.random.Generator:
+        """The wrapped generator."""
+        return self._generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator's state: strings and integers only."""
+        return dict(self._generator.bit_generator.state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore a state that :meth:`state_dict` returned."""
+        self._generator.bit_generator.state = state_dict
+
+    def reseed(self, seed: int) -> None:
+        """Set the generator from a key of 64 bits, in under a microsecond.
+
+        The cached half of a 64-bit draw goes too: left over, it would be the first number drawn.
+        """
+        self._generator.bit_generator.state = {
+            "bit_generator": "PCG64",
+            "state": {
+                "state": seed << 64 | seed * _PCG_STATE_FACTOR & _MASK64,
+                "inc": _PCG_INCREMENT,
+            },
+            "has_uint32": 0,
+            "uinteger": 0,
+        }
+
+
+class _Default:
+    """Holder of the package's default NumPy generator (one a process)."""
+
+    numpy: DefaultNumpyRNG | None = None
+
+
+def get_default_seed() -> int:
+    """Return the seed that is used when none is given: 6691 (H1)."""
+    return _DEFAULT_SEED
+
+
+def create_default_numpy_rng(seed: int | None = None) -> None:
+    """Create the package's NumPy generator anew."""
+    _Default.numpy = DefaultNumpyRNG(seed)
+
+
+def get_default_numpy_rng() -> DefaultNumpyRNG:
+    """Return the package's NumPy generator (H4).
+
+    Raises:
+        UsageError: before it was created by a trainer, :func:`seed_rngs` or
+            :func:`create_default_numpy_rng` (a ``RuntimeError``).
+    """
+    if _Default.numpy is None:
+        raise UsageError(
+            "The default NumPy generator does not exist yet: it is created when a training starts. "
+            "Call rng.seed_rngs(...) or rng.create_default_numpy_rng(...) to create it by hand."
+        )
+    return _Default.numpy
+
+
+def seed_rngs(seed: int | None = None, skip_torch: bool = False) -> None:
+    """Seed torch (all devices), ``random`` and the package's NumPy generator (H2, H3).
+
+    NumPy's legacy global generator is left alone.
+
+    Args:
+        seed: the seed; the default seed when ``None``.
+        skip_torch: leave torch's generators as they are.
+    """
+    value = _DEFAULT_SEED if seed is None else seed
+    if not skip_torch:
+        torch.manual_seed(value)
+    random.seed(value)
+    create_default_numpy_rng(value)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def reseed(seed: int) -> None:
+    """Set every generator from one key: torch (CPU and present accelerators), random, NumPy.
+
+    Takes about 6 microseconds on a CPU; ``torch.manual_seed`` alone takes a hundred.
+    """
+    torch.default_generator.manual_seed(seed)
+    if _uses_cuda():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    if _Default.numpy is None:
+        create_default_numpy_rng(seed)
+    get_default_numpy_rng().reseed(seed)
+
+
+@contextmanager
+def stream(seed: int) -> Iterator[None]:
+    """Run a block on the numbers of one key, then restore the generators that were found."""
+    found = get_rng_state_dict()
+    reseed(seed)
+    try:
+        yield
+    finally:
+        load_rng_state_dict(found)
+
+
+def get_rng_state_dict() -> dict[str, Any]:
+    """Return the state of all generators, in types that ``weights_only`` loading accepts (H6).
+
+    Returns:
+        Keys ``torch`` (uint8 tensor), ``rand``, ``numpy`` (``None`` before it exists) and, where
+        CUDA is in use, ``cuda`` (a list of uint8 tensors, one a device).
+    """
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "rand": random.getstate(),
+        "numpy": None if _Default.numpy is None else _Default.numpy.state_dict(),
+    }
+    if _uses_cuda():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def load_rng_state_dict(state_dict: dict[str, Any]) -> None:
+    """Restore what :func:`get_rng_state_dict` returned."""
+    torch.set_rng_state(state_dict["torch"])
+    version, words, gauss = state_dict["rand"]
+    random.setstate((version, tuple(words), gauss))
+    if state_dict["numpy"] is not None:
+        if _Default.numpy is None:
+            create_default_numpy_rng()
+        get_default_numpy_rng().load_state_dict(state_dict["numpy"])
+    if "cuda" in state_dict and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state_dict["cuda"])
+
+
+def legacy_numpy_digest() -> bytes:
+    """Return a digest of NumPy's legacy global state, which Helios neither seeds nor saves."""
+    name, words, position, *gauss = np.random.get_state(legacy=True)
+    return blake2b(repr((name, position, gauss)).encode() + np.asarray(words).tobytes()).digest()

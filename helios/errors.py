@@ -1,0 +1,53 @@
+"""Every error that Helios raises on purpose.
+
+Each class is also the built-in exception that users of the historical API expect, so that
+``except ValueError`` keeps working. A message names the thing, the rule, the value and a remedy::
+
+    HeliosError
+    ├── ArgumentError (ValueError)            an argument breaks a documented rule
+    ├── ArgumentTypeError (TypeError)         an argument has the wrong type
+    ├── UsageError (RuntimeError)             a call or a result that the contract forbids
+    ├── StateError (RuntimeError)             state that cannot be saved, is missing or left over
+    └── CheckpointError (RuntimeError)        a checkpoint that cannot be used
+        ├── DamagedCheckpointError            its bytes or its sidecar are not what was written
+        ├── IncompatibleCheckpointError       it is sound, but of another format or version
+        └── RunMismatchError                  it belongs to another run, or the run was changed
+"""
+
+from __future__ import annotations
+
+
+class HeliosError(Exception):
+    """Base of every error that Helios raises on purpose."""
+
+
+class ArgumentError(HeliosError, ValueError):
+    """An argument breaks a documented rule."""
+
+
+class ArgumentTypeError(HeliosError, TypeError):
+    """An argument has a type that the contract does not accept."""
+
+
+class UsageError(HeliosError, RuntimeError):
+    """User code did something, or returned something, that the contract forbids."""
+
+
+class StateError(HeliosError, RuntimeError):
+    """A part of the training state cannot be saved, is missing or is left over."""
+
+
+class CheckpointError(HeliosError, RuntimeError):
+    """A checkpoint cannot be used."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The bytes of a checkpoint or of its sidecar are not those that were written."""
+
+
+class IncompatibleCheckpointError(CheckpointError):
+    """A checkpoint is sound, but its format is newer than this version or not migrated."""
+
+
+class RunMismatchError(CheckpointError):
+    """A checkpoint belongs to another run, or what defines the run was changed."""

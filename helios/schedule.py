@@ -1,0 +1,85 @@
+"""What is due now: pure functions of the counters and the options, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from helios.state import Cursor, TrainingState, TrainingUnit
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The options that decide when something happens; checked by the trainer.
+
+    A frequency of ``None`` means never. Frequencies and ``total_steps`` count in ``unit``, but
+    ``print_frequency`` counts ``current_iteration`` in both units (API section 12).
+    """
+
+    unit: TrainingUnit = TrainingUnit.EPOCH
+    total_steps: float = 0
+    valid_frequency: int | None = None
+    chkpt_frequency: int | None = None
+    print_frequency: int | None = None
+    accumulation_steps: int = 1
+    early_stop_cycles: int | None = None
+
+    @property
+    def is_by_epoch(self) -> bool:
+        """Whether the unit is EPOCH."""
+        return self.unit is TrainingUnit.EPOCH
+
+
+def ends_window(
+    schedule: Schedule, *, iteration: int, batch: int, is_last: bool, is_manual: bool
+) -> bool:
+    """Whether a batch is the last of its accumulation window (DESIGN section 5, "A window").
+
+    Args:
+        schedule: the options.
+        iteration: the number that the batch gets in ``global_iteration``.
+        batch: its number in the epoch, from 0.
+        is_last: whether it is the epoch's last one.
+        is_manual: whether the model steps its optimizers itself.
+    """
+    if not schedule.is_by_epoch:
+        return iteration % schedule.accumulation_steps == 0
+    return is_manual or is_last or (batch + 1) % schedule.accumulation_steps == 0
+
+
+def _is_multiple(count: int, frequency: int | None) -> bool:
+    return frequency is not None and count > 0 and count % frequency == 0
+
+
+def is_log_due(schedule: Schedule, state: TrainingState) -> bool:
+    """Whether ``on_training_batch_end`` is told to log (H53): on iterations that just moved."""
+    has_moved = schedule.is_by_epoch or state.is_step_boundary
+    return has_moved and _is_multiple(state.current_iteration, schedule.print_frequency)
+
+
+def _count(schedule: Schedule, state: TrainingState) -> int:
+    return state.global_epoch if schedule.is_by_epoch else state.current_iteration
+
+
+def is_validation_due(schedule: Schedule, state: TrainingState) -> bool:
+    """Whether a validation follows this boundary: a step, or the end of an epoch (H29, H40)."""
+    return _is_multiple(_count(schedule, state), schedule.valid_frequency)
+
+
+def is_save_due(schedule: Schedule, state: TrainingState) -> bool:
+    """Whether the counters ask for a checkpoint at this boundary (H20)."""
+    return _is_multiple(_count(schedule, state), schedule.chkpt_frequency)
+
+
+def is_out_of_patience(schedule: Schedule, state: TrainingState) -> bool:
+    """Whether the metrics failed to improve ``early_stop_cycles`` times in a row (H30)."""
+    return (
+        schedule.early_stop_cycles is not None
+        and state.validation_cycles > 0
+        and state.early_stop_count >= schedule.early_stop_cycles
+    )
+
+
+def is_total_reached(schedule: Schedule, state: TrainingState, cursor: Cursor) -> bool:
+    """Whether the run is as long as ``total_steps`` says."""
+    done = cursor.epoch if schedule.is_by_epoch else state.current_iteration
+    return done >= schedule.total_steps
