@@ -6,6 +6,7 @@ Each class is also the built-in exception that users of the historical API expec
     HeliosError
     ├── ArgumentError (ValueError)            an argument breaks a documented rule
     ├── ArgumentTypeError (TypeError)         an argument has the wrong type
+    ├── DuplicateError (KeyError)             a name is taken already
     ├── UsageError (RuntimeError)             a call or a result that the contract forbids
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or left over
     └── CheckpointError (RuntimeError)        a checkpoint that cannot be used
@@ -27,6 +28,14 @@ class ArgumentError(HeliosError, ValueError):
 
 class ArgumentTypeError(HeliosError, TypeError):
     """An argument has a type that the contract does not accept."""
+
+
+class DuplicateError(HeliosError, KeyError):
+    """A name that must be unique is taken already."""
+
+    def __str__(self) -> str:
+        """Return the message itself; ``KeyError`` would show it in quotes."""
+        return str(self.args[0])
 
 
 class UsageError(HeliosError, RuntimeError):

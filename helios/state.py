@@ -72,9 +72,10 @@ class TrainingState:
         """Return the fields as a plain dictionary."""
         return dataclasses.asdict(self)
 
-    def begin_epoch(self) -> None:
-        """Number a new epoch."""
-        self.global_epoch += 1
+    def begin_epoch(self, epoch: int) -> None:
+        """Number a new epoch, given from 0."""
+        self.global_epoch = epoch + 1
+        self.dataset_iter = 0
 
     def begin_iteration(self, unit: TrainingUnit, *, is_boundary: bool) -> None:
         """Count a batch, before its first hook."""

@@ -1,0 +1,164 @@
+"""Reading one checkpoint: what is verified, in which order, and what each failure is called.
+
+Damaged is a file whose bytes are not those that were written, and nothing else: a file that is
+sound but cannot be used here must never be put aside as damaged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint import layout, migrations
+from helios.checkpoint.sidecar import Sidecar, check_schema
+from helios.core import codec
+from helios.core.digest import digest_file
+from helios.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompatibleCheckpointError,
+)
+from helios.state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read.
+
+    Attributes:
+        path: the file.
+        payload: its content; tensors lie on the CPU.
+        sidecar: its sidecar, if there is one.
+    """
+
+    path: Path
+    payload: dict[str, Any]
+    sidecar: Sidecar | None
+
+
+def read_sidecar(path: Path) -> Sidecar | None:
+    """Return the sidecar of a checkpoint, or ``None`` if it has none.
+
+    Args:
+        path: the ``.pth`` file, or the sidecar itself.
+
+    Raises:
+        DamagedCheckpointError: if the sidecar is not as it was written.
+        IncompatibleCheckpointError: if a later version wrote it in another format.
+        OSError: if the file system does not give the file.
+    """
+    place = layout.sidecar_path(path)
+    try:
+        data = place.read_bytes()
+    except FileNotFoundError:
+        return None
+    return Sidecar.from_json(data.decode("utf-8", "replace"), name=str(place))
+
+
+def load(path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
+    """Verify and read one checkpoint; nothing is renamed, and nothing in it is executed.
+
+    Args:
+        path: the ``.pth`` file; its sidecar is looked for beside it.
+        safe_types: types that may be built (``Model.types_for_safe_load``).
+
+    Raises:
+        DamagedCheckpointError: if it is damaged (DESIGN section 5).
+        IncompatibleCheckpointError: if it is sound, but of a later version, of helios-ml, no
+            checkpoint at all, or refers to types that are not allowed.
+        CheckpointError: if the file system does not give the file.
+    """
+    try:
+        sidecar = read_sidecar(path)
+        _verify(path, sidecar)
+        payload = _read_verified(path, safe_types)
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint {path} could not be read: {error}. Nothing was renamed; look at the "
+            "disk and the permissions, and start again."
+        ) from error
+    migrations.refuse_foreign(path, payload)
+    check_schema(payload[layout.KEY_SCHEMA], name=str(path))
+    migrations.refuse_missing_keys(path, payload)
+    check_agreement(path.name, payload, sidecar)
+    return Loaded(path, payload, sidecar)
+
+
+def _verify(path: Path, sidecar: Sidecar | None) -> None:
+    if sidecar is not None and sidecar.digest:
+        if digest_file(path) != sidecar.digest:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: its bytes are not those whose digest is in its sidecar. "
+                "Remove it, or take another checkpoint."
+            )
+        return
+    codec.check_container(path)
+    if sidecar is None:
+        _LOGGER.warning(
+            "The checkpoint %s has no sidecar: its bytes were not verified against a digest.", path
+        )
+
+
+def _read_verified(path: Path, safe_types: Iterable[Any]) -> Any:
+    types = list(safe_types)
+    try:
+        return codec.read(path, types)
+    except IncompatibleCheckpointError:
+        migrations.refuse_old_globals(path, codec.unsafe_globals(path, types))
+        raise
+    except DamagedCheckpointError as error:
+        # The bytes are those that were written, so the fault lies elsewhere: too little memory,
+        # an older PyTorch. Renamed as damaged, every good checkpoint of a run would be lost.
+        raise IncompatibleCheckpointError(
+            f"{path} is whole, but cannot be read here: {error} It was written with another "
+            "version of PyTorch, or there is too little memory; nothing was renamed."
+        ) from error
+
+
+def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None) -> None:
+    """Compare what name, sidecar and payload say of themselves.
+
+    Raises:
+        DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as
+            after files were swapped. Migrated files carry older names, and are not compared.
+    """
+    if sidecar is not None and sidecar.is_migrated:
+        return
+    state = payload[layout.KEY_TRAINING_STATE]
+    places = {f"({state['global_epoch']}, {state['global_iteration']})"}
+    counts = {str(payload[layout.KEY_NUM_REPLICAS])}
+    if layout.parse(name) is not None:
+        places.add(str(layout.parse(name)))
+    if sidecar is not None:
+        places.add(f"({sidecar.epoch}, {sidecar.iteration})")
+        counts.add(str(sidecar.num_replicas))
+    if len(places) > 1 or len(counts) > 1:
+        raise DamagedCheckpointError(
+            f"{name} is damaged: its name, its sidecar and its content disagree on (epoch, "
+            f"iteration) {' / '.join(sorted(places))} or num_replicas {' / '.join(sorted(counts))}."
+            " Remove it, or give the files their own names back."
+        )
+
+
+def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[str, Any]:
+    """Return the content of a checkpoint, for scripts and notebooks (H18).
+
+    Args:
+        path: the ``.pth`` file.
+        safe_types: types that may be built besides tensors and plain values.
+
+    Returns:
+        The keys of the file; ``training_state`` as a :class:`~helios.state.TrainingState`, tensors
+        on the CPU.
+
+    Raises:
+        CheckpointError: if the file is damaged, of another version, or cannot be read.
+    """
+    payload = load(Path(path), safe_types).payload
+    state = TrainingState(**payload[layout.KEY_TRAINING_STATE])
+    return payload | {layout.KEY_TRAINING_STATE: state}

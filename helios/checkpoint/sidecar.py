@@ -1,0 +1,153 @@
+"""What is known of a checkpoint without opening it: a small JSON file beside it.
+
+The sidecar carries the digest of the checkpoint's bytes, and a check sum of its own, so that a
+changed sidecar is as visible as a changed checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from helios.checkpoint.layout import SCHEMA
+from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
+
+_CHECK = "check"
+_TYPES: dict[str, tuple[type, ...]] = {
+    "digest": (str,),
+    "schema": (int,),
+    "version": (str,),
+    "run_name": (str,),
+    "num_replicas": (int,),
+    "epoch": (int,),
+    "iteration": (int,),
+    "metrics": (dict,),
+    "level": (str,),
+    "finished": (str, type(None)),
+    "resumed_from": (str, type(None)),
+    "changes": (list,),
+    "options": (dict,),
+    "is_migrated": (bool,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sidecar:
+    """The content of a sidecar.
+
+    Attributes:
+        run_name: name of the run that the checkpoint belongs to.
+        num_replicas: number of replicas that the run is defined over.
+        epoch: ``global_epoch`` at the safe point.
+        iteration: ``global_iteration`` at the safe point.
+        metrics: validation scores; also those that are not finite.
+        level: level of reproducibility that the run reaches (DESIGN section 1).
+        finished: why the run came to its end with this checkpoint; ``None`` if it did not.
+        resumed_from: the path of ``Trainer(resume=<path>)`` that the run goes back to.
+        changes: what the user allowed to change on a resume, as text.
+        options: what the run is defined by, for readers; JSON values, infinities as text.
+        digest: ``sha256:...`` of the checkpoint; empty if none was taken.
+        schema: version of the format.
+        version: version of the package that wrote the file, for information.
+        is_migrated: whether the checkpoint was made from one of helios-ml.
+        extra: what a file holds besides, kept when it is written again.
+    """
+
+    run_name: str
+    num_replicas: int
+    epoch: int
+    iteration: int
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    level: str = ""
+    finished: str | None = None
+    resumed_from: str | None = None
+    changes: list[Any] = dataclasses.field(default_factory=list)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    digest: str = ""
+    schema: int = SCHEMA
+    version: str = ""
+    is_migrated: bool = False
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+        table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        extra = table.pop("extra")
+        table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
+        plain = _to_plain(extra | table)
+        return json.dumps(plain | {_CHECK: _checksum(plain)}, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, name: str) -> Sidecar:
+        """Read the text of a file.
+
+        Args:
+            text: what :meth:`to_json` returned, perhaps in a later version.
+            name: what to call the file in messages.
+
+        Raises:
+            IncompatibleCheckpointError: if a later version wrote it in another format.
+            DamagedCheckpointError: if it is not as it was written.
+        """
+        try:
+            table = dict(json.loads(text))
+            check = table.pop(_CHECK)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise _unreadable(name, "it is no sidecar in JSON") from None
+        if check != _checksum(table):
+            raise _unreadable(name, "its text is not what was written")
+        check_schema(table.get("schema"), name=name)
+        return cls._from_table(table, name)
+
+    @classmethod
+    def _from_table(cls, table: dict[str, Any], name: str) -> Sidecar:
+        known = {key: table.pop(key) for key in _TYPES if key in table}
+        for key, types in _TYPES.items():
+            if type(known.get(key)) not in types:
+                raise _unreadable(name, f"{key!r} is missing or of the wrong type")
+        try:
+            known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
+        except (ValueError, TypeError):
+            raise _unreadable(name, "a metric is no number") from None
+        return cls(**known, extra=table)
+
+
+def check_schema(schema: Any, *, name: str) -> None:
+    """Refuse a format that a later version brought.
+
+    Raises:
+        IncompatibleCheckpointError: if the schema is no number of a format known here.
+    """
+    if type(schema) is not int or schema > SCHEMA:
+        raise IncompatibleCheckpointError(
+            f"{name} was written in format {schema!r}, and this version of Helios reads formats up "
+            f"to {SCHEMA}. Install the version of Helios that wrote it, or a later one."
+        )
+
+
+def _unreadable(name: str, reason: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"The sidecar {name} cannot be read: {reason}. Remove it to load its checkpoint unverified."
+    )
+
+
+def _checksum(table: Mapping[str, Any]) -> str:
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a value as JSON has it, and as it will be read again; the rest becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    if isinstance(value, bool | int | None):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    return str(value)

@@ -1,0 +1,337 @@
+"""The folder of one run, and the one way in which a checkpoint gets into it.
+
+A save writes everything under temporary names and commits with one rename: a process that dies
+between any two file operations leaves the checkpoints that were committed before, or those and
+the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint import layout, loading, retention
+from helios.checkpoint.loading import Loaded, load_checkpoint
+from helios.checkpoint.retention import Entry
+from helios.checkpoint.sidecar import Sidecar
+from helios.core import codec, files
+from helios.core.digest import DigestWriter
+from helios.errors import (
+    ArgumentError,
+    CheckpointError,
+    DamagedCheckpointError,
+    StateError,
+)
+from helios.version import __version__
+
+__all__ = [
+    "CheckpointStore",
+    "Entry",
+    "Loaded",
+    "RunFolder",
+    "Sidecar",
+    "load_checkpoint",
+]
+
+_LOGGER = logging.getLogger(__name__)
+
+_ONLY_VALUES: dict[str, Any] = {
+    "is_async": False,
+    "keep_every": None,
+    "keep_best": None,
+    "on_save_error": "raise",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointStore:
+    """How checkpoints are written and kept: ``Trainer(store=CheckpointStore(...))``.
+
+    Attributes:
+        is_async: write in a thread while training goes on; comes with a later version.
+        keep_last: how many of the newest checkpoints stay; ``None`` for all.
+        keep_every: keep every n-th as well; comes with a later version.
+        keep_best: keep the best by a metric as well; comes with a later version.
+        digest: verify the bytes of a checkpoint by SHA-256 when it is loaded.
+        on_save_error: what follows a save that failed; ``"raise"`` ends the training.
+
+    Raises:
+        ArgumentError: for a value that is out of range, or comes with a later version.
+    """
+
+    is_async: bool = False
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: Any = None
+    digest: bool = True
+    on_save_error: str = "raise"
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and not _is_count(self.keep_last):
+            raise ArgumentError(
+                "CheckpointStore(keep_last=...) must be None or a positive int, got "
+                f"{self.keep_last!r}. None keeps all."
+            )
+        for name, present in _ONLY_VALUES.items():
+            value = getattr(self, name)
+            if value != present:
+                raise ArgumentError(
+                    f"CheckpointStore({name}=...) must be {present!r}: other values come with a "
+                    f"later version of Helios, got {value!r}. Leave it out."
+                )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+class RunFolder:
+    """The checkpoints of one run (DESIGN section 6, "Which run is it?").
+
+    Args:
+        folder: ``chkpt_root/<save_name>``; made by the first save.
+        options: how to write and keep.
+    """
+
+    def __init__(self, folder: Path, options: CheckpointStore | None = None) -> None:
+        self._path = Path(folder)
+        self._options = options or CheckpointStore()
+        self._protected: set[Path] = set()
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._path
+
+    def entries(self) -> list[Entry]:
+        """Return the committed checkpoints, oldest first."""
+        found = layout.find_checkpoints(self._path)
+        return sorted(Entry(*(layout.parse(path) or (0, 0)), path) for path in found)
+
+    def protect(self, path: Path) -> None:
+        """Never delete this file: the run was resumed from it."""
+        self._protected.add(path)
+
+    def save(
+        self,
+        payload: dict[str, Any],
+        *,
+        stem: str,
+        sidecar: Sidecar,
+        safe_types: Iterable[Any] = (),
+    ) -> Path:
+        """Write a checkpoint, commit it, and delete what retention lets go (H20, H21, H28).
+
+        Args:
+            payload: the content; encoded here, in one piece, so that aliases stay.
+            stem: name of the file without suffix.
+            sidecar: what is known of it; digest, schema and version are filled in.
+            safe_types: types that may be built when the file is loaded.
+
+        Returns:
+            The file; the one that is there if this (epoch, iteration) is committed already.
+
+        Raises:
+            StateError: for a value that could not be loaded again, or a payload that disagrees
+                with its name or sidecar.
+            OSError: if the disk fails; the partial files are removed, older checkpoints stay.
+        """
+        files.make_folder(self._path)
+        for entry in self.entries():
+            if (entry.epoch, entry.iteration) == layout.parse(stem):
+                return entry.path
+        path = self._path / f"{stem}{layout.SUFFIX}"
+        _check_consistency(path, payload, sidecar)
+        code = codec.encode(payload, where="", safe_types=safe_types)
+        self._commit(path, code, sidecar)
+        self._apply_retention(path)
+        return path
+
+    def _commit(self, path: Path, code: Any, sidecar: Sidecar) -> None:
+        partial = files.temporary_path(path)
+        try:
+            digest = self._write_payload(partial, code)
+            filled = dataclasses.replace(
+                sidecar, digest=digest, schema=layout.SCHEMA, version=__version__
+            )
+            files.write_text_durably(layout.sidecar_path(path), filled.to_json())
+            files.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                files.unlink(partial, missing_ok=True)
+            raise
+        files.fsync_folder(self._path)
+
+    def _write_payload(self, partial: Path, code: Any) -> str:
+        with files.create(partial) as handle:
+            if self._options.digest:
+                with DigestWriter(handle) as writer:
+                    codec.write(writer, code)
+                    digest = writer.digest()
+            else:
+                codec.write(handle, code)
+                digest = ""
+            files.fsync(handle)
+        return digest
+
+    def _apply_retention(self, written: Path) -> None:
+        if self._options.keep_last is None:
+            return
+        protected = self._protected | {written}
+        for entry in retention.plan(
+            self.entries(), keep_last=self._options.keep_last, protected=protected
+        ):
+            try:
+                self._delete(entry)
+            except OSError as error:
+                _LOGGER.warning("The old checkpoint %s was not deleted: %s.", entry.path, error)
+
+    def _delete(self, entry: Entry) -> None:
+        # The checkpoint goes first: left without its sidecar, it would be loaded unverified.
+        files.unlink(entry.path, missing_ok=True)
+        files.unlink(entry.sidecar_path, missing_ok=True)
+
+    def mark_finished(self, path: Path, reason: str) -> None:
+        """Note in a checkpoint's sidecar why the run came to its end there.
+
+        Raises:
+            DamagedCheckpointError: if the sidecar is not as it was written.
+        """
+        sidecar = loading.read_sidecar(path)
+        if sidecar is None:
+            _LOGGER.warning(
+                "%s has no sidecar; the end of the run is not noted (%s).", path, reason
+            )
+            return
+        finished = dataclasses.replace(sidecar, finished=reason)
+        files.write_text_durably(layout.sidecar_path(path), finished.to_json())
+
+    def read_sidecar(self, path: Path) -> Sidecar | None:
+        """Return a checkpoint's sidecar; see :func:`helios.checkpoint.loading.read_sidecar`."""
+        return loading.read_sidecar(path)
+
+    def load(self, path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
+        """Verify and read one checkpoint; see :func:`helios.checkpoint.loading.load`."""
+        loaded = loading.load(path, safe_types)
+        self.protect(loaded.path)
+        return loaded
+
+    def load_newest(
+        self, safe_types: Iterable[Any] = (), *, renames_damaged: bool = True
+    ) -> Loaded | None:
+        """Read the newest checkpoint that is whole (H23, USERS.md 2).
+
+        Args:
+            safe_types: types that may be built.
+            renames_damaged: put damaged files aside; only who writes to the folder may.
+
+        Returns:
+            The checkpoint, which is never deleted from then on; ``None`` where there is none.
+
+        Raises:
+            DamagedCheckpointError: if all checkpoints are damaged, now or at an earlier start.
+            CheckpointError: if the newest one is whole, but cannot be used here.
+        """
+        types = list(safe_types)
+        entries = self.entries()
+        for entry in reversed(entries):
+            try:
+                loaded = loading.load(entry.path, types)
+            except DamagedCheckpointError as error:
+                _LOGGER.warning("%s Going on with the next older checkpoint.", error)
+                if renames_damaged:
+                    self.rename_damaged(entry.path)
+                continue
+            self.protect(loaded.path)
+            return loaded
+        self._refuse_silent_restart(entries)
+        return None
+
+    def _refuse_silent_restart(self, entries: list[Entry]) -> None:
+        damaged = [entry.path for entry in entries] + self._find_damaged()
+        names = sorted({path.name for path in damaged if layout.SUFFIX in path.suffixes})
+        if names:
+            raise DamagedCheckpointError(
+                f"All checkpoints in {self._path} are damaged: {', '.join(names)}. To start anew, "
+                'pass resume="never", which moves them aside, or move them away yourself.'
+            )
+
+    def rename_damaged(self, path: Path) -> Path:
+        """Put a damaged checkpoint and its sidecar aside under names that are never loaded."""
+        target = layout.damaged_path(path)
+        _LOGGER.warning("Renaming the damaged checkpoint %s to %s.", path, target.name)
+        # The checkpoint goes first: left without its sidecar, it would be loaded unverified.
+        files.replace(path, target)
+        sidecar = layout.sidecar_path(path)
+        if sidecar.exists():
+            files.replace(sidecar, layout.damaged_path(sidecar))
+        files.fsync_folder(self._path)
+        return target
+
+    def _find_damaged(self) -> list[Path]:
+        if not self._path.is_dir():
+            return []
+        return [path for path in self._path.iterdir() if layout.is_damaged(path)]
+
+    def clean(self) -> None:
+        """Remove what a kill in the middle of a save left behind; other files are not touched."""
+        for path in sorted(self._path.iterdir()) if self._path.is_dir() else ():
+            if layout.is_temporary(path) or self._is_orphan(path):
+                files.unlink(path, missing_ok=True)
+
+    def _is_orphan(self, path: Path) -> bool:
+        is_named_so = path.suffix == layout.SIDECAR_SUFFIX and layout.parse(path) is not None
+        if not is_named_so or path.with_suffix(layout.SUFFIX).exists():
+            return False
+        # Somebody's own JSON file may have such a name: only what is a sidecar is removed.
+        try:
+            sidecar = loading.read_sidecar(path)
+        except (CheckpointError, OSError):
+            return False
+        return sidecar is not None and (sidecar.epoch, sidecar.iteration) == layout.parse(path)
+
+    def move_aside(self, clock_text: str, *, keep: Path | None = None) -> Path | None:
+        """Move all checkpoints, sidecars and damaged files to ``before-<clock_text>/``.
+
+        Args:
+            clock_text: date and time, as part of a file name.
+            keep: a checkpoint that stays where it is.
+
+        Returns:
+            The new folder, or ``None`` if there was nothing to move.
+        """
+        kept = None if keep is None else keep.absolute()
+        present = [e for e in self.entries() if e.path.absolute() != kept]
+        moved = [path for e in present for path in (e.path, e.sidecar_path) if path.exists()]
+        moved += self._find_damaged()
+        if not moved:
+            return None
+        target, number = self._path / f"before-{clock_text}", 1
+        while target.exists():
+            number += 1
+            target = self._path / f"before-{clock_text}-{number}"
+        files.make_folder(target)
+        for path in moved:
+            files.replace(path, target / path.name)
+        files.fsync_folder(target)
+        files.fsync_folder(self._path)
+        return target
+
+
+def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) -> None:
+    missing = [key for key in layout.REQUIRED_KEYS if key not in payload]
+    if missing:
+        raise StateError(
+            f"The checkpoint {path.name} cannot be saved: it lacks {', '.join(map(repr, missing))}."
+            " Do not remove keys of the checkpoint in on_save_checkpoint."
+        )
+    if layout.parse(path) is None:
+        raise StateError(f"The checkpoint {path.name} must name its epoch and iteration.")
+    try:
+        loading.check_agreement(path.name, payload, sidecar)
+    except DamagedCheckpointError as error:
+        raise StateError(f"The checkpoint would be refused when it is loaded: {error}") from None

@@ -1,0 +1,157 @@
+"""Values of the standard library and NumPy as plain parts, and back.
+
+A converter is a pair of functions; the parts that it makes are plain values or need at most other
+converters. Nothing is looked up by a name that a file gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fractions
+import uuid
+import zoneinfo
+from collections.abc import Callable, Collection, Sequence
+from decimal import Decimal
+from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+
+# Larger byte strings travel as tensors: in a pickle they would be held and escaped as text.
+_MAX_INLINE_BYTES = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Converter:
+    """How values of some exact types travel.
+
+    Attributes:
+        tag: the name of the kind in files.
+        types: the exact types; a subclass is another type.
+        to_parts: a value to its parts.
+        from_parts: parts to a value.
+    """
+
+    tag: str
+    types: tuple[type, ...]
+    to_parts: Callable[[Any], Any]
+    from_parts: Callable[[Any], Any]
+
+
+def _pack(data: bytes) -> Any:
+    if len(data) <= _MAX_INLINE_BYTES:
+        return data.decode("latin-1")
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def _unpack(packed: Any) -> bytes:
+    if isinstance(packed, str):
+        return packed.encode("latin-1")
+    return bytes(packed.numpy().tobytes())
+
+
+def array_to_parts(array: np.ndarray[Any, Any]) -> list[Any]:
+    """Return dtype, shape, memory order and bytes of an array without objects."""
+    is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
+    order: Literal["F", "C"] = "F" if is_fortran else "C"
+    kind = np.lib.format.dtype_to_descr(array.dtype)
+    return [kind, list(array.shape), order, _pack(array.tobytes(order))]
+
+
+def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Invert :func:`array_to_parts`; the array is writable."""
+    kind, shape, order, packed = parts
+    dtype = np.lib.format.descr_to_dtype(kind)
+    memory = bytearray(_unpack(packed))
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer=memory, order=order)
+    return array
+
+
+def objects_to_array(shape: Sequence[int], items: Collection[Any]) -> np.ndarray[Any, Any]:
+    """Return an array of objects; assigning a list would unfold objects that are sequences."""
+    flat = np.empty(len(items), object)
+    for number, item in enumerate(items):
+        flat[number] = item
+    return cast("np.ndarray[Any, Any]", flat.reshape(tuple(shape)))
+
+
+def _datetime_to_parts(value: datetime.datetime) -> list[Any]:
+    clock = [value.hour, value.minute, value.second, value.microsecond]
+    return [value.year, value.month, value.day, *clock, value.tzinfo, value.fold]
+
+
+def _time_to_parts(value: datetime.time) -> list[Any]:
+    clock = [value.hour, value.minute, value.second, value.microsecond]
+    return [*clock, value.tzinfo, value.fold]
+
+
+def _zone_to_key(value: zoneinfo.ZoneInfo) -> str:
+    if value.key is None:
+        raise ValueError("a zone that was read from a file has no name to find it by")
+    return value.key
+
+
+def _timezone_to_parts(value: datetime.timezone) -> list[Any]:
+    # The name is stored only where it was given: a derived one follows from the offset.
+    offset = value.utcoffset(None)
+    name = value.tzname(None)
+    return [offset] if name == datetime.timezone(offset).tzname(None) else [offset, name]
+
+
+_CONVERTERS = (
+    Converter("bytes", (bytes,), _pack, _unpack),
+    Converter(
+        "bytearray", (bytearray,), lambda v: _pack(bytes(v)), lambda p: bytearray(_unpack(p))
+    ),
+    Converter("complex", (complex,), lambda v: [v.real, v.imag], lambda p: complex(*p)),
+    Converter("range", (range,), lambda v: [v.start, v.stop, v.step], lambda p: range(*p)),
+    Converter("slice", (slice,), lambda v: [v.start, v.stop, v.step], lambda p: slice(*p)),
+    Converter(
+        "fraction",
+        (fractions.Fraction,),
+        lambda v: [v.numerator, v.denominator],
+        lambda p: fractions.Fraction(*p),
+    ),
+    Converter("decimal", (Decimal,), str, Decimal),
+    Converter("uuid", (uuid.UUID,), str, uuid.UUID),
+    # A path of this system becomes a path of the system that loads it.
+    Converter("path", (PosixPath, WindowsPath), lambda v: v.as_posix(), Path),
+    Converter("posixpath", (PurePosixPath,), str, PurePosixPath),
+    Converter("windowspath", (PureWindowsPath,), str, PureWindowsPath),
+    Converter(
+        "timedelta",
+        (datetime.timedelta,),
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda p: datetime.timedelta(*p),
+    ),
+    Converter(
+        "date",
+        (datetime.date,),
+        lambda v: [v.year, v.month, v.day],
+        lambda p: datetime.date(*p),
+    ),
+    Converter(
+        "datetime",
+        (datetime.datetime,),
+        _datetime_to_parts,
+        lambda p: datetime.datetime(*p[:-1], fold=p[-1]),
+    ),
+    Converter(
+        "time",
+        (datetime.time,),
+        _time_to_parts,
+        lambda p: datetime.time(*p[:-1], fold=p[-1]),
+    ),
+    Converter(
+        "timezone",
+        (datetime.timezone,),
+        _timezone_to_parts,
+        lambda p: datetime.timezone(*p),
+    ),
+    Converter("zoneinfo", (zoneinfo.ZoneInfo,), _zone_to_key, zoneinfo.ZoneInfo),
+)
+
+BY_TYPE = {kind: converter for converter in _CONVERTERS for kind in converter.types}
+BY_TAG = {converter.tag: converter for converter in _CONVERTERS}

@@ -1,0 +1,156 @@
+"""The screen: what is drawn there, and how a line of the log gets there without harm.
+
+A :class:`Surface` shows gauges: as bars on a terminal, as plain lines elsewhere. While bars are
+drawn, :func:`write_line` goes around them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+_BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+_ENDLESS_FORMAT = "{desc}: {n_fmt}{postfix}"
+
+
+class _Screen:
+    """Holder of what brings a line to the screen while bars are drawn there (one a process)."""
+
+    write: Callable[[str], None] | None = None
+
+
+def write_line(line: str) -> None:
+    """Write a line to the present ``sys.stderr``, above the bars where there are some."""
+    if _Screen.write is not None:
+        _Screen.write(line)
+    else:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gauge:
+    """One thing that is counted, and what stands beside its count."""
+
+    label: str
+    done: int
+    total: int | None
+    text: str = ""
+    stays: bool = False
+
+
+class Surface(ABC):
+    """Where gauges are shown.
+
+    Attributes:
+        seconds: time between two showings.
+        is_live: whether a showing replaces the one before.
+    """
+
+    seconds: float
+    is_live: bool
+
+    @abstractmethod
+    def show(self, gauges: Sequence[Gauge]) -> None:
+        """Show these gauges and no others."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the screen in order."""
+
+
+class Bars(Surface):
+    """Bars of tqdm, redrawn in place; lines of the log are written above them."""
+
+    seconds = 0.1
+    is_live = True
+
+    def __init__(self, stream: TextIO) -> None:
+        from tqdm import tqdm
+
+        class Bar(tqdm):  # type: ignore[type-arg]
+            monitor_interval = 0  # no thread that redraws beside us
+
+        self._type = Bar
+        self._stream = stream
+        self._bars: dict[str, Any] = {}
+        _Screen.write = self._write
+
+    def _write(self, line: str) -> None:
+        self._type.write(line, file=self._stream)
+
+    def show(self, gauges: Sequence[Gauge]) -> None:
+        """Redraw the bars of these gauges, and take those of others away."""
+        for label in self._bars.keys() - {gauge.label for gauge in gauges}:
+            self._bars.pop(label).close()
+        for gauge in gauges:
+            if gauge.label not in self._bars:
+                self._bars[gauge.label] = self._open(gauge)
+            bar = self._bars[gauge.label]
+            bar.n, bar.total = gauge.done, gauge.total
+            bar.bar_format = _BAR_FORMAT if gauge.total else _ENDLESS_FORMAT
+            bar.set_postfix_str(gauge.text, refresh=False)
+            bar.refresh()
+
+    def _open(self, gauge: Gauge) -> Any:
+        return self._type(
+            desc=gauge.label,
+            total=gauge.total,
+            initial=gauge.done,
+            file=self._stream,
+            leave=gauge.stays,
+            dynamic_ncols=True,
+            bar_format=_BAR_FORMAT if gauge.total else _ENDLESS_FORMAT,
+        )
+
+    def close(self) -> None:
+        """Take the bars away, but those of gauges that stay."""
+        # The lowest bar first: closing one moves those below it up.
+        for label in reversed(self._bars):
+            self._bars[label].close()
+        self._bars.clear()
+        _Screen.write = None
+
+
+class Lines(Surface):
+    """Plain lines without control characters, for files, pipes and notebooks."""
+
+    seconds = 30.0
+    is_live = False
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._shown: list[tuple[str, int]] = []
+
+    def show(self, gauges: Sequence[Gauge]) -> None:
+        """Write one line: all counts, then what stands beside them; nothing if none moved."""
+        counts = [(gauge.label, gauge.done) for gauge in gauges]
+        if counts == self._shown:
+            return
+        self._shown = counts
+        parts = [
+            f"{gauge.label} {gauge.done}" + ("" if gauge.total is None else f"/{gauge.total}")
+            for gauge in gauges
+        ]
+        parts += [gauge.text for gauge in reversed(gauges) if gauge.text]
+        # A reader that went away must not end the training.
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(", ".join(parts) + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def open_surface(stream: TextIO | None = None) -> Surface:
+    """Return what shows gauges on a stream, by whether it is a terminal.
+
+    Args:
+        stream: where to show; the present ``sys.stderr`` when ``None``.
+    """
+    stream = sys.stderr if stream is None else stream
+    return Bars(stream) if stream.isatty() else Lines(stream)

@@ -1,0 +1,151 @@
+"""Small helpers of the historical API (section 15): optionals, lists, folders, time, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+import torch
+
+from helios.errors import ArgumentError, UsageError
+from helios.protocols import Clock
+from helios.version import __version__
+
+_Value = TypeVar("_Value")
+
+
+def get_from_optional(opt_var: _Value | None, raise_on_empty: bool = False) -> _Value:
+    """Return the value of an optional that is known to be set.
+
+    Args:
+        opt_var: the optional.
+        raise_on_empty: fail with a ``RuntimeError`` instead of an ``AssertionError``.
+
+    Raises:
+        AssertionError: for ``None``.
+        UsageError: for ``None`` with ``raise_on_empty`` (a ``RuntimeError``).
+    """
+    if opt_var is not None:
+        return opt_var
+    message = "get_from_optional(...) must get a value, got None; set the optional before this."
+    raise UsageError(message) if raise_on_empty else AssertionError(message)
+
+
+def convert_to_list(var: _Value | list[_Value] | tuple[_Value, ...]) -> list[_Value]:
+    """Return a list as it is, a tuple as a list, and anything else as a list of one.
+
+    Example:
+        >>> convert_to_list(3), convert_to_list((1, 2))
+        ([3], [1, 2])
+    """
+    if isinstance(var, list):
+        return var
+    return list(var) if isinstance(var, tuple) else [var]
+
+
+class ChdirContext:
+    """Work in another folder inside a block; yields the previous one, and goes back to it.
+
+    Args:
+        target_path: the folder to work in.
+    """
+
+    def __init__(self, target_path: Path) -> None:
+        self._target = target_path
+
+    def __enter__(self) -> Path:
+        self._previous = Path.cwd()
+        os.chdir(self._target)
+        return self._previous
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        exc_traceback: TracebackType | None,
+    ) -> None:
+        os.chdir(self._previous)
+
+
+class AverageTimer:
+    """Seconds between records, averaged over the newest ones.
+
+    Args:
+        sliding_window: how many records the average covers.
+        clock: what tells the time.
+
+    Raises:
+        ArgumentError: when the window is empty (a ``ValueError``).
+    """
+
+    def __init__(self, sliding_window: int = 200, clock: Clock = time.perf_counter) -> None:
+        if sliding_window < 1:
+            raise ArgumentError(
+                f"AverageTimer(sliding_window=...) must be at least 1, got {sliding_window}; "
+                "pass the number of records to average."
+            )
+        self._clock = clock
+        self._window: deque[float] = deque((0.0,) * sliding_window, sliding_window)
+        self._num_records = 0
+        self._sum = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Begin to measure here; what passed since the last record is not counted."""
+        self._last = self._clock()
+
+    def record(self) -> None:
+        """Count the time since the last record, or since :meth:`start`."""
+        now = self._clock()
+        elapsed = now - self._last
+        self._last = now
+        window = self._window
+        self._sum += elapsed - window[0]
+        window.append(elapsed)
+        self._num_records += 1
+
+    def get_average_time(self) -> float:
+        """Return the average in seconds per record; 0.0 before the first one."""
+        return self._sum / (min(self._num_records, len(self._window)) or 1)
+
+
+def safe_torch_load(f: str | os.PathLike[str] | BinaryIO, **kwargs: Any) -> Any:
+    """Load a file of ``torch.save`` without executing anything that it contains.
+
+    Args:
+        f: path or open file.
+        **kwargs: further arguments of ``torch.load``; ``weights_only=True`` is set already.
+    """
+    # A file of the user, in no format of ours: nothing for the codec to decode.
+    return torch.load(f, weights_only=True, **kwargs)  # noqa: TID251
+
+
+def get_env_info_str() -> str:
+    """Return the banner: the versions and the hardware that a run's bits may depend on."""
+    facts = {
+        "Helios": __version__,
+        "PyTorch": torch.__version__,
+        "Python": platform.python_version(),
+        "NumPy": np.__version__,
+        "CUDA": torch.version.cuda or "not built in",
+        "System": platform.platform(),
+        "Device": _describe_device(),
+        "Threads": torch.get_num_threads(),
+    }
+    width = max(map(len, facts))
+    lines = [f"  {name:<{width}}  {value}" for name, value in facts.items()]
+    rule = "=" * max(map(len, lines))
+    return "\n".join([rule, *lines, rule])
+
+
+def _describe_device() -> str:
+    if not torch.cuda.is_available():
+        return f"CPU ({platform.machine()})"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(names)

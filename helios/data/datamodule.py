@@ -1,0 +1,182 @@
+"""The data module: what users write to say which data a run has, and how it is loaded.
+
+``prepare_data`` runs once, ``setup`` assigns the data sets, ``teardown`` always runs at the end
+(H17). It works without a trainer too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from helios.data.loader import LoaderPair, build_loader
+from helios.data.params import DataLoaderParams
+from helios.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from helios.trainer import Trainer
+
+__all__ = ["DataLoaderParams", "DataModule", "Dataset", "DatasetSplit"]
+
+
+class DatasetSplit(Enum):
+    """The parts that data is split into."""
+
+    TRAIN = 0
+    VALID = 1
+    TEST = 2
+
+    @classmethod
+    def from_str(cls, label: str) -> DatasetSplit:
+        """Return the split named ``"train"``, ``"valid"`` or ``"test"``.
+
+        Raises:
+            ArgumentError: for any other label (a ``ValueError``).
+        """
+        for split in cls:
+            if split.name.lower() == label:
+                return split
+        raise ArgumentError(f'DatasetSplit must be "train", "valid" or "test", got {label!r}.')
+
+
+@dataclasses.dataclass
+class Dataset:
+    """A data set and how it is loaded.
+
+    Attributes:
+        dataset: the PyTorch data set.
+        params: the options of its loader.
+    """
+
+    dataset: Any
+    params: DataLoaderParams
+
+    def dict(self) -> dict[str, Any]:
+        """Return the arguments of ``create_dataloader`` by name; the values are not copied."""
+        return {"dataset": self.dataset, **self.params.to_dict()}
+
+
+class DataModule(ABC):
+    """The data of a run (API section 14).
+
+    ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and
+    ``_predict_dataset``, those that there are, with :meth:`_create_dataset`.
+    """
+
+    _train_dataset: Dataset | None = None
+    _valid_dataset: Dataset | None = None
+    _test_dataset: Dataset | None = None
+    _predict_dataset: Dataset | None = None
+    _is_distributed: bool = False
+    _trainer: Trainer | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether replicas share the data, where the options of a data set do not say."""
+        return self._is_distributed
+
+    @is_distributed.setter
+    def is_distributed(self, value: bool) -> None:
+        self._is_distributed = value
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer that uses the data, for users; ``None`` without one."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, value: Trainer | None) -> None:
+        self._trainer = value
+
+    @property
+    def train_dataset(self) -> Any:
+        """The data set for training, or ``None``."""
+        return _dataset_of(self._train_dataset)
+
+    @property
+    def valid_dataset(self) -> Any:
+        """The data set for validation, or ``None``."""
+        return _dataset_of(self._valid_dataset)
+
+    @property
+    def test_dataset(self) -> Any:
+        """The data set for testing, or ``None``."""
+        return _dataset_of(self._test_dataset)
+
+    @property
+    def predict_dataset(self) -> Any:
+        """The data set for prediction, or ``None``."""
+        return _dataset_of(self._predict_dataset)
+
+    def prepare_data(self) -> None:
+        """Download or convert data; called once, before :meth:`setup`. Assign nothing here."""
+
+    @abstractmethod
+    def setup(self) -> None:
+        """Create the data sets; called in every process."""
+
+    def teardown(self) -> None:
+        """Release what :meth:`setup` took; called on every way out of a run (H17)."""
+
+    def train_dataloader(self) -> LoaderPair | None:
+        """Return a new loader and its sampler for training, or ``None`` without data."""
+        return _open(self, self._train_dataset, "training data set")
+
+    def valid_dataloader(self) -> LoaderPair | None:
+        """Return a new loader and its sampler for validation, or ``None`` without data."""
+        return _open(self, self._valid_dataset, "validation data set")
+
+    def test_dataloader(self) -> LoaderPair | None:
+        """Return a new loader and its sampler for testing, or ``None`` without data."""
+        return _open(self, self._test_dataset, "test data set")
+
+    def predict_dataloader(self) -> LoaderPair | None:
+        """Return a new loader and its sampler for prediction, or ``None`` without data."""
+        return _open(self, self._predict_dataset, "prediction data set")
+
+    def _create_dataset(
+        self, dataset: Any, params: DataLoaderParams | Mapping[str, Any]
+    ) -> Dataset:
+        """Pair a data set with a copy of its options; a sampler in them is not copied.
+
+        Args:
+            dataset: the PyTorch data set.
+            params: the options, or a table for ``DataLoaderParams.from_dict``.
+
+        Raises:
+            ArgumentError: for an option that breaks its rule.
+            ArgumentTypeError: for options of another type, and for a sampler that does not derive
+                from one of the bases (H10).
+        """
+        if isinstance(params, DataLoaderParams):
+            params = dataclasses.replace(params)
+        elif isinstance(params, Mapping):
+            params = DataLoaderParams.from_dict(params)
+        else:
+            raise ArgumentTypeError(
+                "DataModule._create_dataset(params=...) must be a DataLoaderParams or a dict, "
+                f"got {params!r}."
+            )
+        params.check()
+        return Dataset(dataset, params)
+
+
+def _open(module: DataModule, pair: Dataset | None, name: str) -> LoaderPair | None:
+    if pair is None:
+        return None
+    if not isinstance(pair, Dataset):
+        raise ArgumentTypeError(
+            f"The {name} of {type(module).__name__} must be made by self._create_dataset, "
+            f"got {pair!r}."
+        )
+    params = dataclasses.replace(pair.params)
+    if params.is_distributed is None:
+        params.is_distributed = module.is_distributed
+    return build_loader(pair.dataset, params, name=name)
+
+
+def _dataset_of(pair: Dataset | None) -> Any:
+    return None if pair is None else pair.dataset

@@ -1,0 +1,232 @@
+"""Loaders that Helios did not make: iterated as they are, resumed only as far as they can be.
+
+A foreign loader with ``state_dict`` and ``load_state_dict`` goes on where its own state says; one
+without them cannot be resumed, which the trainer refuses together with checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, final
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from helios.core import rng
+from helios.data.loader import end_workers
+from helios.data.order import Place
+from helios.data.passes import BatchIterator, Source, run_on_one_thread
+from helios.data.samplers import HasEpoch
+from helios.errors import StateError, UsageError
+from helios.protocols import Stateful
+
+_LOGGER = logging.getLogger(__name__)
+_END = object()
+
+
+@final
+class ForeignSource(Source):
+    """The data of a loader that Helios did not make.
+
+    Args:
+        loader: anything that can be iterated again and again.
+        sampler: what the user handed over beside it; told the epoch.
+        run_seed: seed of the run.
+        purpose: name of the fetching streams.
+    """
+
+    def __init__(self, loader: Iterable[Any], sampler: Any, run_seed: int, purpose: str) -> None:
+        self._loader = loader
+        self._run_seed = run_seed
+        self._purpose = purpose
+        self._stateful = loader if isinstance(loader, Stateful) else None
+        self._listeners = _find_listeners(loader, sampler)
+        self._length = _count_batches(loader)
+        self._held_state: dict[str, Any] | None = None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the data is, as far as it can be seen."""
+        loader = self._loader
+        found: dict[str, Any] = {"loader": type(loader).__qualname__}
+        if isinstance(loader, DataLoader):
+            found["dataset"] = type(loader.dataset).__qualname__
+            found["num_workers"] = loader.num_workers
+        return found
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether the loader's state can be saved."""
+        return self._stateful is not None
+
+    @property
+    def level(self) -> str:
+        """``"restart"`` where the loader has a state, else ``"none"``."""
+        return "none" if self._stateful is None else "restart"
+
+    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+        """Begin a pass where the loader begins it; ``batch`` only numbers what comes."""
+        self.release_state()
+        for listener in self._listeners:
+            listener.set_epoch(epoch)
+        place = Place(self._run_seed, self._purpose, epoch, batch, sample)
+        # What a foreign loader draws at its start, as PyTorch's shuffling does, follows from here.
+        rng.reseed(place.order_key())
+        if self._length is not None:
+            return _CountedBatches(self._loader, place, self._length)
+        return _ProbedBatches(self._loader, place, self)
+
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+        """Return the loader's length, where it can be trusted."""
+        return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state as it was after the batch that came last."""
+        if self._stateful is None:
+            return {}
+        return {"loader": self.read_state() if self._held_state is None else self._held_state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the loader its state back.
+
+        Raises:
+            StateError: if the state is missing, or nobody can take it.
+        """
+        if self._stateful is None and not state_dict:
+            return
+        if self._stateful is None or "loader" not in state_dict:
+            raise StateError(
+                f"{type(self._loader).__name__} and the checkpoint must agree on the loader's "
+                f"state: the checkpoint holds {sorted(state_dict) or 'nothing'}. Use the loader "
+                "that the run was started with."
+            )
+        self._stateful.load_state_dict(copy.deepcopy(state_dict["loader"]))
+
+    def hold_state(self) -> None:
+        """Take the loader's state now, before it is asked for more than was handed out."""
+        self._held_state = self.read_state()
+
+    def release_state(self) -> None:
+        """Let the loader speak for itself again."""
+        self._held_state = None
+
+    def read_state(self) -> dict[str, Any] | None:
+        """Return a copy of the loader's present state."""
+        return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
+
+    def close(self) -> None:
+        """End persistent workers."""
+        if isinstance(self._loader, DataLoader):
+            end_workers(self._loader._iterator)  # noqa: SLF001 - PyTorch has no public way
+            self._loader._iterator = None  # noqa: SLF001
+
+
+def _find_listeners(loader: Any, sampler: Any) -> list[HasEpoch]:
+    """Return what wants to know the epoch: the loader, its samplers, its data set."""
+    parts = [loader, sampler]
+    if isinstance(loader, DataLoader):
+        parts += [loader.sampler, loader.batch_sampler, loader.dataset]
+    unique = {id(part): part for part in parts}
+    return [part for part in unique.values() if isinstance(part, HasEpoch)]
+
+
+def _count_batches(loader: Any) -> int | None:
+    """Return the length of a loader; of an IterableDataset's PyTorch only estimates it."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:
+        return None
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    return next(batches, _END)
+
+
+class _ForeignBatches(BatchIterator):
+    """A pass over a foreign loader; the fetch is seeded where it runs in this process."""
+
+    def __init__(self, loader: Iterable[Any], place: Place) -> None:
+        self._place = place
+        self._batch = place.batch
+        self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
+        self._batches: Iterator[Any] | None = iter(loader)
+
+    def close(self) -> None:
+        """End the pass; workers that are not persistent end with it."""
+        if self._batches is not None and not self._lives_on:
+            end_workers(self._batches)
+        self._batches = None
+
+    def _fetch(self) -> Any:
+        """Return the next batch, or the end."""
+        if self._batches is None:
+            return _END
+        rng.reseed(self._place.fetch_key(self._batch))
+        self._batch += 1
+        return run_on_one_thread(_next, self._batches)
+
+
+@final
+class _CountedBatches(_ForeignBatches):
+    """A pass whose last batch is known by the loader's length."""
+
+    def __init__(self, loader: Iterable[Any], place: Place, length: int) -> None:
+        super().__init__(loader, place)
+        self._length = length
+
+    def __next__(self) -> Any:
+        if self._batch >= self._length or self._batches is None:
+            self.close()
+            raise StopIteration
+        batch = self._fetch()
+        if batch is _END:
+            raise UsageError(
+                f"A loader must give as many batches as its length says, got {self._batch - 1} of "
+                f"{self._length}. Correct its __len__, or leave it out."
+            )
+        self.is_last = self._batch == self._length
+        return batch
+
+    def close(self) -> None:
+        """End the pass; a complete one is let run out, as loaders note only then that it is."""
+        if self._batch >= self._length and self._fetch() is not _END:
+            _LOGGER.warning(
+                "A loader must give as many batches as its length says, and gave more than %d: the "
+                "rest was left out. Correct its __len__, or leave it out.",
+                self._length,
+            )
+        super().close()
+
+
+@final
+class _ProbedBatches(_ForeignBatches):
+    """A pass over a loader without length: one batch is fetched ahead to see the end."""
+
+    def __init__(self, loader: Iterable[Any], place: Place, source: ForeignSource) -> None:
+        super().__init__(loader, place)
+        self._source = source
+        self._following: Any = _END
+        self._is_begun = False
+
+    def __next__(self) -> Any:
+        if not self._is_begun:
+            self._is_begun = True
+            self._following = self._fetch()
+        batch = self._following
+        if batch is _END:
+            self.close()
+            raise StopIteration
+        self._source.hold_state()
+        self._following = self._fetch()
+        self.is_last = self._following is _END
+        return batch
+
+    def close(self) -> None:
+        """End the pass; after a cut one the state stays that of the batch that came last."""
+        self._following = _END
+        if self.is_last:
+            self._source.release_state()
+        super().close()

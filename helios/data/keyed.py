@@ -1,0 +1,204 @@
+"""The key beside the indices: what a batch's samples draw depends on its place, not on who fetches.
+
+The batch sampler puts a key next to the indices of each batch; the data set sets all generators
+from it before the fetch, in whichever process that happens (DESIGN R2). The collate function runs
+right after it in the same process, so it draws from the same stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from helios.core import rng
+from helios.data.legacy import WorkerWatch
+from helios.data.order import Order, Place
+
+_END = object()
+
+
+class Keyed(NamedTuple):
+    """What travels to the process that fetches.
+
+    Attributes:
+        key: the key to seed from.
+        indices: the samples of a batch; one sample where batches are not collated.
+    """
+
+    key: int
+    indices: Any
+
+
+@runtime_checkable
+class BatchedDataset(Protocol):
+    """A data set that fetches all samples of a batch at once."""
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        """Return the samples of a batch."""
+        ...
+
+
+@final
+class KeyedDataset(Dataset[Any]):
+    """A user's data set, seeded before each fetch.
+
+    Args:
+        dataset: the user's data set; stays reachable under this name.
+        flag: where workers note that NumPy's legacy generator moved; ``None`` without workers.
+    """
+
+    def __init__(self, dataset: Any, flag: torch.Tensor | None = None) -> None:
+        self.dataset = dataset
+        self._getitems = dataset.__getitems__ if isinstance(dataset, BatchedDataset) else None
+        self._flag = flag
+        self._watch: WorkerWatch | None = None
+
+    def begin_worker(self) -> None:
+        """Note that this copy lives in a worker, whose initialisation is complete."""
+        if self._flag is not None:
+            self._watch = WorkerWatch(self._flag)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, Keyed):
+            return self.dataset[index]
+        rng.reseed(index.key)
+        sample = self.dataset[index.indices]
+        self._count()
+        return sample
+
+    def __getitems__(self, indices: Any) -> Any:
+        if isinstance(indices, Keyed):
+            rng.reseed(indices.key)
+            indices = indices.indices
+        samples = self.fetch(indices)
+        self._count()
+        return samples
+
+    def fetch(self, indices: list[Any]) -> Any:
+        """Return the samples of a batch, without seeding."""
+        if self._getitems is not None:
+            return self._getitems(indices)
+        dataset = self.dataset
+        return [dataset[index] for index in indices]
+
+    def _count(self) -> None:
+        if self._watch is not None:
+            self._watch.count()
+
+
+@final
+class KeyedBatchSampler(Sampler[Keyed]):
+    """The batches of a pass, each with its key, from any place.
+
+    Torch asks for batches ahead of their use, as many as its workers prefetch; ``ledger`` holds
+    what the consumer wants to know of those that are under way.
+
+    Args:
+        order: what comes next.
+        batch_size: samples of a batch; ``None`` where each item is fetched on its own.
+        drop_last: leave out a last batch that is smaller.
+
+    Attributes:
+        ledger: number of samples and "is the last" of each batch that was handed out, in order.
+    """
+
+    def __init__(
+        self, order: Order, *, batch_size: int | None = 1, drop_last: bool = False
+    ) -> None:
+        super().__init__()
+        self.order = order
+        self.ledger: deque[tuple[int, bool]] = deque()
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._place: Place | None = None
+        self._last_by_hand: Place | None = None
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether an item is a list of samples."""
+        return self.order.yields_batches or self._batch_size is not None
+
+    def seek(self, place: Place | None) -> None:
+        """Set where the next pass begins; ``None``: where the user's sampler says."""
+        self._place = place
+
+    def lists(self, place: Place) -> Iterator[Any]:
+        """Iterate over the lists of a pass, or over single samples, without keys."""
+        blocks = self.order.blocks(place)
+        if self.order.yields_batches or self._batch_size is None:
+            return chain.from_iterable(blocks)
+        return _cut(blocks, self._batch_size, drop_last=self._drop_last)
+
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+        """Return the number of batches of a pass that goes on, or went on, at a place.
+
+        Args:
+            batch: number of the next batch.
+            sample: position of its first sample; with another batch size than before it is
+                no multiple of it.
+
+        Returns:
+            The batches before the place and those from there on; ``None`` if unknown.
+        """
+        length = self.order.length
+        if length is None or self.order.yields_batches:
+            return length
+        rest, size = max(length - sample, 0), self._batch_size or 1
+        return batch + (rest // size if self._drop_last else -(-rest // size))
+
+    def __len__(self) -> int:
+        count = self.num_batches()
+        if count is None:
+            raise TypeError(f"{type(self.order.sampler).__name__} has no length.")
+        return count
+
+    def __iter__(self) -> Iterator[Keyed]:
+        # The place is taken now and all else is done at the first step: torch calls iter() twice
+        # when it starts workers, and steps through the second one only.
+        return self._walk(self._place)
+
+    def _walk(self, place: Place | None) -> Iterator[Keyed]:
+        place = self._place_by_hand() if place is None else place
+        self.ledger.clear()
+        lists = self.lists(place)
+        batch, following = place.batch, next(lists, _END)
+        while following is not _END:
+            indices: Any = following
+            following = next(lists, _END)
+            num_samples = len(indices) if self.is_batched else 1
+            self.ledger.append((num_samples, following is _END))
+            yield Keyed(place.fetch_key(batch), indices)
+            batch += 1
+
+    def _place_by_hand(self) -> Place:
+        """Return the place of a user's own loop; the same epoch again runs on new streams.
+
+        Without that, a loop that never calls ``set_epoch`` would repeat its augmentation.
+        """
+        place, last = self.order.place_by_hand(self._batch_size or 1), self._last_by_hand
+        if last is not None and last.epoch == place.epoch:
+            place = dataclasses.replace(place, repeat=last.repeat + 1)
+        self._last_by_hand = place
+        return place
+
+
+def _cut(blocks: Iterator[list[Any]], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
+    """Cut blocks into lists of one size; the last one may be shorter."""
+    rest: list[Any] = []
+    for block in blocks:
+        joined = rest + block if rest else block
+        end = len(joined) - len(joined) % size
+        for first in range(0, end, size):
+            yield joined[first : first + size]
+        rest = joined[end:]
+    if rest and not drop_last:
+        yield rest

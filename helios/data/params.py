@@ -1,0 +1,175 @@
+"""The options of a data loader, and their rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch.multiprocessing
+
+from helios.core import rng
+from helios.data.samplers import ResumableSamplerType
+from helios.errors import ArgumentError, ArgumentTypeError
+
+_LOGGER = logging.getLogger(__name__)
+_FLAGS = ("shuffle", "pin_memory", "drop_last", "debug_mode", "persistent_workers")
+_WORKER_OPTIONS: dict[str, Any] = {
+    "persistent_workers": False,
+    "prefetch_factor": None,
+    "multiprocessing_context": None,
+    "worker_init_fn": None,
+}
+
+
+@dataclasses.dataclass
+class DataLoaderParams:
+    """How a data set is loaded (API section 14, H16).
+
+    Attributes:
+        random_seed: seed of the order, beside that of the run.
+        batch_size: samples of a batch; ``None`` to load single samples without collating.
+        shuffle: whether the order is random.
+        num_workers: processes that fetch; 0 to fetch in the training process.
+        pin_memory: pin batches, where there is an accelerator to send them to.
+        drop_last: leave out a last batch that is smaller.
+        debug_mode: fetch in the training process whatever ``num_workers`` says.
+        is_distributed: whether replicas share the data; ``None`` to ask the data module.
+        sampler: the order, instead of ``shuffle``; derived from one of the two resumable bases.
+        collate_fn: makes a batch of samples; PyTorch's default if ``None``.
+        persistent_workers: keep the workers from epoch to epoch.
+        prefetch_factor: batches that each worker fetches ahead; 2 if ``None``.
+        multiprocessing_context: how workers are started: a name, a context, or the default.
+        worker_init_fn: called in each worker with its number, after the seeding (H8).
+        batch_sampler: lists of samples, instead of all other options of the order.
+    """
+
+    random_seed: int = rng.get_default_seed()
+    batch_size: int | None = 1
+    shuffle: bool = False
+    num_workers: int = 0
+    pin_memory: bool = True
+    drop_last: bool = False
+    debug_mode: bool = False
+    is_distributed: bool | None = None
+    sampler: ResumableSamplerType | None = None
+    collate_fn: Callable[[Any], Any] | None = None
+    persistent_workers: bool = False
+    prefetch_factor: int | None = None
+    multiprocessing_context: str | BaseContext | None = None
+    worker_init_fn: Callable[[int], Any] | None = None
+    batch_sampler: Iterable[Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options by name; the values are not copied."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> DataLoaderParams:
+        """Create the options from a table; unknown keys and ``sampler`` are ignored (H16)."""
+        known = {field.name for field in dataclasses.fields(cls)} - {"sampler"}
+        if table.get("sampler") is not None:
+            _LOGGER.warning(
+                "DataLoaderParams.from_dict ignores the key 'sampler': set the field sampler of "
+                "the result."
+            )
+        if unknown := sorted(set(table) - known - {"sampler"}):
+            _LOGGER.info("DataLoaderParams.from_dict ignores the unknown keys %s.", unknown)
+        return cls(**{name: value for name, value in table.items() if name in known})
+
+    def check(self) -> None:
+        """Check each option, and those that exclude each other.
+
+        Raises:
+            ArgumentError: for an option that breaks its rule.
+            ArgumentTypeError: for a sampler that does not derive from one of the bases (H10).
+        """
+        self._check_numbers()
+        self._check_kinds()
+        self._check_order()
+
+    def warn_of_idle_options(self) -> None:
+        """Warn of each option that has no effect beside the others."""
+        if self.num_workers == 0 and not self.debug_mode:
+            for name, idle in _WORKER_OPTIONS.items():
+                if getattr(self, name) != idle:
+                    _LOGGER.warning(
+                        "DataLoaderParams(%s=...) has no effect with num_workers=0.", name
+                    )
+        if self.sampler is not None and self.shuffle:
+            _LOGGER.warning(
+                "DataLoaderParams(shuffle=True) has no effect beside a sampler: the sampler "
+                "decides the order."
+            )
+
+    def without_workers(self) -> DataLoaderParams:
+        """Return a copy that fetches in the training process."""
+        return dataclasses.replace(self, num_workers=0, **_WORKER_OPTIONS)
+
+    def _check_numbers(self) -> None:
+        rules = (
+            ("random_seed", None, False),
+            ("batch_size", 1, True),
+            ("num_workers", 0, False),
+            ("prefetch_factor", 1, True),
+        )
+        for name, least, may_be_none in rules:
+            value = getattr(self, name)
+            if may_be_none and value is None:
+                continue
+            if type(value) is not int or (least is not None and value < least):
+                bound = "" if least is None else f" of at least {least}"
+                raise ArgumentError(
+                    f"DataLoaderParams({name}=...) must be an int{bound}"
+                    f"{' or None' if may_be_none else ''}, got {value!r}."
+                )
+
+    def _check_kinds(self) -> None:
+        for name in (*_FLAGS, "is_distributed"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "is_distributed" and value is None):
+                raise ArgumentError(
+                    f"DataLoaderParams({name}=...) must be True or False, got {value!r}."
+                )
+        for name in ("collate_fn", "worker_init_fn"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise ArgumentError(
+                    f"DataLoaderParams({name}=...) must be callable or None, got {value!r}."
+                )
+        context, methods = (
+            self.multiprocessing_context,
+            torch.multiprocessing.get_all_start_methods(),
+        )
+        if not (context is None or isinstance(context, BaseContext) or context in methods):
+            raise ArgumentError(
+                "DataLoaderParams(multiprocessing_context=...) must be a context, None or one of "
+                f"{methods}, got {context!r}."
+            )
+
+    def _check_order(self) -> None:
+        if self.sampler is not None and not isinstance(self.sampler, ResumableSamplerType):
+            raise ArgumentTypeError(
+                "DataLoaderParams(sampler=...) must derive from ResumableSampler or "
+                f"ResumableDistributedSampler, got {self.sampler!r}. Derive it from one of them; "
+                "any iterable of lists can be the batch_sampler instead."
+            )
+        if self.batch_size is None and self.drop_last:
+            raise ArgumentError(
+                "DataLoaderParams(drop_last=True) must come with a batch_size, got "
+                "batch_size=None, which loads single samples; leave out drop_last."
+            )
+        if self.batch_sampler is None:
+            return
+        if not isinstance(self.batch_sampler, Iterable):
+            raise ArgumentError(
+                "DataLoaderParams(batch_sampler=...) must be an iterable of lists of indices, "
+                f"got {self.batch_sampler!r}."
+            )
+        if self.batch_size != 1 or self.shuffle or self.drop_last or self.sampler is not None:
+            raise ArgumentError(
+                "DataLoaderParams(batch_sampler=...) must stand alone, got it together with "
+                "batch_size, shuffle, sampler or drop_last; the batch sampler decides all these."
+            )

@@ -1,0 +1,100 @@
+"""What a loop sees of its data: a source for each phase, and a pass of batches from any place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class BatchIterator(ABC):
+    """The batches of one pass.
+
+    A fetch sets all generators and leaves them set: in training the caller seeds again for the
+    step, and evaluation restores what it found.
+
+    Attributes:
+        num_samples: samples of the batch that came last; 0 if unknown.
+        is_last: whether it ends the pass.
+    """
+
+    num_samples: int = 0
+    is_last: bool = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Any:
+        """Return the next batch."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the pass and the workers that live for it only; may be called again."""
+
+
+class Source(ABC):
+    """The data of one phase, over all its passes."""
+
+    @property
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """What the data is, in plain values; compared when a run is resumed (DESIGN section 6)."""
+
+    @property
+    @abstractmethod
+    def can_resume(self) -> bool:
+        """Whether a pass can begin in its middle."""
+
+    @property
+    @abstractmethod
+    def level(self) -> str:
+        """``"exact"``, ``"restart"`` for a foreign loader with state, else ``"none"``."""
+
+    @abstractmethod
+    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+        """Begin a pass.
+
+        Args:
+            epoch: number of the pass, from 0.
+            batch: number of the first batch.
+            sample: position of its first sample in the order of the epoch.
+        """
+
+    @abstractmethod
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+        """Return the batches of a whole pass that goes on at a place; ``None`` if unknown."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what besides the place is needed to resume; mostly nothing."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned.
+
+        Raises:
+            StateError: if the state is missing, or nobody can take it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the workers that live from pass to pass; may be called again."""
+
+
+def run_on_one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Call a function under one intra-op thread, as workers have.
+
+    The number of threads changes the bits of sums, so a fetch in the training process would else
+    differ from one in a worker (DESIGN section 1).
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        return function(argument)
+    torch.set_num_threads(1)
+    try:
+        return function(argument)
+    finally:
+        torch.set_num_threads(num_threads)

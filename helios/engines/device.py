@@ -1,0 +1,84 @@
+"""Which device a training uses, and how batches get there."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from helios.errors import ArgumentError, UsageError
+
+
+def select_gpus(use_cpu: bool | None, gpus: list[int] | None) -> list[int]:
+    """Return the ids of the GPUs to use, none for the CPU (H46, H47).
+
+    Raises:
+        ArgumentError: if both arguments contradict, or for an id that does not exist.
+        UsageError: if a GPU is demanded by ``use_cpu=False`` where there is none.
+    """
+    if use_cpu:
+        if gpus is not None:
+            raise ArgumentError(
+                f"Trainer(gpus=...) must be None with use_cpu=True, got {gpus}. Leave out one of them."
+            )
+        return []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus is None:
+        if use_cpu is False and count == 0:
+            raise UsageError(
+                "Trainer(use_cpu=False) must find a GPU, but CUDA is not available. "
+                "Leave out use_cpu to train on what there is."
+            )
+        return list(range(count))
+    _check_gpu_ids(gpus, count)
+    return list(gpus)
+
+
+def _check_gpu_ids(gpus: list[int], count: int) -> None:
+    is_list = isinstance(gpus, list) and all(type(gpu) is int for gpu in gpus)
+    if not is_list or not gpus or len(set(gpus)) != len(gpus):
+        raise ArgumentError(
+            f"Trainer(gpus=...) must be a list of different GPU ids, got {gpus!r}. "
+            "Pass e.g. gpus=[0], or use_cpu=True for the CPU."
+        )
+    missing = [gpu for gpu in gpus if not 0 <= gpu < count]
+    if missing:
+        raise ArgumentError(
+            f"Trainer(gpus=...) must name GPUs of this machine (it has {count}), got {gpus}. "
+            "Correct the ids, or leave out gpus to train on what there is."
+        )
+
+
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device; the input is not changed.
+
+    Descends into dicts, lists, tuples, named tuples and dataclasses, keeping their types. Other
+    values stay as they are (E7). Copies from pinned memory do not wait.
+    """
+    if isinstance(batch, torch.Tensor | PackedSequence):
+        is_pinned = device.type != "cpu" and batch.is_pinned()
+        return batch.to(device=device, non_blocking=is_pinned)
+    return _map_container(batch, lambda item: move_to_device(item, device))
+
+
+def _map_container(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        items = {name: function(item) for name, item in value.items()}
+        if type(value) is dict:
+            return items
+        same_kind = value.copy()
+        same_kind.update(items)
+        return same_kind
+    if isinstance(value, list | tuple):
+        build = getattr(type(value), "_make", type(value))
+        return build(map(function, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied: Any = copy.copy(value)  # type: ignore[call-overload, unused-ignore]
+        for field in dataclasses.fields(value):
+            object.__setattr__(copied, field.name, function(getattr(value, field.name)))
+        return copied
+    return value

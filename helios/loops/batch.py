@@ -1,0 +1,41 @@
+"""One iteration: the batch of each replica of this process goes through its optimizer loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helios.loops.loop import Loop, require
+from helios.state import Phase
+
+
+class BatchLoop(Loop):
+    """The default batch loop; this process carries one replica."""
+
+    roles = ("optimizer_loop",)
+
+    def __init__(self, optimizer_loop: Loop | None = None) -> None:
+        super().__init__()
+        self.optimizer_loop = optimizer_loop
+        self._is_done = False
+        self._is_committed = True
+
+    @property
+    def done(self) -> bool:
+        """Whether every replica had its batch."""
+        return self._is_done
+
+    def reset(self) -> None:
+        """Prepare for one iteration."""
+        self._is_done = False
+
+    def advance(self, batch: Any) -> None:
+        """Move, transform and train on the batch of one replica."""
+        self._is_done = True
+        session = self.session
+        batch = session.move_batch(batch, Phase.TRAINING)
+        batch = session.hooks.transform("process_training_batch", batch, session.state)
+        self._is_committed = require(self.optimizer_loop).run(batch)
+
+    def on_run_end(self) -> bool:
+        """Return whether the last update was committed."""
+        return self._is_committed

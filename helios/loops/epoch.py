@@ -1,0 +1,190 @@
+"""One epoch, from the cursor to its end, batch by batch.
+
+A boundary is the line after a window's last batch. Everything that may follow one (validation, the
+safe point, the checks for an end) stands here once, for both units; a resume enters behind the
+safe point, so that exactly those events follow that an undisturbed run has (DESIGN R4).
+"""
+
+from __future__ import annotations
+
+from helios import schedule as due
+from helios.core.utils import AverageTimer
+from helios.data.source import BatchIterator
+from helios.errors import UsageError
+from helios.loops.loop import Loop, require
+from helios.state import Phase
+
+
+class EpochLoop(Loop):
+    """The default epoch loop."""
+
+    roles = ("batch_loop", "val_loop")
+
+    def __init__(self, batch_loop: Loop | None = None, val_loop: Loop | None = None) -> None:
+        super().__init__()
+        self.batch_loop = batch_loop
+        self.val_loop = val_loop
+        self._batches: BatchIterator | None = None
+        self._timer = AverageTimer()
+        self._is_over = False
+        self._is_complete = False
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch is complete, or the run ends at this boundary."""
+        return self._is_over
+
+    @property
+    def batches(self) -> BatchIterator:
+        """The epoch's batches from the cursor on.
+
+        Raises:
+            UsageError: outside of a run.
+        """
+        if self._batches is None:
+            raise UsageError("EpochLoop.batches is not there: the epoch was not started.")
+        return self._batches
+
+    def reset(self) -> None:
+        """Open the data at the cursor; nothing is replayed or skipped through (DESIGN R1)."""
+        cursor = self.session.cursor
+        source = self.session.sources[Phase.TRAINING]
+        total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
+        self._is_over = False
+        self._is_complete = total == cursor.batch
+        self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
+        self.session.display.start_epoch(cursor.epoch, total, cursor.batch)
+        self._timer.start()
+
+    def on_run_start(self) -> None:
+        """Begin the epoch, or go on behind the safe point of a checkpoint taken inside it."""
+        session = self.session
+        if session.is_in_epoch:
+            self.leave_safe_point(has_validated=self._has_validated_before_resume())
+        else:
+            session.state.begin_epoch(session.cursor.epoch)
+            session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
+
+    def advance(self) -> None:
+        """Train on one batch (DESIGN section 5, "A batch")."""
+        session, state, hooks = self.session, self.session.state, self.session.hooks
+        batch = next(self.batches)
+        is_new_window = state.is_step_boundary or state.global_iteration == 0
+        self._begin_iteration()
+        session.seed_iteration()
+        if is_new_window:
+            hooks.emit("on_training_step_start", state)
+        hooks.emit("on_training_batch_start", state)
+        is_committed = require(self.batch_loop).run(batch)
+        self._end_iteration(is_committed=is_committed)
+
+    def on_advance_end(self) -> None:
+        """Poll for a stop; at a boundary do what is due there."""
+        session = self.session
+        session.poll_stop()
+        self._is_complete = self.batches.is_last
+        self._is_over = self._is_complete
+        if not session.state.is_step_boundary:
+            return
+        if not session.schedule.is_by_epoch:
+            self._close_step()
+        elif not self._is_complete:
+            session.save_if_asked(is_due=False)
+            self.leave_safe_point(has_validated=False)
+
+    def on_run_end(self) -> None:
+        """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
+        session = self.session
+        self._close_batches()
+        is_cut = session.is_stopping and not self._is_complete
+        if not is_cut:
+            session.move_epoch_schedulers()
+        has_validated = session.schedule.is_by_epoch and self._validate_if_due()
+        session.hooks.emit("on_training_epoch_end", session.state.global_epoch)
+        session.display.end_epoch()
+        if is_cut:
+            return
+        session.cursor.next_epoch()
+        session.state.end_epoch()
+        if session.schedule.is_by_epoch:
+            session.check_limits()
+            session.save_if_asked(is_due=due.is_save_due(session.schedule, session.state))
+            self.leave_safe_point(has_validated=has_validated, polls_always=True)
+
+    def leave_safe_point(self, *, has_validated: bool, polls_always: bool = False) -> None:
+        """Do what follows a safe point: the checks for an end (H30-H33).
+
+        Args:
+            has_validated: whether a validation took place at this boundary.
+            polls_always: whether the stop poll follows without one too, as at an epoch's end.
+        """
+        session = self.session
+        session.check_limits()
+        if (has_validated or polls_always) and not session.is_stopping:
+            session.poll_stop()
+            if session.is_stopping:
+                session.save_if_asked(is_due=False)
+        self._is_over |= session.is_stopping
+
+    def teardown(self) -> None:
+        """End the workers of an epoch that an error has left open."""
+        self._close_batches()
+        super().teardown()
+
+    def _begin_iteration(self) -> None:
+        session, state = self.session, self.session.state
+        is_boundary = due.ends_window(
+            session.schedule,
+            iteration=state.global_iteration + 1,
+            batch=session.cursor.batch,
+            is_last=self.batches.is_last,
+            is_manual=bool(session.is_manual),
+        )
+        state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
+
+    def _end_iteration(self, *, is_committed: bool) -> None:
+        session, state, hooks = self.session, self.session.state, self.session.hooks
+        num_samples = self.batches.num_samples
+        should_log = due.is_log_due(session.schedule, state)
+        hooks.emit("on_training_batch_end", state, should_log)
+        if state.is_step_boundary:
+            hooks.emit("on_training_step_end", state, is_committed)
+        if should_log:
+            session.log_losses()
+        session.display.advance(session.model.loss_items, num_samples, state.is_step_boundary)
+        session.cursor.advance(num_samples)
+        state.end_iteration()
+        self._timer.record()
+        state.average_iter_time = self._timer.get_average_time()
+
+    def _close_step(self) -> None:
+        session = self.session
+        is_due = not session.is_stopping
+        has_validated = is_due and self._validate_if_due()
+        session.check_limits()
+        is_due = is_due and due.is_save_due(session.schedule, session.state)
+        session.save_if_asked(is_due=is_due)
+        self.leave_safe_point(has_validated=has_validated)
+
+    def _validate_if_due(self) -> bool:
+        session = self.session
+        if not due.is_validation_due(session.schedule, session.state):
+            return False
+        if not require(self.val_loop).run():
+            return False
+        session.conclude_validation()
+        return True
+
+    def _has_validated_before_resume(self) -> bool:
+        session = self.session
+        return (
+            not session.schedule.is_by_epoch
+            and not session.is_stopping
+            and Phase.VALIDATION in session.sources
+            and due.is_validation_due(session.schedule, session.state)
+        )
+
+    def _close_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None

@@ -1,0 +1,195 @@
+"""The shape of every loop: reset, then advance until done.
+
+Loops are small: they hold children by role and no counters; all progress lies in the session's
+state and cursor, so a replaced loop resumes from any checkpoint (DESIGN section 8).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, TypeVar, final
+
+from helios.errors import ArgumentError, UsageError
+from helios.session import Session
+
+Child = TypeVar("Child", bound="Loop")
+
+
+def require(loop: Child | None) -> Child:
+    """Return a child loop that must be there by now.
+
+    Raises:
+        UsageError: if its role is empty.
+    """
+    if loop is None:
+        raise UsageError("A role of this loop is empty: run it through a trainer, which attaches.")
+    return loop
+
+
+class Loop(ABC):
+    """Base of all loops.
+
+    Attributes:
+        roles: names of the children; each is an attribute that holds a loop.
+    """
+
+    roles: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self._session: Session | None = None
+
+    @property
+    def session(self) -> Session:
+        """What the loop may see.
+
+        Raises:
+            UsageError: before the loop is attached (L7).
+        """
+        if self._session is None:
+            raise UsageError(
+                f"{type(self).__name__}.session is not set: a loop sees a session only while the "
+                "trainer runs it."
+            )
+        return self._session
+
+    @final
+    def children(self) -> dict[str, Loop]:
+        """Return the child loops that are there, by role."""
+        found = {role: getattr(self, role) for role in self.roles}
+        return {role: child for role, child in found.items() if child is not None}
+
+    @final
+    def adopt(self, other: Loop) -> None:
+        """Take over the children of another loop in roles that are still empty here (L11)."""
+        for role, child in other.children().items():
+            if role in self.roles and getattr(self, role) is None:
+                setattr(self, role, child)
+
+    @final
+    def attach(self, session: Session | None) -> None:
+        """Give the session to the loop and all below it (L7, L8).
+
+        Raises:
+            UsageError: if a role is empty.
+        """
+        missing = sorted(set(self.roles) - set(self.children()))
+        if missing:
+            raise UsageError(
+                f"{type(self).__name__} has no loop in the roles {missing}. Pass them to its "
+                "constructor, or replace it by connect(...), which keeps the present ones."
+            )
+        self._session = session
+        for child in self.children().values():
+            child.attach(session)
+
+    @final
+    def connect(self, **loops: Loop) -> None:
+        """Replace children by role; roles that a new child leaves empty keep the old one's loops.
+
+        Raises:
+            ArgumentError: for an unknown role, or something that is no loop.
+        """
+        for role, loop in loops.items():
+            if role not in self.roles:
+                raise ArgumentError(
+                    f"{type(self).__name__}.connect(...) must name one of its roles "
+                    f"{list(self.roles)}, got {role!r}."
+                )
+            if not isinstance(loop, Loop):
+                raise ArgumentError(
+                    f"{type(self).__name__}.connect({role}=...) must be a Loop instance, "
+                    f"got {loop!r}."
+                )
+            present = getattr(self, role)
+            if present is not None:
+                loop.adopt(present)
+            setattr(self, role, loop)
+            if self._session is not None:
+                loop.attach(self._session)
+
+    @final
+    def run(self, *args: Any) -> Any:
+        """Reset, then advance until done; returns what :meth:`on_run_end` returns (L2).
+
+        ``StopIteration`` from an advance ends the loop like ``break`` (L3); other exceptions leave
+        at once (L4).
+        """
+        if self.skip:
+            return self.on_skip()
+        self.reset()
+        self.on_run_start(*args)
+        while not self.done:
+            try:
+                self.on_advance_start(*args)
+                self.advance(*args)
+                self.on_advance_end()
+            except StopIteration:
+                break
+        return self.on_run_end()
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to run at all."""
+        return False
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the loop has come to its end."""
+
+    def on_skip(self) -> Any:
+        """Return the result of a run that is skipped."""
+        return None
+
+    def reset(self) -> None:
+        """Prepare a run; a loop may run many times."""
+        return
+
+    def on_run_start(self, *args: Any) -> None:
+        """Act before the first advance."""
+        return
+
+    def on_advance_start(self, *args: Any) -> None:
+        """Act before each advance."""
+        return
+
+    @abstractmethod
+    def advance(self, *args: Any) -> None:
+        """Do one round."""
+
+    def on_advance_end(self) -> None:
+        """Act after each advance."""
+        return
+
+    def on_run_end(self) -> Any:
+        """Act after the last advance; the value is that of :meth:`run`."""
+        return None
+
+    def teardown(self) -> None:
+        """Release what the loop holds; called on every exit path, children first (L40)."""
+        for child in self.children().values():
+            child.teardown()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loop's own state, if it has any; children are saved beside it."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        return
+
+    @final
+    def collect_states(self, path: str) -> dict[str, dict[str, Any]]:
+        """Return the states of the loop and all below it, by role path; empty ones are left out."""
+        states = {path: self.state_dict()}
+        for role, child in self.children().items():
+            states |= child.collect_states(f"{path}.{role.removesuffix('_loop')}")
+        return {where: state for where, state in states.items() if state}
+
+    @final
+    def spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
+        """Give saved states, by role path, to the loop and all below it."""
+        if path in states:
+            self.load_state_dict(states.pop(path))
+        for role, child in self.children().items():
+            child.spread_states(f"{path}.{role.removesuffix('_loop')}", states)

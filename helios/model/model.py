@@ -1,0 +1,350 @@
+"""The class that users subclass: networks, optimizers and the steps that use them.
+
+``setup`` builds plain attributes; what of them is state is discovered. Every method here is an
+event or a step that a loop calls; a base method that does nothing is marked, and costs nothing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from helios.core.registry import Registry
+from helios.engines.device import move_to_device
+from helios.errors import ArgumentError, UsageError
+from helios.hooks.events import silent
+from helios.model.discovery import Discovery
+from helios.state import Phase, TrainingState
+
+if TYPE_CHECKING:
+    from helios.trainer import Trainer
+
+MODEL_REGISTRY = Registry("model")
+
+TABLES = ("_loss_items", "_val_scores", "_running_losses", "_test_scores")
+_INTERNALS = frozenset(
+    (
+        *TABLES,
+        "_save_name",
+        "_is_distributed",
+        "_map_loc",
+        "_device",
+        "_rank",
+        "_trainer",
+        "_discovery",
+        "_modes",
+        "unsaved",
+        "scheduler_interval",
+    )
+)
+
+
+def create_model(type_name: str, *args: Any, **kwargs: Any) -> Model:
+    """Create a model of the registry.
+
+    Raises:
+        KeyError: if no model of that name is registered.
+    """
+    model: Model = MODEL_REGISTRY.get(type_name)(*args, **kwargs)
+    return model
+
+
+def find_pretrained_file(root: Path, name: str) -> Path:
+    """Return the first ``.pth`` file of a folder whose stem contains ``<folder>_<name>_``.
+
+    Raises:
+        UsageError: if there is none (a ``RuntimeError``).
+    """
+    part = f"{root.stem}_{name}_"
+    for path in sorted(root.glob("*.pth")):
+        if part in path.stem:
+            return path
+    raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
+
+
+class Model(ABC):
+    """Base of all models.
+
+    Attributes:
+        unsaved: names of attributes that training changes and that no checkpoint needs.
+        scheduler_interval: when schedulers move in automatic mode, ``{name: "step" | "epoch" |
+            "validation:<metric>"}``; default ``"step"``.
+
+    Args:
+        save_name: names the run's folder, and its checkpoints where the trainer has no run name.
+    """
+
+    unsaved: tuple[str, ...] = ()
+    scheduler_interval: Mapping[str, str] = {}  # noqa: RUF012 - read only; users replace it
+
+    def __init__(self, save_name: str) -> None:
+        is_name = isinstance(save_name, str) and save_name not in ("", ".", "..")
+        if not is_name or any(mark in save_name for mark in "/\\\0"):
+            raise ArgumentError(
+                "Model(save_name=...) must be a non-empty string without path separators (it names "
+                f"a folder), got {save_name!r}."
+            )
+        self._save_name = save_name
+        self._is_distributed = False
+        self._map_loc: str | dict[str, str] = ""
+        self._device: torch.device | None = None
+        self._rank = 0
+        self._trainer: Trainer | None = None
+        self._loss_items: dict[str, Any] = {}
+        self._running_losses: dict[str, Any] = {}
+        self._val_scores: dict[str, Any] = {}
+        self._test_scores: dict[str, Any] = {}
+        self._modes: list[tuple[torch.nn.Module, bool]] = []
+        self._discovery = Discovery(self, exclude=_INTERNALS, unsaved=self.unsaved)
+
+    @property
+    def save_name(self) -> str:
+        """Name of the run's folder under ``chkpt_root``."""
+        return self._save_name
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train."""
+        return self._is_distributed
+
+    @is_distributed.setter
+    def is_distributed(self, value: bool) -> None:
+        self._is_distributed = value
+
+    @property
+    def map_loc(self) -> str | dict[str, str]:
+        """Location that weights of a checkpoint are mapped to."""
+        return self._map_loc
+
+    @map_loc.setter
+    def map_loc(self, value: str | dict[str, str]) -> None:
+        self._map_loc = value
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the training.
+
+        Raises:
+            UsageError: before a trainer has set it.
+        """
+        if self._device is None:
+            raise UsageError("Model.device is not set yet: a trainer sets it before setup().")
+        return self._device
+
+    @device.setter
+    def device(self, value: torch.device) -> None:
+        self._device = value
+
+    @property
+    def rank(self) -> int:
+        """Local rank of this process."""
+        return self._rank
+
+    @rank.setter
+    def rank(self, value: int) -> None:
+        self._rank = value
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs the model.
+
+        Raises:
+            UsageError: outside of a trainer.
+        """
+        if self._trainer is None:
+            raise UsageError("Model.trainer is not set yet: a trainer sets it before setup().")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, value: Trainer) -> None:
+        self._trainer = value
+
+    @property
+    def loss_items(self) -> dict[str, Any]:
+        """The losses of the present batch, by name."""
+        return self._loss_items
+
+    @property
+    def test_scores(self) -> dict[str, Any]:
+        """The scores of the last test."""
+        return self._test_scores
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The validation scores; plain numbers among them go into the checkpoint's sidecar."""
+        return self._val_scores
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The tables of losses and scores, by attribute name; saved by the trainer always."""
+        return {name: getattr(self, name) for name in TABLES}
+
+    @property
+    def discovery(self) -> Discovery:
+        """What of the model's attributes is state."""
+        return self._discovery
+
+    @abstractmethod
+    def setup(self, fast_init: bool = False) -> None:
+        """Build networks, optimizers and schedulers as plain attributes.
+
+        Args:
+            fast_init: networks only; set outside of training.
+        """
+
+    def load_for_testing(self) -> None:
+        """Load weights for a test when there is no checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; by default all that discovery finds (DESIGN section 6).
+
+        Override it together with :meth:`load_state_dict`, or not at all.
+        """
+        return self._discovery.capture()
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        """Take back what :meth:`state_dict` returned.
+
+        Args:
+            state_dict: the state, on the CPU; loading copies it to where parameters are.
+            fast_init: the state is wanted for inference: networks only, left-overs are no error.
+        """
+        self._discovery.restore(state_dict, is_inference=fast_init)
+
+    def trained_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the state of the trained model for later use; never called by the trainer."""
+        return {}
+
+    def types_for_safe_load(self) -> list[Any]:
+        """Return the types of the user's own that a checkpoint may hold."""
+        return []
+
+    def append_metadata_to_chkpt_name(self, chkpt_name: str) -> str:
+        """Return an addition to a checkpoint's name, or the whole name with the addition (C2)."""
+        return chkpt_name
+
+    def append_to_banner(self, banner: str) -> str:
+        """Return the banner that is shown at start, with additions."""
+        return banner
+
+    def batch_to_device(self, batch: Any, phase: Phase) -> Any:
+        """Return a batch with its tensors on the device (DESIGN section 5, "A batch").
+
+        Descends into dicts, lists, tuples, named tuples and dataclasses.
+        """
+        return move_to_device(batch, self.device)
+
+    def train(self) -> None:
+        """Give back to every network and its parts the mode that :meth:`eval` found (L33)."""
+        for module, is_training in self._modes:
+            module.training = is_training
+        self._modes = []
+
+    def eval(self) -> None:
+        """Set every network that discovery finds to evaluation mode."""
+        networks = self._discovery.modules().values()
+        if not self._modes:
+            self._modes = [(part, part.training) for net in networks for part in net.modules()]
+        for network in networks:
+            network.eval()
+
+    @silent
+    def on_training_start(self) -> None:
+        """Hear that the training starts."""
+
+    @silent
+    def on_training_end(self) -> None:
+        """Hear that the run is finished."""
+
+    @silent
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        """Hear that an epoch starts; epochs count from 1."""
+
+    @silent
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        """Hear that an epoch has ended."""
+
+    def on_training_batch_start(self, state: TrainingState) -> None:
+        """Clear the table of losses."""
+        self._loss_items.clear()
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor | dict[str, Any] | None:
+        """Train on one batch (C12).
+
+        Returns:
+            A scalar loss, or a dict with the loss under ``"loss"``: Helios does backward and steps
+            the one optimizer and its schedulers. ``None``: the model did all that itself.
+        """
+        return None
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        """Add the losses to the running losses, on their device (H58)."""
+        running = self._running_losses
+        for name, loss in self._loss_items.items():
+            value = loss.detach() if isinstance(loss, Tensor) else loss
+            running[name] = running[name] + value if name in running else value
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        """Clear the validation scores; cycles count from 0."""
+        self._val_scores.clear()
+
+    @silent
+    def on_validation_batch_start(self, step: int) -> None:
+        """Hear that a validation batch starts; steps count from 0."""
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | None:
+        """Validate one batch, without gradients.
+
+        Returns:
+            ``None``, or ``{name: (sum, weight)}``: the ratio of the totals stands in the scores
+            before :meth:`on_validation_end`.
+        """
+        return None
+
+    @silent
+    def on_validation_batch_end(self, step: int) -> None:
+        """Hear that a validation batch is done."""
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        """Clear the running losses."""
+        self._running_losses.clear()
+
+    def have_metrics_improved(self) -> bool:
+        """Say whether the last validation was better than those before; asked after each."""
+        return True
+
+    @silent
+    def should_training_stop(self) -> bool:
+        """Say whether the training should stop after the present window."""
+        return False
+
+    def on_testing_start(self) -> None:
+        """Clear the test scores."""
+        self._test_scores.clear()
+
+    @silent
+    def on_testing_batch_start(self, step: int) -> None:
+        """Hear that a test batch starts; steps count from 0."""
+
+    def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | None:
+        """Test one batch, without gradients; returns as :meth:`valid_step` does."""
+        return None
+
+    @silent
+    def on_testing_batch_end(self, step: int) -> None:
+        """Hear that a test batch is done."""
+
+    @silent
+    def on_testing_end(self) -> None:
+        """Hear that a test has ended."""
+
+    def predict_step(self, batch: Any, step: int) -> Any:
+        """Return the prediction for one batch, without gradients."""
+        raise UsageError(
+            f"{type(self).__name__}.predict_step(batch, step) must be defined for Trainer.predict."
+        )

@@ -1,0 +1,185 @@
+"""A plugin: an object beside the model that hears events, may hold state and may own a batch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from helios.core.registry import Registry
+from helios.hooks.events import silent
+from helios.state import TrainingState
+
+if TYPE_CHECKING:
+    from helios.model.model import Model
+    from helios.trainer import Trainer
+
+PLUGIN_REGISTRY = Registry("plugin")
+
+
+def create_plugin(type_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Create a plugin of the registry.
+
+    Raises:
+        KeyError: if no plugin of that name is registered.
+    """
+    return PLUGIN_REGISTRY.get(type_name)(*args, **kwargs)
+
+
+@dataclass
+class UniquePluginOverrides:
+    """What a plugin claims for itself alone (API section 15).
+
+    Overriding ``process_training_batch`` and its kin makes the owner; a flag that is set must agree
+    with what is overridden. ``should_training_stop`` is accepted and has no effect: any plugin may
+    stop a training.
+    """
+
+    training_batch: bool = False
+    validation_batch: bool = False
+    testing_batch: bool = False
+    should_training_stop: bool = False
+
+
+class Plugin(ABC):
+    """Base of all plugins.
+
+    Plugins hear every event of :data:`helios.hooks.events.EVENTS` whose method they define, before
+    the model does; with ``monitor = True`` they hear the ends of validations and epochs after it.
+
+    Args:
+        plug_id: the plugin's name, unique in a trainer; its state is saved under it.
+    """
+
+    monitor: bool = False
+
+    def __init__(self, plug_id: str) -> None:
+        self._plug_id = plug_id
+        self._unique_overrides = UniquePluginOverrides()
+        self._is_distributed = False
+        self._map_loc: str | dict[str, str] = ""
+        self._device = torch.device("cpu")
+        self._rank = 0
+        self._trainer: Trainer | None = None
+
+    @property
+    def plug_id(self) -> str:
+        """The plugin's name."""
+        return self._plug_id
+
+    @property
+    def unique_overrides(self) -> UniquePluginOverrides:
+        """What the plugin claims for itself alone."""
+        return self._unique_overrides
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train."""
+        return self._is_distributed
+
+    @is_distributed.setter
+    def is_distributed(self, value: bool) -> None:
+        self._is_distributed = value
+
+    @property
+    def map_loc(self) -> str | dict[str, str]:
+        """Location that weights of a checkpoint are mapped to."""
+        return self._map_loc
+
+    @map_loc.setter
+    def map_loc(self, value: str | dict[str, str]) -> None:
+        self._map_loc = value
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the training."""
+        return self._device
+
+    @device.setter
+    def device(self, value: torch.device) -> None:
+        self._device = value
+
+    @property
+    def rank(self) -> int:
+        """Local rank of this process."""
+        return self._rank
+
+    @rank.setter
+    def rank(self, value: int) -> None:
+        self._rank = value
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """The trainer, once the plugin is registered."""
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, value: Trainer | None) -> None:
+        self._trainer = value
+
+    def configure_trainer(self, trainer: Trainer) -> None:
+        """Register in a trainer; called by users. Extend it to add exception types and the like."""
+        self._register_in_trainer(trainer)
+
+    def _register_in_trainer(self, trainer: Trainer) -> None:
+        trainer.register_plugin(self)
+
+    def configure_model(self, model: Model) -> None:
+        """Change a model before the training; called by users."""
+
+    @abstractmethod
+    def setup(self) -> None:
+        """Prepare; called once at the start of fit, validate, test or predict, before the data."""
+
+    @silent
+    def on_training_start(self) -> None:
+        """Hear that the training starts."""
+
+    @silent
+    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
+        """Map a training batch, already on the device; overriding it makes the owner."""
+        return batch
+
+    @silent
+    def on_training_end(self) -> None:
+        """Hear that the run is finished."""
+
+    @silent
+    def on_validation_start(self, validation_cycle: int) -> None:
+        """Hear that a validation starts; cycles count from 0."""
+
+    @silent
+    def process_validation_batch(self, batch: Any, step: int) -> Any:
+        """Map a validation batch, already on the device; overriding it makes the owner."""
+        return batch
+
+    @silent
+    def on_validation_end(self, validation_cycle: int) -> None:
+        """Hear that a validation has ended."""
+
+    @silent
+    def should_training_stop(self) -> bool:
+        """Say whether the training should stop after the present window."""
+        return False
+
+    @silent
+    def on_testing_start(self) -> None:
+        """Hear that a test starts."""
+
+    @silent
+    def process_testing_batch(self, batch: Any, step: int) -> Any:
+        """Map a test batch, already on the device; overriding it makes the owner."""
+        return batch
+
+    @silent
+    def on_testing_end(self) -> None:
+        """Hear that a test has ended."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the plugin."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""

@@ -1,0 +1,223 @@
+"""What a loop may see: the model, the data, the engine, the hooks, the counters and the options.
+
+A session holds no order of things (loops do) and opens no file: snapshots go out through the
+``Recorder`` that the house hands in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from helios import schedule as due
+from helios.core import rng
+from helios.core.progress import Display
+from helios.data.source import Source
+from helios.engines.engine import Engine
+from helios.hooks.bus import Bus
+from helios.model.model import Model
+from helios.model.schedulers import Schedulers
+from helios.plugins.plugin import Plugin
+from helios.schedule import Schedule
+from helios.state import Cursor, Phase, TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Where a session's results go: checkpoints and scalars."""
+
+    def save(self, snapshot: dict[str, Any]) -> None:
+        """Write a snapshot as a checkpoint; one that is committed is not written again."""
+        ...
+
+    def log_scalars(self, items: dict[str, Any], state: TrainingState) -> None:
+        """Write the losses of an iteration."""
+        ...
+
+
+@dataclass
+class Requests:
+    """What was asked for and waits for the next safe point (DESIGN R4)."""
+
+    is_checkpoint_wanted: bool = False
+    stop_reason: str = ""
+
+
+@dataclass
+class Session:
+    """One call of fit, validate, test or predict, as its loops see it.
+
+    Attributes:
+        model: the user's model.
+        engine: the device and what it does.
+        hooks: who hears what.
+        display: the progress bars.
+        seed: the run's seed.
+        schedule: the options that decide when something happens.
+        sources: the data of each phase; a phase without data is missing.
+        plugins: by id, in order of registration.
+        schedulers: the learning-rate schedulers; ``None`` outside of fit.
+        recorder: where checkpoints and scalars go; ``None`` outside of fit.
+        can_save: whether checkpoints are written at all.
+        loop_states: gives the state of the loops, by role path.
+        state: the counters that users see.
+        cursor: where the next batch lies.
+        phase: what the session is doing.
+        is_resumed: whether the training goes on from a checkpoint.
+        is_manual: whether the model steps its optimizers itself; known after the first step.
+        carried_plugins: states of plugins that are gone, by id; saved again, unread.
+        carried_loops: states of loops that are gone, by role path; saved again, unread.
+        saved_randomness: the generators of the checkpoint, until the training goes on.
+    """
+
+    model: Model
+    engine: Engine
+    hooks: Bus
+    display: Display
+    seed: int
+    schedule: Schedule = field(default_factory=Schedule)
+    sources: dict[Phase, Source] = field(default_factory=dict)
+    plugins: dict[str, Plugin] = field(default_factory=dict)
+    schedulers: Schedulers | None = None
+    recorder: Recorder | None = None
+    can_save: bool = False
+    loop_states: Callable[[], dict[str, Any]] = dict
+    state: TrainingState = field(default_factory=TrainingState)
+    cursor: Cursor = field(default_factory=Cursor)
+    requests: Requests = field(default_factory=Requests)
+    phase: Phase = Phase.TRAINING
+    is_resumed: bool = False
+    is_manual: bool | None = None
+    carried_plugins: dict[str, Any] = field(default_factory=dict)
+    carried_loops: dict[str, Any] = field(default_factory=dict)
+    saved_randomness: dict[str, Any] | None = None
+
+    def move_batch(self, batch: Any, phase: Phase) -> Any:
+        """Return a batch on the device, by the model's rule."""
+        is_there = self.engine.device.type == "cpu"
+        if is_there and type(self.model).batch_to_device is Model.batch_to_device:
+            return batch
+        return self.model.batch_to_device(batch, phase)
+
+    def seed_iteration(self) -> None:
+        """Set the random numbers of the present iteration (DESIGN R2)."""
+        rng.reseed(rng.key(self.seed, "train", self.state.global_iteration, 0))
+
+    def seed_evaluation(self, pass_number: int, step: int) -> None:
+        """Set the random numbers of one batch of an evaluation."""
+        rng.reseed(rng.key(self.seed, self.phase.value, pass_number, step))
+
+    @contextmanager
+    def entering(self, phase: Phase, pass_number: int) -> Iterator[None]:
+        """Run an evaluation: on random numbers of its own, with those found restored."""
+        found = self.phase
+        self.phase = phase
+        try:
+            with rng.stream(rng.key(self.seed, phase.value, pass_number)):
+                yield
+        finally:
+            self.phase = found
+
+    def restore_randomness(self) -> None:
+        """Set the generators as the checkpoint holds them; last of all (H6)."""
+        if self.saved_randomness is not None:
+            rng.load_rng_state_dict(self.saved_randomness)
+            self.saved_randomness = None
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether the training goes on from a checkpoint that was taken inside of an epoch."""
+        is_numbered = self.state.global_epoch == self.cursor.epoch + 1
+        return self.is_resumed and is_numbered and self.cursor.batch > 0
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run ends at the next safe point."""
+        return bool(self.requests.stop_reason)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the end of the run at the next safe point; the first reason counts."""
+        self.requests.stop_reason = self.requests.stop_reason or reason
+
+    def poll_stop(self) -> None:
+        """Ask plugins and model whether the training should stop (H32)."""
+        if self.hooks.ask("should_training_stop"):
+            self.request_stop("should_training_stop said yes")
+
+    @property
+    def limit(self) -> str:
+        """Why the options end the run here; empty while they do not."""
+        if due.is_out_of_patience(self.schedule, self.state):
+            return f"no improvement in {self.state.early_stop_count} validations"
+        if due.is_total_reached(self.schedule, self.state, self.cursor):
+            return "total_steps reached"
+        return ""
+
+    def check_limits(self) -> None:
+        """Ask for the end of the run where the options say so."""
+        if self.limit:
+            self.request_stop(self.limit)
+
+    def log_losses(self) -> None:
+        """Write the losses of the present batch."""
+        if self.recorder is not None:
+            self.recorder.log_scalars(self.model.loss_items, self.state)
+
+    def move_epoch_schedulers(self) -> None:
+        """Move the schedulers that count epochs, in automatic mode."""
+        if self.schedulers is not None and not self.is_manual:
+            self.schedulers.after_epoch()
+
+    def conclude_validation(self) -> None:
+        """Count a validation, move what follows its metrics, and ask for an improvement (H30)."""
+        if self.schedulers is not None and not self.is_manual:
+            self.schedulers.after_validation(self.model.metrics)
+        self.state.end_validation()
+        self.state.record_improvement(has_improved=bool(self.model.have_metrics_improved()))
+
+    def warn_of_automatic_options(self) -> None:
+        """Say which options have no effect because the model steps its optimizers itself."""
+        ignored = self.engine.automatic_options
+        if self.schedulers is not None and self.schedulers.has_intervals_but_step:
+            ignored = [*ignored, "Model.scheduler_interval"]
+        if ignored:
+            _LOGGER.warning(
+                "%s has no effect: train_step returns None, so the model clips and steps itself. "
+                "Return the loss to let Helios do it.",
+                " and ".join(ignored),
+            )
+
+    def save_if_asked(self, *, is_due: bool) -> None:
+        """The safe point: write a checkpoint if one is due, requested or final (DESIGN R4)."""
+        if self.is_stopping and not self.limit:
+            self.cursor.stop(self.requests.stop_reason)
+        is_wanted = is_due or self.requests.is_checkpoint_wanted or self.is_stopping
+        self.requests.is_checkpoint_wanted = False
+        if is_wanted and self.can_save and self.recorder is not None:
+            snapshot = self.snapshot()
+            self.hooks.emit("on_save_checkpoint", snapshot)
+            self.recorder.save(snapshot)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the whole state, by reference: plain dictionaries of tensors, numbers, strings."""
+        source = self.sources[Phase.TRAINING]
+        return {
+            "training_state": self.state.dict(),
+            "cursor": self.cursor.dict(),
+            "model": self.model.state_dict(),
+            "tables": {name: dict(table) for name, table in self.model.tables.items()},
+            "plugins": self.carried_plugins
+            | {name: plugin.state_dict() for name, plugin in self.plugins.items()},
+            "loops": self.carried_loops | self.loop_states(),
+            "data": {"description": source.description, "state": source.state_dict()},
+            "engine": self.engine.state_dict(),
+            "rng": rng.get_rng_state_dict(),
+            "num_threads": torch.get_num_threads(),
+            "num_replicas": 1,
+        }

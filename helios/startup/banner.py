@@ -1,0 +1,65 @@
+"""What is said at the start: versions, the device, the run, and the promise with its limits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from helios.core.utils import get_env_info_str
+from helios.data.source import Source
+from helios.engines.engine import Engine
+from helios.model.model import Model
+from helios.startup.arguments import Arguments
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def level_of(arguments: Arguments, engine: Engine, source: Source) -> tuple[str, str]:
+    """Return the level of reproducibility (DESIGN section 1), and what bars the way to the next."""
+    if not source.can_resume:
+        return "none", "the training loader can neither seek nor be saved"
+    if engine.device.type != "cpu" and not arguments.enable_deterministic:
+        return "order", "enable_deterministic=True makes arithmetic exact on this device"
+    return "restart", "one replica: there is nothing to spread over processes"
+
+
+def machine(engine: Engine) -> dict[str, str]:
+    """Return what the bits of arithmetic depend on, besides the run."""
+    device = engine.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"torch": torch.__version__, "device": name}
+
+
+def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:
+    """Say loudly that equal bits are not promised where hardware or PyTorch have changed."""
+    changed = [
+        f"{name} {stored[name]} -> {value}"
+        for name, value in machine(engine).items()
+        if name in stored and stored[name] != value
+    ]
+    if changed:
+        _LOGGER.warning(
+            "The run goes on where equal bits are not promised: %s. Order and randomness stay "
+            "exact; arithmetic may differ in the last bits.",
+            ", ".join(changed),
+        )
+
+
+def show_banner(
+    arguments: Arguments, model: Model, lines: dict[str, Any], *, where: str | None
+) -> None:
+    """Log the banner, with what the model appends to it.
+
+    Args:
+        arguments: the options of the trainer.
+        model: may append to the banner.
+        lines: facts of this run, by label.
+        where: the checkpoint that the run goes on from; ``None`` for a first start.
+    """
+    if not arguments.print_banner:
+        return
+    facts = {"start": "from the beginning" if where is None else f"resumed from {where}", **lines}
+    text = "\n".join([get_env_info_str(), *(f"{label}: {fact}" for label, fact in facts.items())])
+    _LOGGER.info("%s", model.append_to_banner(text))

@@ -1,0 +1,56 @@
+"""Checks of what users hand in, before anything starts."""
+
+from __future__ import annotations
+
+from helios.errors import ArgumentError, DuplicateError
+from helios.hooks.bus import overridden
+from helios.hooks.events import EVENTS
+from helios.model.model import Model
+from helios.plugins.plugin import Plugin
+
+_FLAGS = {
+    "training_batch": "process_training_batch",
+    "validation_batch": "process_validation_batch",
+    "testing_batch": "process_testing_batch",
+}
+
+
+def check_plugins(plugins: dict[str, Plugin]) -> None:
+    """Check the plugins as they are when a run starts, however they were registered.
+
+    Raises:
+        DuplicateError: if one is registered under another id than its own.
+        ArgumentError: if a flag of ``unique_overrides`` claims what is not overridden (H60).
+    """
+    for name, plugin in plugins.items():
+        if name != plugin.plug_id:
+            raise DuplicateError(
+                f"A plugin must be registered under its own id {plugin.plug_id!r}, got {name!r}."
+            )
+        for flag, method in _FLAGS.items():
+            claims = getattr(plugin.unique_overrides, flag)
+            if claims and overridden(plugin, EVENTS[method]) is None:
+                raise ArgumentError(
+                    f"Plugin {name!r} sets unique_overrides.{flag}, but does not override {method}."
+                    " Override it, or leave the flag out."
+                )
+
+
+def check_state_methods(model: Model) -> None:
+    """Check that a model overrides both methods of its state, or none.
+
+    Raises:
+        ArgumentError: if it overrides one of them.
+    """
+    kind = type(model)
+    overrides = {
+        "state_dict": kind.state_dict is not Model.state_dict,
+        "load_state_dict": kind.load_state_dict is not Model.load_state_dict,
+    }
+    if len(set(overrides.values())) > 1:
+        present = next(name for name, is_there in overrides.items() if is_there)
+        raise ArgumentError(
+            f"{kind.__name__} must override both state_dict and load_state_dict or none of them, "
+            f"got {present} only. Without them all networks, optimizers and schedulers among its "
+            "attributes are saved."
+        )

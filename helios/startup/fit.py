@@ -1,0 +1,227 @@
+"""One call of fit, from the data's preparation to the note that the run is finished."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from helios.data.datamodule import DataModule
+from helios.data.source import Source
+from helios.engines.engine import numerics
+from helios.errors import ArgumentError
+from helios.loops.fit import FitLoop
+from helios.model.model import Model
+from helios.model.schedulers import Schedulers
+from helios.plugins.plugin import Plugin
+from helios.session import Session
+from helios.startup import banner, outputs, resume
+from helios.startup.arguments import Arguments
+from helios.startup.run import Run
+from helios.state import Cursor, Phase, TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+_LOOP_PATH = "fit"
+
+
+class FitRun(Run):
+    """One training; see ``Run`` for the arguments.
+
+    Args:
+        arguments: the options of the trainer.
+        plugins: by id.
+        model: the user's model.
+        datamodule: the user's data.
+        show: is told the session while it exists.
+        loop: the fit loop.
+    """
+
+    verb = "Training"
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        plugins: dict[str, Plugin],
+        model: Model,
+        datamodule: DataModule,
+        show: Callable[[Session | None], None],
+        *,
+        loop: FitLoop,
+    ) -> None:
+        super().__init__(arguments, plugins, model, datamodule, show)
+        self._loop = loop
+        self._start = resume.Start()
+        self._recorder: outputs.FitRecorder | None = None
+
+    @property
+    def loop(self) -> FitLoop:
+        """The fit loop."""
+        return self._loop
+
+    def _run(self, stack: ExitStack) -> bool:
+        self.datamodule.prepare_data()
+        self._start = resume.find_start(
+            self.arguments, self.model.save_name, self.model.types_for_safe_load()
+        )
+        loaded = self._start.loaded
+        payload = None if loaded is None else loaded.payload
+        if loaded is not None and self._is_finished():
+            return True
+        stack.enter_context(self._numerics(payload))
+        outputs.open_logs(self.arguments, self._name, payload)
+        self._set_up(is_inference=False)
+        session = self.session = self._build()
+        self.show(session)
+        self.loop.attach(session)
+        if payload is not None:
+            self._load(session, payload)
+        session.hooks.emit("on_fit_start")
+        reason = self.loop.run()
+        self.display.close()
+        if self._recorder is not None:
+            self._recorder.finish(reason)
+        _LOGGER.info("The training has ended: %s.", reason)
+        return True
+
+    @property
+    def _name(self) -> str:
+        return self.arguments.run_name or self.model.save_name
+
+    def _is_finished(self) -> bool:
+        loaded = self._start.loaded
+        if loaded is None or loaded.sidecar is None or not loaded.sidecar.finished:
+            return False
+        if resume.is_extended(self.arguments, loaded.payload["options"]):
+            return False
+        resume.report_finished(loaded, loaded.sidecar.finished, _LOGGER.warning)
+        return True
+
+    def _numerics(self, payload: dict[str, Any] | None) -> Any:
+        threads = None if payload is None else payload["num_threads"]
+        if threads not in (None, torch.get_num_threads()):
+            _LOGGER.info(
+                "This process computes with %d threads, as the run did at its first start (%d were "
+                "set): their number changes bits.",
+                threads,
+                torch.get_num_threads(),
+            )
+        return numerics(
+            is_deterministic=self.arguments.enable_deterministic,
+            use_cudnn_benchmark=self.arguments.enable_cudnn_benchmark,
+            num_threads=threads,
+        )
+
+    def _build(self) -> Session:
+        source = self._open_training_source()
+        self._open_source(Phase.VALIDATION)
+        level, obstacle = banner.level_of(self.arguments, self.engine, source)
+        self._recorder = outputs.FitRecorder(
+            self.arguments,
+            self.model,
+            self._start,
+            level=level,
+            options=resume.identity(self.arguments, source.description)
+            | resume.limits(self.arguments),
+            machine=banner.machine(self.engine),
+        )
+        loaded = self._start.loaded
+        banner.show_banner(
+            self.arguments,
+            self.model,
+            {"run": self._name, "promise": f"{level} ({obstacle})"},
+            where=None if loaded is None else loaded.path.name,
+        )
+        return Session(
+            model=self.model,
+            engine=self.engine,
+            hooks=self.hooks,
+            display=self.display,
+            seed=self.arguments.seed,
+            schedule=self.arguments.schedule,
+            sources=self.sources,
+            plugins=self.plugins,
+            schedulers=Schedulers(self.model.discovery.schedulers(), self.model.scheduler_interval),
+            recorder=self._recorder,
+            can_save=self.arguments.can_save,
+            loop_states=lambda: self.loop.collect_states(_LOOP_PATH),
+        )
+
+    def _open_training_source(self) -> Source:
+        source = self._open_source(Phase.TRAINING)
+        if source is None:
+            raise ArgumentError(
+                f"{type(self.datamodule).__name__} must have training data for fit, got none. "
+                "Assign self._train_dataset in setup()."
+            )
+        if self.arguments.can_save and not source.can_resume:
+            raise ArgumentError(
+                "The training loader can neither seek nor be saved (an IterableDataset, or a "
+                "loader not made by create_dataloader), so a checkpoint could not resume exactly. "
+                "Give it state_dict/load_state_dict, use a map-style data set, or leave out "
+                "chkpt_frequency."
+            )
+        return source
+
+    def _load(self, session: Session, payload: dict[str, Any]) -> None:
+        state = TrainingState(**payload["training_state"])
+        cursor = Cursor(**payload["cursor"])
+        source = self.sources[Phase.TRAINING]
+        if resume.is_extended(self.arguments, payload["options"]):
+            cursor.go_on()
+        self._start.changes += resume.reconcile(
+            payload["options"],
+            resume.identity(self.arguments, source.description),
+            tuple(self.arguments.allow_changes),
+            state=state,
+            cursor=cursor,
+        )
+        banner.warn_of_other_machine(payload.get("machine", {}), self.engine)
+        session.hooks.emit("on_load_checkpoint", payload)
+        session.state, session.cursor, session.is_resumed = state, cursor, True
+        session.requests.stop_reason = cursor.stop_reason
+        self.engine.load_state_dict(payload["engine"])
+        self.model.load_state_dict(payload["model"])
+        for name, table in self.model.tables.items():
+            table.clear()
+            table.update(payload["tables"][name])
+        source.load_state_dict(payload["data"]["state"])
+        self._load_plugins(session, payload["plugins"])
+        self._load_loops(session, payload["loops"])
+        session.saved_randomness = payload["rng"]
+        if session.schedulers is not None:
+            session.schedulers.remember()
+        session.hooks.emit("on_checkpoint_loaded")
+
+    def _load_plugins(self, session: Session, states: dict[str, Any]) -> None:
+        for name, state in states.items():
+            if name in self.plugins:
+                self.plugins[name].load_state_dict(state)
+            elif state:
+                session.carried_plugins[name] = state
+        _warn_of_left_over("plugin", list(session.carried_plugins))
+
+    def _load_loops(self, session: Session, states: dict[str, Any]) -> None:
+        left = dict(states)
+        self.loop.spread_states(_LOOP_PATH, left)
+        session.carried_loops.update(left)
+        _warn_of_left_over("loop", list(left))
+
+    def _describe_rescue(self) -> str:
+        newest = None if self._recorder is None else self._recorder.newest
+        if newest is not None:
+            return f"The same command goes on from {newest.name}."
+        return "No checkpoint was saved."
+
+
+def _warn_of_left_over(kind: str, names: list[str]) -> None:
+    if names:
+        _LOGGER.warning(
+            "The checkpoint holds the state of a %s that is not there: %s. It is carried along "
+            "unread; register it again to use it.",
+            kind,
+            ", ".join(names),
+        )

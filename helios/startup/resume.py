@@ -1,0 +1,185 @@
+"""Which run is it, and where does it go on (DESIGN section 6).
+
+A run's folder belongs to one run. What defines the run is compared with what the checkpoint holds,
+before the first step; a difference needs the user's allowance, which is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
+from helios.errors import CheckpointError, RunMismatchError
+from helios.startup.arguments import Arguments
+from helios.state import Cursor, TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+_RESTARTING = ("length", "shuffle", "seed", "sampler", "random_seed")
+
+
+@dataclass
+class Start:
+    """Where a training starts.
+
+    Attributes:
+        folder: the run's folder; ``None`` without ``chkpt_root``.
+        loaded: the checkpoint to go on from; ``None`` for a first start.
+        origin: the path of ``resume=<path>`` that the run goes back to, if any.
+        changes: what was allowed to differ, in all sessions of the run.
+    """
+
+    folder: RunFolder | None = None
+    loaded: Loaded | None = None
+    origin: str | None = None
+    changes: list[str] = field(default_factory=list)
+
+
+def open_folder(arguments: Arguments, save_name: str) -> RunFolder | None:
+    """Return the folder of a run, or ``None`` without ``chkpt_root``."""
+    if arguments.chkpt_root is None:
+        return None
+    return RunFolder(arguments.chkpt_root / save_name, arguments.store or CheckpointStore())
+
+
+def find_start(arguments: Arguments, save_name: str, safe_types: list[Any]) -> Start:
+    """Find the checkpoint that ``resume`` asks for.
+
+    Raises:
+        RunMismatchError: if the newest checkpoint belongs to a run of another name.
+        CheckpointError: if a checkpoint is there that cannot be used.
+    """
+    folder = open_folder(arguments, save_name)
+    if folder is None:
+        return Start()
+    folder.clean()
+    if arguments.resume == "never":
+        _move_aside(folder, keep=None)
+        return Start(folder)
+    if arguments.resume == "auto":
+        start = Start(folder, folder.load_newest(safe_types))
+    else:
+        start = _start_from_path(folder, arguments.resume, safe_types)
+    if start.loaded is not None:
+        _check_name(start.loaded, arguments.run_name or save_name, folder)
+        _inherit(start, start.loaded)
+    return start
+
+
+def _move_aside(folder: RunFolder, *, keep: Path | None) -> None:
+    moved = folder.move_aside(f"{datetime.now():%Y-%m-%d_%H-%M-%S}", keep=keep)
+    if moved is not None:
+        _LOGGER.warning("Moved the present checkpoints of the run to %s.", moved)
+
+
+def _start_from_path(folder: RunFolder, path: Path, safe_types: list[Any]) -> Start:
+    origin = str(path.absolute())
+    entries = folder.entries()
+    newest = folder.read_sidecar(entries[-1].path) if entries else None
+    if newest is not None and newest.resumed_from == origin:
+        return Start(folder, folder.load_newest(safe_types), origin)
+    if not path.is_file():
+        raise CheckpointError(
+            f"Trainer(resume=...) must be a checkpoint file, but there is none at {path}. "
+            'Correct the path, or leave out resume to go on from the newest of the run ("auto").'
+        )
+    loaded = folder.load(path, safe_types)
+    _move_aside(folder, keep=path)
+    return Start(folder, loaded, origin)
+
+
+def _check_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
+    sidecar = loaded.sidecar
+    if sidecar is not None and not sidecar.is_migrated and sidecar.run_name != name:
+        raise RunMismatchError(
+            f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
+            f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "
+            f"pass run_name={sidecar.run_name!r} to go on with that run, or resume='never' to "
+            "move its files aside."
+        )
+
+
+def _inherit(start: Start, loaded: Loaded) -> None:
+    if loaded.sidecar is not None:
+        start.changes = list(loaded.sidecar.changes)
+        start.origin = start.origin or loaded.sidecar.resumed_from
+
+
+def identity(arguments: Arguments, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what defines a run, in the names of ``allow_changes``."""
+    data = ("length", "batch_size", "shuffle", "drop_last", "seed", "sampler")
+    return {name: description.get(name) for name in data} | {
+        "random_seed": arguments.seed,
+        "train_unit": arguments.unit.name.lower(),
+        "accumulation_steps": arguments.accumulation_steps,
+    }
+
+
+def limits(arguments: Arguments) -> dict[str, float | None]:
+    """Return the options that end a run; raising one lets a finished run go on."""
+    return {
+        "total_steps": arguments.total_steps,
+        "early_stop_cycles": arguments.early_stop_cycles,
+    }
+
+
+def is_extended(arguments: Arguments, stored: Mapping[str, Any]) -> bool:
+    """Whether this run is meant to be longer than the one that wrote the checkpoint."""
+    infinite = float("inf")
+
+    def is_raised(now: float | None, before: float | None) -> bool:
+        return (infinite if now is None else now) > (infinite if before is None else before)
+
+    return any(is_raised(now, stored.get(name)) for name, now in limits(arguments).items())
+
+
+def report_finished(loaded: Loaded, reason: str, say: Callable[..., None]) -> None:
+    """Say that there is nothing to do, and what would change that."""
+    say(
+        "Nothing to do: this run is finished (%s; %s). Raise total_steps or early_stop_cycles to "
+        "go on with it, or pass resume='never' to start anew.",
+        reason,
+        loaded.path.name,
+    )
+
+
+def reconcile(
+    stored: Mapping[str, Any],
+    present: Mapping[str, Any],
+    allowed: tuple[str, ...],
+    *,
+    state: TrainingState,
+    cursor: Cursor,
+) -> list[str]:
+    """Compare what defines the run then and now; returns the changes, ``name: old -> new``.
+
+    An allowed change of length, shuffle, seed or sampler begins the epoch under way anew; with
+    another batch size it goes on at the stored sample.
+
+    Raises:
+        RunMismatchError: for a change that was not allowed.
+    """
+    changed = {
+        name: f"{name}: {stored.get(name)!r} -> {value!r}"
+        for name, value in present.items()
+        if stored.get(name) != value
+    }
+    refused = [name for name in changed if name not in allowed]
+    if refused:
+        names = ", ".join(f'"{name}"' for name in refused)
+        raise RunMismatchError(
+            "The run cannot go on, because what defines it has changed since its checkpoint: "
+            f"{'; '.join(changed[name] for name in refused)}. Set it back, or allow the change "
+            f"with Trainer(allow_changes=({names},))."
+        )
+    if any(name in _RESTARTING for name in changed):
+        cursor.restart_epoch()
+        state.end_epoch()
+    for text in changed.values():
+        _LOGGER.warning("Changed since the checkpoint, as allowed: %s.", text)
+    return list(changed.values())

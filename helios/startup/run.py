@@ -1,0 +1,188 @@
+"""One call of fit, validate, test or predict: build, load, run the loop, tear down.
+
+Whatever happens, everything that was set up is torn down, and what was found is restored.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from helios.core import logging as log
+from helios.core import rng
+from helios.core.registry import update_all_registries
+from helios.data.datamodule import DataModule
+from helios.data.source import Source, open_source
+from helios.engines.engine import Engine
+from helios.errors import ArgumentError
+from helios.hooks.bus import Bus
+from helios.loops.loop import Loop
+from helios.model.model import Model
+from helios.plugins.plugin import Plugin
+from helios.session import Session
+from helios.startup import outputs
+from helios.startup.arguments import Arguments
+from helios.startup.checks import check_plugins, check_state_methods
+from helios.state import Phase
+
+_LOGGER = logging.getLogger(__name__)
+
+_PURPOSES = {
+    Phase.TRAINING: "fetch",
+    Phase.VALIDATION: "fetch-validation",
+    Phase.TESTING: "fetch-testing",
+    Phase.PREDICTION: "fetch-prediction",
+}
+
+
+def _make_engine(arguments: Arguments) -> Engine:
+    if arguments.engine is not None:
+        return arguments.engine
+    gpus = arguments.gpu_ids
+    device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
+    return Engine(device, clip_norm=arguments.clip_norm, clip_value=arguments.clip_value)
+
+
+class Run(ABC):
+    """What all four calls share.
+
+    Args:
+        arguments: the options of the trainer.
+        plugins: by id.
+        model: the user's model.
+        datamodule: the user's data.
+        show: is told the session while it exists, and ``None`` afterwards.
+
+    Attributes:
+        verb: what the call does, for messages.
+    """
+
+    verb: str
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        plugins: dict[str, Plugin],
+        model: Model,
+        datamodule: DataModule,
+        show: Callable[[Session | None], None],
+    ) -> None:
+        self.arguments = arguments
+        self.plugins = plugins
+        self.model = model
+        self.datamodule = datamodule
+        self.show = show
+        check_plugins(plugins)
+        check_state_methods(model)
+        self.engine = _make_engine(arguments)
+        self.hooks = Bus(
+            plugins=list(plugins.values()),
+            monitors=[plugin for plugin in plugins.values() if plugin.monitor],
+            data=datamodule,
+            model=model,
+            engine=self.engine,
+        )
+        self.display = outputs.open_display(arguments)
+        self.sources: dict[Phase, Source] = {}
+        self.session: Session | None = None
+
+    @property
+    @abstractmethod
+    def loop(self) -> Loop:
+        """The loop to run."""
+
+    @abstractmethod
+    def _run(self, stack: ExitStack) -> Any:
+        """Do the work; what ``stack`` holds is released on every way out."""
+
+    def execute(self, passed_through: tuple[type[BaseException], ...]) -> Any:
+        """Run the call from its start to its end.
+
+        Args:
+            passed_through: types of exceptions that are not logged.
+
+        Raises:
+            BaseException: whatever the call raises, after everything was torn down (C6).
+        """
+        is_regular = False
+        log.create_default_loggers(
+            enable_tensorboard=self.arguments.enable_tensorboard,
+            capture_warnings=self.arguments.capture_warnings,
+        )
+        try:
+            with ExitStack() as stack:
+                result = self._run(stack)
+                is_regular = True
+                return result
+        except BaseException as error:
+            self._report(error, is_quiet=isinstance(error, passed_through))
+            raise
+        finally:
+            self._tear_down(is_regular=is_regular)
+
+    def _report(self, error: BaseException, *, is_quiet: bool) -> None:
+        self.display.close()
+        self.hooks.emit_to_all("on_exception", error)
+        if isinstance(error, KeyboardInterrupt):
+            _LOGGER.warning("Interrupted. %s", self._describe_rescue())
+        elif not is_quiet:
+            rescue = self._describe_rescue()
+            _LOGGER.error("%s ended by an error. %s", self.verb, rescue, exc_info=error)
+
+    def _describe_rescue(self) -> str:
+        return ""
+
+    def _tear_down(self, *, is_regular: bool) -> None:
+        self.show(None)
+        self.loop.teardown()
+        self.display.close()
+        self.engine.teardown()
+        if is_regular and self.session is not None and self.session.phase is Phase.TRAINING:
+            self.hooks.emit("on_fit_end")
+        self.hooks.emit_to_all("teardown")
+        for source in self.sources.values():
+            source.close()
+        self.loop.attach(None)
+        log.close_default_loggers()
+
+    def _set_up(self, *, is_inference: bool) -> None:
+        arguments = self.arguments
+        rng.seed_rngs(arguments.seed)
+        if arguments.src_root is not None:
+            update_all_registries(arguments.src_root, import_prefix=arguments.import_prefix)
+        owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
+        for owner in owners:
+            owner.device = self.engine.device
+            owner.map_loc = str(self.engine.device)
+        for plugin in self.plugins.values():
+            plugin.setup()
+        self.datamodule.setup()
+        self.model.setup(fast_init=is_inference)
+        self.model.discovery.take_baseline()
+
+    def _open_source(self, phase: Phase) -> Source | None:
+        make = {
+            Phase.TRAINING: self.datamodule.train_dataloader,
+            Phase.VALIDATION: self.datamodule.valid_dataloader,
+            Phase.TESTING: self.datamodule.test_dataloader,
+            Phase.PREDICTION: self.datamodule.predict_dataloader,
+        }[phase]
+        pair = make()
+        if pair is None:
+            return None
+        loader, sampler = pair
+        source = open_source(
+            loader, sampler, run_seed=self.arguments.seed, purpose=_PURPOSES[phase]
+        )
+        if source.num_batches() == 0:
+            raise ArgumentError(
+                f"The data of {phase.value} must hold at least one batch, got none. Check the data "
+                "set's length, the batch size and drop_last."
+            )
+        self.sources[phase] = source
+        return source

@@ -1,0 +1,348 @@
+"""The trainer: arguments become objects, objects become a run, and everything is torn down again.
+
+What happens when is in ``helios.loops``; what is saved is in ``helios.session``; how a run starts
+and ends is in ``helios.startup``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path, PosixPath, WindowsPath
+from typing import Any
+
+import torch
+
+from helios.checkpoint.layout import find_last_checkpoint
+from helios.checkpoint.store import CheckpointStore
+from helios.data.datamodule import DataModule
+from helios.engines.engine import Engine
+from helios.errors import ArgumentTypeError, DuplicateError, UsageError
+from helios.loops.batch import BatchLoop
+from helios.loops.epoch import EpochLoop
+from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.fit import FitLoop
+from helios.loops.optimizer import OptimizerLoop
+from helios.loops.prediction import PredictionLoop
+from helios.model.model import Model
+from helios.plugins.plugin import Plugin
+from helios.session import Session
+from helios.startup.arguments import Arguments
+from helios.startup.evaluate import EvaluationRun
+from helios.startup.fit import FitRun
+from helios.state import Phase, TrainingState, TrainingUnit
+
+__all__ = [
+    "Trainer",
+    "TrainingState",
+    "TrainingUnit",
+    "find_last_checkpoint",
+    "get_trainer_safe_types_for_load",
+    "register_trainer_types_for_safe_load",
+]
+
+
+class Trainer:
+    """Train, validate, test and predict; resume without being told.
+
+    All arguments may be passed by name; the order of the historical ones is kept.
+
+    Args:
+        run_name: names logs and checkpoints; the model's ``save_name`` where empty.
+        train_unit: what ``total_steps`` and the frequencies count: epochs, or optimizer steps.
+        total_steps: length of the run in that unit; ``float("inf")`` for no end.
+        valid_frequency: validate every that many units; ``None`` for never.
+        chkpt_frequency: write a checkpoint every that many units; needs ``chkpt_root``.
+        print_frequency: log losses every that many ``current_iteration``.
+        accumulation_steps: micro-batches of one optimizer step.
+        enable_cudnn_benchmark: let cuDNN choose algorithms by measuring, in training only.
+        enable_deterministic: demand deterministic algorithms, on the CPU too.
+        early_stop_cycles: stop after that many validations without improvement.
+        use_cpu: True for the CPU; False demands a GPU; None takes what there is.
+        gpus: ids of the GPUs to use.
+        random_seed: seed of the run; 6691 where ``None``.
+        enable_tensorboard: write scalars below ``run_path``.
+        enable_file_logging: write a log file below ``log_path``.
+        capture_warnings: send Python's warnings to the log.
+        enable_progress_bar: show progress on the screen.
+        chkpt_root: folder of all runs; a run's checkpoints lie in ``chkpt_root/<save_name>``.
+        log_path: folder of log files.
+        run_path: folder of TensorBoard runs.
+        src_root: package whose registries are filled at start.
+        import_prefix: prefix of its modules' names.
+        print_banner: show versions, device and promise at start.
+        engine: an engine of your own, with its device.
+        precision: comes with a later version.
+        plugins: plugins to register, in this order.
+        store: how checkpoints are kept.
+        signals: comes with a later version.
+        num_replicas: logical data-parallel workers that define the run; 1 in this version.
+        nproc: processes that carry them; 1 in this version.
+        clip_norm: largest 2-norm of a step's gradients, in automatic mode.
+        clip_value: largest magnitude of their elements, in automatic mode.
+        resume: ``"auto"`` goes on from the newest checkpoint; ``"never"`` starts anew at every
+            call and moves present files to ``before-<date>/``; a path goes on from that file.
+        allow_changes: what of the run's definition may differ from the checkpoint's, by name.
+
+    Raises:
+        ArgumentError: for a value that breaks a rule; the message names the argument, the rule,
+            the value and a remedy (a ``ValueError``).
+        UsageError: if ``use_cpu=False`` finds no GPU (a ``RuntimeError``).
+    """
+
+    def __init__(
+        self,
+        run_name: str = "",
+        train_unit: TrainingUnit | str = TrainingUnit.EPOCH,
+        total_steps: float = 0,
+        valid_frequency: int | None = None,
+        chkpt_frequency: int | None = None,
+        print_frequency: int | None = None,
+        accumulation_steps: int = 1,
+        enable_cudnn_benchmark: bool = False,
+        enable_deterministic: bool = False,
+        early_stop_cycles: int | None = None,
+        use_cpu: bool | None = None,
+        gpus: list[int] | None = None,
+        random_seed: int | None = None,
+        enable_tensorboard: bool = False,
+        enable_file_logging: bool = False,
+        capture_warnings: bool = False,
+        enable_progress_bar: bool = False,
+        chkpt_root: str | Path | None = None,
+        log_path: str | Path | None = None,
+        run_path: str | Path | None = None,
+        src_root: str | Path | None = None,
+        import_prefix: str = "",
+        print_banner: bool = True,
+        *,
+        engine: Engine | None = None,
+        precision: object = None,
+        plugins: Sequence[Plugin] = (),
+        store: CheckpointStore | None = None,
+        signals: object = None,
+        num_replicas: int | None = None,
+        nproc: int | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        resume: str | Path = "auto",
+        allow_changes: Sequence[str] = (),
+    ) -> None:
+        options = locals()
+        del options["self"]
+        self._arguments = Arguments(**options)
+        self._train_exceptions: list[type[BaseException]] = []
+        self._test_exceptions: list[type[BaseException]] = []
+        self._plugins: dict[str, Plugin] = {}
+        self._session: Session | None = None
+        self._model: Model | None = None
+        self._datamodule: DataModule | None = None
+        self._fitted_model: Model | None = None
+        self._exit_code = 0
+        self._local_rank = 0
+        self._rank = 0
+        self._fit_loop: FitLoop = FitLoop(EpochLoop(BatchLoop(OptimizerLoop()), ValidationLoop()))
+        self._evaluation_loops: dict[Phase, EvaluationLoop] = {
+            Phase.VALIDATION: ValidationLoop(),
+            Phase.TESTING: TestingLoop(),
+            Phase.PREDICTION: PredictionLoop(),
+        }
+        for plugin in plugins:
+            self.register_plugin(plugin)
+
+    @property
+    def model(self) -> Model | None:
+        """The model of the last call of fit, validate, test or predict."""
+        return self._model
+
+    @model.setter
+    def model(self, value: Model | None) -> None:
+        self._model = value
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module of the last call."""
+        return self._datamodule
+
+    @datamodule.setter
+    def datamodule(self, value: DataModule | None) -> None:
+        self._datamodule = value
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self._local_rank
+
+    @local_rank.setter
+    def local_rank(self, value: int) -> None:
+        self._local_rank = value
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process; 0 where there is one (C9)."""
+        return self._rank
+
+    @rank.setter
+    def rank(self, value: int) -> None:
+        self._rank = value
+
+    @property
+    def gpu_ids(self) -> list[int]:
+        """Ids of the GPUs in use; empty on the CPU."""
+        return self._arguments.gpu_ids
+
+    @property
+    def train_exceptions(self) -> list[type[BaseException]]:
+        """Types that pass through :meth:`fit` without being logged."""
+        return self._train_exceptions
+
+    @train_exceptions.setter
+    def train_exceptions(self, value: list[type[BaseException]]) -> None:
+        self._train_exceptions = value
+
+    @property
+    def test_exceptions(self) -> list[type[BaseException]]:
+        """Types that pass through :meth:`test` and its kin without being logged."""
+        return self._test_exceptions
+
+    @test_exceptions.setter
+    def test_exceptions(self, value: list[type[BaseException]]) -> None:
+        self._test_exceptions = value
+
+    @property
+    def plugins(self) -> dict[str, Plugin]:
+        """The plugins by id; ``trainer.plugins[id] = plugin`` registers one."""
+        return self._plugins
+
+    @plugins.setter
+    def plugins(self, value: dict[str, Plugin]) -> None:
+        self._plugins = value
+
+    @property
+    def queue(self) -> None:
+        """A queue of spawned processes; ``None`` in one process (H65)."""
+        return None
+
+    @property
+    def exit_code(self) -> int:
+        """What a script should exit with: 0 when the last fit came to its regular end."""
+        return self._exit_code
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """The loop over all epochs; replace what is below it by ``connect``."""
+        return self._fit_loop
+
+    def register_plugin(self, plugin: Plugin) -> None:
+        """Register a plugin under its id.
+
+        Raises:
+            DuplicateError: if the id is taken (a ``KeyError``, H59).
+        """
+        if plugin.plug_id in self._plugins:
+            raise DuplicateError(
+                f"A plugin must have an id of its own, but {plugin.plug_id!r} is registered "
+                "already. Pass another plug_id."
+            )
+        self._plugins[plugin.plug_id] = plugin
+
+    def request_checkpoint(self) -> None:
+        """Ask for a checkpoint at the next safe point (DESIGN R4).
+
+        Raises:
+            UsageError: outside of fit.
+        """
+        self._running_session("request_checkpoint").requests.is_checkpoint_wanted = True
+
+    def request_stop(self, reason: str = "request_stop was called") -> None:
+        """Ask for the regular end of the run at the next safe point.
+
+        Raises:
+            UsageError: outside of fit.
+        """
+        self._running_session("request_stop").request_stop(reason)
+
+    def _running_session(self, method: str) -> Session:
+        if self._session is None:
+            raise UsageError(
+                f"Trainer.{method}() must be called while fit runs: in a hook, a step or a plugin."
+            )
+        return self._session
+
+    def fit(self, model: Model, datamodule: DataModule) -> bool:
+        """Train a model from the start, or from the newest checkpoint of its run.
+
+        Args:
+            model: the model; its ``save_name`` names the folder of the run.
+            datamodule: its data.
+
+        Returns:
+            True when the run has come to its regular end, now or earlier.
+
+        Raises:
+            HeliosError: for what is named in ``helios.errors``.
+            Exception: whatever user code raises, after everything was torn down (C6).
+        """
+        self._take(model, datamodule)
+        self._exit_code = 0
+        run = FitRun(
+            self._arguments, self._plugins, model, datamodule, self._show, loop=self._fit_loop
+        )
+        is_finished: bool = run.execute(tuple(self._train_exceptions))
+        self._fitted_model = model if run.session is not None else None
+        return is_finished
+
+    def validate(self, model: Model, datamodule: DataModule) -> bool:
+        """Run one validation of the newest checkpoint; the scores stand in ``model.metrics``."""
+        self._evaluate(Phase.VALIDATION, model, datamodule)
+        return True
+
+    def test(self, model: Model, datamodule: DataModule) -> bool:
+        """Test the newest checkpoint (H56); the scores stand in ``model.test_scores``.
+
+        Without a checkpoint a model that this trainer has trained is tested as it stands; any other
+        one is asked to ``load_for_testing``.
+        """
+        self._evaluate(Phase.TESTING, model, datamodule)
+        return True
+
+    def predict(self, model: Model, datamodule: DataModule) -> list[Any]:
+        """Return what ``predict_step`` returns for each batch, in the order of the data."""
+        predictions: list[Any] | None = self._evaluate(Phase.PREDICTION, model, datamodule)
+        return predictions or []
+
+    def _evaluate(self, phase: Phase, model: Model, datamodule: DataModule) -> Any:
+        self._take(model, datamodule)
+        run = EvaluationRun(
+            self._arguments,
+            self._plugins,
+            model,
+            datamodule,
+            self._show,
+            loop=self._evaluation_loops[phase],
+            is_trained=self._fitted_model is model,
+        )
+        return run.execute(tuple(self._test_exceptions))
+
+    def _show(self, session: Session | None) -> None:
+        self._session = session
+
+    def _take(self, model: Model, datamodule: DataModule) -> None:
+        if not isinstance(model, Model):
+            raise ArgumentTypeError(f"Trainer.fit(model=...) must be a Model, got {model!r}.")
+        if not isinstance(datamodule, DataModule):
+            raise ArgumentTypeError(
+                f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
+            )
+        self._model, self._datamodule = model, datamodule
+        for owner in (model, datamodule, *self._plugins.values()):
+            owner.trainer = self
+
+
+def get_trainer_safe_types_for_load() -> list[Any]:
+    """Return the types, beside plain ones, that ``weights_only`` must admit for old checkpoints."""
+    return [TrainingState, PosixPath, WindowsPath]
+
+
+def register_trainer_types_for_safe_load() -> None:
+    """Register these types with ``torch.serialization.add_safe_globals``."""
+    torch.serialization.add_safe_globals(get_trainer_safe_types_for_load())

@@ -1,0 +1,139 @@
+"""Time and memory of the order of an epoch, from 10^5 to 10^12 samples.
+
+Helios' keyed order against ``torch.utils.data.RandomSampler``, which holds the whole epoch and
+resumes by skipping. Rows show the milliseconds and the MiB before the first batch of 32, at the
+start of an epoch and at 90 % of it, and the nanoseconds an index then takes, its share of the
+batch's key included::
+
+    .venv/bin/python scripts/bench/order.py [--large]
+
+MiB are those of ``tracemalloc``, which sees NumPy, for Helios; for RandomSampler, whose tensor
+``tracemalloc`` does not see, they are the growth of a fresh process. ``--large`` adds
+RandomSampler's row of 10^8, which takes 5 GiB and a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from torch.utils.data import BatchSampler, RandomSampler
+
+from helios.data.keyed import KeyedBatchSampler
+from helios.data.order import Place, PositionalOrder
+from helios.data.samplers import ResumableRandomSampler
+
+BATCH_SIZE = 32
+NUM_BATCHES = 10_000
+NUM_REPEATS = 7
+MIB = 2**20
+SHARES = (0.0, 0.9)
+
+Batches = Iterator[list[int]]
+
+
+class Row(NamedTuple):
+    """What one order took: seconds and MiB to the first batch, seconds per index."""
+
+    first: float
+    mib: float
+    index: float
+
+
+def helios_batches(length: int, start: int, key: int = 0) -> Batches:
+    """Return the keyed batches that a trainer's loader gets, from a position."""
+    order = PositionalOrder(ResumableRandomSampler(range(length), seed=key))
+    batches = KeyedBatchSampler(order, batch_size=BATCH_SIZE)
+    batches.seek(Place(batch=start // BATCH_SIZE, sample=start))
+    return (keyed.indices for keyed in batches)
+
+
+def torch_batches(length: int, start: int) -> Batches:
+    """Return batches of a RandomSampler, the ones before a position drawn and dropped."""
+    batches = BatchSampler(RandomSampler(range(length)), BATCH_SIZE, drop_last=False)
+    return islice(iter(batches), start // BATCH_SIZE, None)
+
+
+def seconds_to_first(make: Callable[[], Batches]) -> float:
+    """Return the seconds until the first batch is there."""
+    begin = time.perf_counter()
+    next(make())
+    return time.perf_counter() - begin
+
+
+def seconds_per_index(batches: Batches) -> float:
+    """Return the mean over whole blocks, after the first batch."""
+    next(batches)
+    begin = time.perf_counter()
+    count = sum(map(len, islice(batches, NUM_BATCHES)))
+    return (time.perf_counter() - begin) / count
+
+
+def measure_helios(length: int, start: int) -> Row:
+    """Measure the keyed order: medians over keys."""
+    first = [
+        seconds_to_first(lambda key=key: helios_batches(length, start, key))
+        for key in range(NUM_REPEATS)
+    ]
+    index = [seconds_per_index(helios_batches(length, start, key)) for key in range(NUM_REPEATS)]
+    tracemalloc.start()
+    next(helios_batches(length, start))
+    mib = tracemalloc.get_traced_memory()[1] / MIB
+    tracemalloc.stop()
+    return Row(statistics.median(first), mib, statistics.median(index))
+
+
+def peak_mib() -> float:
+    """Return the most memory that this process ever held."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
+
+
+def measure_torch(length: int, start: int) -> Row:
+    """Measure a RandomSampler once, in a process that did nothing else before."""
+    before = peak_mib()
+    batches = torch_batches(length, start)
+    first = seconds_to_first(lambda: batches)
+    mib = peak_mib() - before
+    return Row(first, mib, seconds_per_index(batches))
+
+
+def measure_in_fresh_process(length: int, start: int) -> Row:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure_torch, (length, start))
+
+
+def show(name: str, length: int, share: float, row: Row) -> None:
+    print(
+        f"{name:<14} 10^{len(str(length)) - 1:<4} {share:>5.0%} "
+        f"{row.first * 1e3:>12.2f} {row.mib:>10.2f} {row.index * 1e9:>9.0f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--large", action="store_true", help="RandomSampler at 10^8 too")
+    largest = 10**8 if parser.parse_args().large else 10**7
+    print(
+        f"{'order':<14} {'samples':<7} {'from':>5} {'first [ms]':>12} {'MiB':>10} {'ns/index':>9}"
+    )
+    for exponent in range(5, 13):
+        length = 10**exponent
+        for share in SHARES:
+            start = int(length * share) // BATCH_SIZE * BATCH_SIZE
+            show("Helios", length, share, measure_helios(length, start))
+            if length <= largest:
+                show("RandomSampler", length, share, measure_in_fresh_process(length, start))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Microseconds that Helios adds to an iteration of a plain PyTorch loop.
+
+Both train ``Linear(32, 32)`` with SGD from equal loaders, in one process and one thread, in turn
+(A B A B); the table shows medians. Run it by hand on a quiet machine::
+
+    .venv/bin/python scripts/bench/overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import pty
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from helios.core import rng
+from helios.data.datamodule import DataLoaderParams, DataModule
+from helios.model.model import Model
+from helios.state import TrainingState
+from helios.trainer import Trainer
+
+WARM_UP = 300
+WIDTH = 32
+
+
+def make_data(num_samples: int) -> TensorDataset:
+    """Return the data that both loops read."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (num_samples, WIDTH)
+    return TensorDataset(
+        torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    )
+
+
+class Data(DataModule):
+    """The data as a data module."""
+
+    def __init__(self, data: TensorDataset, batch_size: int) -> None:
+        super().__init__()
+        self._data, self._batch_size = data, batch_size
+
+    def setup(self) -> None:
+        params = DataLoaderParams(batch_size=self._batch_size, shuffle=True)
+        self._train_dataset = self._create_dataset(self._data, params)
+
+
+class Timed(Model):
+    """A model that looks at the clock at two iterations."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__("bench")
+        self._last = last
+        self.begin = self.end = 0.0
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.network = torch.nn.Linear(WIDTH, WIDTH)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3)
+
+    def on_training_batch_start(self, state: TrainingState) -> None:
+        super().on_training_batch_start(state)
+        if state.global_iteration == WARM_UP:
+            self.begin = time.perf_counter()
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        inputs, targets = batch
+        return mse_loss(self.network(inputs), targets)
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        if state.global_iteration == self._last:
+            self.end = time.perf_counter()
+
+
+def run_plain(data: TensorDataset, batch_size: int, last: int) -> float:
+    """Return the microseconds per iteration of a plain loop."""
+    network = torch.nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    begin = 0.0
+    for number, (inputs, targets) in enumerate(DataLoader(data, batch_size, shuffle=True), 1):
+        if number == WARM_UP:
+            begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = mse_loss(network(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        if number == last:
+            break
+    return (time.perf_counter() - begin) / (last - WARM_UP + 1) * 1e6
+
+
+def run_helios(data: TensorDataset, batch_size: int, last: int, **options: Any) -> float:
+    """Return the microseconds per iteration of the same training by Helios."""
+    model = Timed(last)
+    trainer = Trainer(
+        train_unit="iteration", total_steps=last, use_cpu=True, print_banner=False, **options
+    )
+    trainer.fit(model, Data(data, batch_size))
+    return (model.end - model.begin) / (last - WARM_UP + 1) * 1e6
+
+
+@contextlib.contextmanager
+def without_keys() -> Iterator[None]:
+    """Switch the keyed randomness off, wherever it was imported to."""
+    idle: dict[Callable[..., Any], Callable[..., Any]] = {
+        rng.key: lambda *fields: 0,
+        rng.reseed: lambda seed: None,
+    }
+    modules = [module for name, module in sys.modules.items() if name.startswith("helios")]
+    found = [
+        (module, name, value)
+        for module in modules
+        for name, value in vars(module).items()
+        if callable(value) and value in idle
+    ]
+    for module, name, value in found:
+        setattr(module, name, idle[value])
+    try:
+        yield
+    finally:
+        for module, name, value in found:
+            setattr(module, name, value)
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[None]:
+    """Let the error stream be a terminal that somebody reads, as progress bars expect it."""
+    reader, writer = pty.openpty()
+    found = os.dup(2)
+    with subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.DEVNULL) as sink:
+        os.dup2(writer, 2)
+        try:
+            yield
+        finally:
+            os.dup2(found, 2)
+            for descriptor in (found, reader, writer):
+                os.close(descriptor)
+            sink.kill()
+
+
+def run_with_bar(data: TensorDataset, batch_size: int, last: int) -> float:
+    """Return the same with a progress bar and a TensorBoard scalar every 50 iterations."""
+    with tempfile.TemporaryDirectory() as folder, terminal():
+        return run_helios(
+            data,
+            batch_size,
+            last,
+            enable_progress_bar=True,
+            enable_tensorboard=True,
+            run_path=Path(folder),
+            print_frequency=50,
+        )
+
+
+def run_without_keys(data: TensorDataset, batch_size: int, last: int) -> float:
+    """Return the same with the keyed randomness switched off."""
+    with without_keys():
+        return run_helios(data, batch_size, last)
+
+
+MODES: dict[str, Callable[[TensorDataset, int, int], float]] = {
+    "plain loop": run_plain,
+    "Helios without keyed randomness": run_without_keys,
+    "Helios": run_helios,
+    "Helios, bar and TensorBoard": run_with_bar,
+}
+
+
+def measure(batch_size: int, iterations: int, rounds: int) -> dict[str, list[float]]:
+    """Run all modes in turn, several times over."""
+    last = WARM_UP + iterations
+    data = make_data(last * batch_size)
+    times: dict[str, list[float]] = {name: [] for name in MODES}
+    for _ in range(rounds):
+        for name, run in MODES.items():
+            times[name].append(run(data, batch_size, last))
+    return times
+
+
+def main() -> None:
+    """Measure and print one table for each batch size."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--iterations", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for batch_size in arguments.batch_sizes:
+        times = measure(batch_size, arguments.iterations, arguments.rounds)
+        print(f"\nbatch size {batch_size}: microseconds per iteration, {arguments.rounds} rounds")
+        print(f"  {'':34}{'median':>9}{'min':>9}{'max':>9}{'over plain':>12}{'ratio':>8}")
+        base = statistics.median(times["plain loop"])
+        for name, found in times.items():
+            middle = statistics.median(found)
+            spread = f"{middle:9.1f}{min(found):9.1f}{max(found):9.1f}"
+            print(f"  {name:34}{spread}{middle - base:+12.1f}{middle / base:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

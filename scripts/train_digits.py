@@ -1,0 +1,79 @@
+"""Handwritten digits: python scripts/train_digits.py FOLDER. Kill it, run it again, as you like."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample
+
+from helios import CheckpointStore, DataLoaderParams, DataModule, Model, Trainer, TrainingState
+
+EPOCHS, STEPS_PER_EPOCH = 20, 40
+
+
+class Digits(torch.utils.data.Dataset[Any]):
+    def __init__(self, images: Tensor, labels: Tensor, is_augmented: bool = False) -> None:
+        self.images, self.labels, self.is_augmented = images, labels, is_augmented
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        image = self.images[index]
+        if self.is_augmented:  # turned, shifted and made noisy, anew each time
+            turn, right, down = (torch.rand(3) - 0.5) * torch.tensor([0.5, 0.3, 0.3])
+            rows = torch.stack((turn.cos(), -turn.sin(), right, turn.sin(), turn.cos(), down))
+            grid = affine_grid(rows.view(1, 2, 3), [1, 1, 8, 8], align_corners=False)
+            image = grid_sample(image[None], grid, align_corners=False)[0]
+            image = image + 0.05 * torch.randn(1, 8, 8)
+        return image, self.labels[index], index
+
+
+class DigitsData(DataModule):
+    def setup(self) -> None:
+        x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
+        x = x.float().view(-1, 1, 8, 8) / 16
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
+        train, valid, test = order.split((1280, 157, 360))
+        params = DataLoaderParams(batch_size=32, shuffle=True, num_workers=2)
+        self._train_dataset = self._create_dataset(Digits(x[train], y[train], True), params)
+        whole = DataLoaderParams(batch_size=360)
+        self._valid_dataset = self._create_dataset(Digits(x[valid], y[valid]), whole)
+        self._test_dataset = self._create_dataset(Digits(x[test], y[test]), whole)
+
+
+class DigitsModel(Model):
+    def setup(self, fast_init: bool = False) -> None:
+        convolutions = [nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()]
+        head = [nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(288, 10)]
+        self.network = nn.Sequential(*convolutions, *head)
+        self.optimizer = torch.optim.AdamW(self.network.parameters())
+        schedule, steps = torch.optim.lr_scheduler.OneCycleLR, EPOCHS * STEPS_PER_EPOCH
+        self.scheduler = schedule(self.optimizer, max_lr=0.006, total_steps=steps)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        return cross_entropy(self.network(batch[0]), batch[1])
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        is_right = self.network(batch[0]).argmax(1) == batch[1]
+        return {"accuracy": (is_right.sum(), len(is_right))}
+
+    test_step = valid_step
+
+
+def train(folder: Path, model: Model) -> Trainer:
+    trainer = Trainer(
+        "digits", "iteration", EPOCHS * STEPS_PER_EPOCH, valid_frequency=STEPS_PER_EPOCH,
+        chkpt_root=folder, chkpt_frequency=7, store=CheckpointStore(keep_last=3), use_cpu=True,
+        enable_tensorboard=True, run_path=folder, print_frequency=5, enable_progress_bar=True,
+    )  # fmt: skip
+    if trainer.fit(model, DigitsData()) and trainer.test(model, DigitsData()):
+        print(f"Test accuracy: {model.test_scores['accuracy']:.2%}")
+    return trainer
+
+
+if __name__ == "__main__":
+    raise SystemExit(train(Path(sys.argv[1]), DigitsModel("digits")).exit_code)

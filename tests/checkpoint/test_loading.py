@@ -1,0 +1,395 @@
+"""Which checkpoint is loaded, what counts as damaged, and what is only said (DESIGN section 5)."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helios.checkpoint import layout, loading
+from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
+from helios.core import codec, files
+from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
+from helios.state import TrainingState
+from tests.checkpoint.helpers import is_same, make_payload, make_sidecar, names, save
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    result = RunFolder(tmp_path / "run", CheckpointStore())
+    for iteration in (1, 2, 3):
+        save(result, 1, iteration)
+    return result
+
+
+def flip(path: Path, position: int = -200) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+
+
+def newest(folder: RunFolder) -> Path:
+    return folder.entries()[-1].path
+
+
+def cut(path: Path) -> None:
+    files.truncate(path, path.stat().st_size // 2)
+
+
+def swap(first: Path, second: Path) -> None:
+    other = first.with_name("other")
+    first.rename(other)
+    second.rename(first)
+    other.rename(second)
+
+
+def swap_sidecars(path: Path) -> None:
+    swap(path.with_suffix(".json"), path.with_name("run_epoch_1_iter_2.json"))
+
+
+def swap_checkpoints(path: Path) -> None:
+    """The digests no longer fit, and the older file is damaged too."""
+    swap(path, path.with_name("run_epoch_1_iter_2.pth"))
+
+
+def rename_both(path: Path) -> None:
+    for suffix in (".pth", ".json"):
+        path.with_suffix(suffix).rename(path.with_name(f"run_epoch_1_iter_9{suffix}"))
+
+
+def other_replicas(path: Path) -> None:
+    sidecar = loading.read_sidecar(path)
+    assert sidecar is not None
+    table = make_sidecar(1, 3, num_replicas=2, digest=sidecar.digest)
+    path.with_suffix(".json").write_text(table.to_json())
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], int]] = {
+    "a flipped bit": (flip, 2),
+    "cut": (cut, 2),
+    "empty": (lambda path: path.write_bytes(b"") and None, 2),
+    "text": (lambda path: path.write_text("hello") and None, 2),
+    "sidecar flipped": (lambda path: flip(path.with_suffix(".json")), 2),
+    "sidecar empty": (lambda path: path.with_suffix(".json").write_text("") and None, 2),
+    "sidecars swapped": (swap_sidecars, 1),
+    "checkpoints swapped": (swap_checkpoints, 1),
+    "renamed by hand": (rename_both, 2),
+    "other number of replicas": (other_replicas, 2),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_put_aside_loudly_and_the_next_older_is_taken(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    damage, expected = DAMAGES[name]
+    damage(newest(folder))
+    path = newest(folder)
+    loaded = folder.load_newest()
+    assert loaded is not None
+    assert is_same(loaded.payload, make_payload(1, expected))
+    assert str(path.name) in caplog.text
+    assert "damaged" in caplog.text
+    assert caplog.records[0].levelname == "WARNING"
+    assert path.with_name(path.name + ".damaged").exists()
+    assert path.with_name(path.with_suffix(".json").name + ".damaged").exists()
+    assert not path.exists()
+
+
+def test_a_damaged_checkpoint_that_was_put_aside_can_be_written_again(folder: RunFolder) -> None:
+    for _ in range(2):
+        flip(newest(folder))
+        folder.load_newest()
+        save(folder, 1, 3)
+        loaded = folder.load_newest()
+        assert loaded is not None
+        assert layout.parse(loaded.path) == (1, 3)
+    assert sum(name.endswith(".damaged") for name in names(folder.path)) == 4
+
+
+def test_who_may_not_write_renames_nothing(folder: RunFolder) -> None:
+    flip(newest(folder))
+    before = names(folder.path)
+    loaded = folder.load_newest(renames_damaged=False)
+    assert loaded is not None
+    assert layout.parse(loaded.path) == (1, 2)
+    assert names(folder.path) == before
+
+
+@pytest.mark.parametrize("renames", [True, False])
+def test_when_all_are_damaged_no_start_begins_afresh_in_silence(
+    folder: RunFolder, renames: bool
+) -> None:
+    for entry in folder.entries():
+        flip(entry.path)
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpointError, match=r"run_epoch_1_iter_3\.pth.*never"):
+            folder.load_newest(renames_damaged=renames)
+    folder.move_aside("now")
+    assert folder.load_newest() is None
+
+
+def test_a_missing_sidecar_is_said_and_the_file_is_loaded(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest(folder).with_suffix(".json").unlink()
+    loaded = folder.load_newest()
+    assert loaded is not None
+    assert loaded.sidecar is None
+    assert is_same(loaded.payload, make_payload(1, 3))
+    assert "not verified" in caplog.text
+
+
+def test_a_file_without_sidecar_is_still_checked_by_the_sums_of_its_container(
+    folder: RunFolder,
+) -> None:
+    path = newest(folder)
+    path.with_suffix(".json").unlink()
+    data = path.read_bytes()
+    flip(path, data.find((torch.arange(50.0) * 3).numpy().tobytes()) + 20)
+    loaded = folder.load_newest()
+    assert loaded is not None
+    assert is_same(loaded.payload, make_payload(1, 2))
+
+
+def write_payload(path: Path, payload: Any, sidecar: Any = None) -> None:
+    with files.create(path) as handle:
+        codec.write(handle, codec.encode(payload, where=""))
+    if sidecar is not None:
+        path.with_suffix(".json").write_text(sidecar.to_json())
+
+
+def refuses(folder: RunFolder, text: str) -> None:
+    """The newest file is an error of its own, and nothing is renamed or skipped."""
+    before = names(folder.path)
+    with pytest.raises(IncompatibleCheckpointError, match=text) as caught:
+        folder.load_newest()
+    assert newest(folder).stem in str(caught.value)
+    assert names(folder.path) == before
+
+
+def test_a_later_format_is_an_error_with_its_remedy(folder: RunFolder) -> None:
+    path = folder.path / "run_epoch_2_iter_4.pth"
+    write_payload(path, {"schema": layout.SCHEMA + 1, "renamed": 1})
+    refuses(folder, "Install the version")
+    write_payload(path, make_payload(2, 4), make_sidecar(2, 4, schema=layout.SCHEMA + 1))
+    refuses(folder, "Install the version")
+
+
+def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> None:
+    payload = make_payload(2, 4)
+    del payload["cursor"]
+    write_payload(folder.path / "run_epoch_2_iter_4.pth", payload)
+    refuses(folder, "lacks 'cursor'")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [[1, 2], {"weight": torch.zeros(2)}, {"schema": 1}, {"schema": 1, "training_state": 3}],
+)
+def test_a_foreign_file_under_such_a_name_is_an_error(folder: RunFolder, payload: Any) -> None:
+    torch.save(payload, folder.path / "run_epoch_2_iter_4.pth")
+    refuses(folder, "no checkpoint of Helios")
+
+
+def old_files() -> dict[str, dict[str, Any]]:
+    """Payloads like those of helios-ml 0.3 and 1.x, by the objects that they pickled."""
+
+    class TrainingState:
+        def __init__(self) -> None:
+            self.global_epoch = 1
+
+    TrainingState.__module__ = "helios.trainer"
+    TrainingState.__qualname__ = "TrainingState"
+    common: dict[str, Any] = {"model": {}, "rng": {}}
+    plain = {"global_epoch": 1, "global_iteration": 2}
+    return {
+        "0.1": {**common, "training_state": plain},
+        "0.3": {**common, "version": "0.3.0", "training_state": plain, "log_path": Path("a.log")},
+        "1.1": {**common, "version": "1.1.0", "training_state": TrainingState()},
+    }
+
+
+@pytest.mark.parametrize("version", ["0.1", "0.3", "1.1"])
+def test_a_file_of_helios_ml_is_an_error_that_names_the_migrator(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    payload = old_files()[version]
+    fake = types.ModuleType("helios.trainer")
+    fake.TrainingState = type(payload["training_state"])  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "helios.trainer", fake)
+        torch.save(payload, folder.path / "linear_epoch_2_iter_4.pth")
+    refuses(folder, f"python -m chkpt_migrator {folder.path}")
+
+
+class Own:
+    pass
+
+
+def test_a_type_that_is_not_allowed_is_an_error_with_its_remedy(folder: RunFolder) -> None:
+    folder.save(
+        make_payload(2, 4, own=Own()),
+        stem="run_epoch_2_iter_4",
+        sidecar=make_sidecar(2, 4),
+        safe_types=[Own],
+    )
+    refuses(folder, r"Own.*types_for_safe_load")
+    loaded = folder.load_newest([Own])
+    assert loaded is not None
+    assert isinstance(loaded.payload["model"]["own"], Own)
+
+
+class Evil:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_a_malicious_checkpoint_executes_nothing(folder: RunFolder) -> None:
+    mark = folder.path.parent / "executed"
+    payload = make_payload(2, 4, evil=Evil(f"touch '{mark}'"))
+    torch.save(payload, folder.path / "run_epoch_2_iter_4.pth")
+    refuses(folder, r"posix\.system")
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        load_checkpoint(newest(folder))
+    assert not mark.exists()
+
+
+def test_a_sound_file_that_cannot_be_read_here_is_not_called_damaged(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr(torch, "load", fail)
+    refuses(folder, "not enough memory.*nothing was renamed")
+
+
+def test_a_disk_that_fails_is_not_called_damage(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = names(folder.path)
+
+    def fail(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(loading, "digest_file", fail)
+    with pytest.raises(CheckpointError, match=r"run_epoch_1_iter_3\.pth.*Permission") as caught:
+        folder.load_newest()
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    assert names(folder.path) == before
+
+
+def test_files_of_other_names_are_never_touched(folder: RunFolder) -> None:
+    others = ["best.pth", "best.json", "weights.pth.tmp", "notes.damaged"]
+    for name in others:
+        (folder.path / name).write_text("not ours")
+    flip(newest(folder))
+    folder.clean()
+    folder.load_newest()
+    assert all((folder.path / name).read_text() == "not ours" for name in others)
+
+
+def test_a_migrated_file_may_carry_its_older_name(folder: RunFolder) -> None:
+    path = folder.path / "run_epoch_2_iter_400.pth"
+    write_payload(path, make_payload(2, 4), make_sidecar(2, 4, is_migrated=True))
+    loaded = folder.load_newest()
+    assert loaded is not None
+    assert loaded.path == path
+
+
+def test_a_run_folder_that_was_copied_loads_there(folder: RunFolder, tmp_path: Path) -> None:
+    shutil.copytree(folder.path, tmp_path / "elsewhere")
+    loaded = RunFolder(tmp_path / "elsewhere").load_newest()
+    assert loaded is not None
+    assert is_same(loaded.payload, make_payload(1, 3))
+
+
+def test_a_single_file_is_loaded_with_its_counters_as_an_object(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    payload = make_payload(1, 7)
+    path = folder.save(payload, stem="run_epoch_1_iter_7", sidecar=make_sidecar(1, 7))
+    loaded = load_checkpoint(str(path))
+    assert loaded["training_state"] == TrainingState(global_epoch=1, global_iteration=7)
+    assert set(loaded) == set(payload)
+    shutil.copy(path, tmp_path / "weights.pth")
+    assert load_checkpoint(tmp_path / "weights.pth")["version"] == "3.0.0"
+
+
+def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gone\.pth"):
+        load_checkpoint(tmp_path / "gone.pth")
+
+
+def mutate(folder: Path, rng: random.Random) -> None:
+    """Break one file of the folder, or swap two."""
+    kind = rng.choice(["bits", "cut", "zero", "swap", "drop sidecar", "bits without sidecar"])
+    suffix = rng.choice([".pth", ".json"])
+    path = folder / f"run_epoch_1_iter_{rng.choice([2, 3])}{suffix}"
+    if kind == "swap":
+        swap(path, folder / f"run_epoch_1_iter_1{suffix}")
+        return
+    if "sidecar" in kind:
+        path.with_suffix(".json").unlink()
+        path = path.with_suffix(".pth")
+    data = bytearray(path.read_bytes())
+    if kind == "cut":
+        del data[rng.randrange(len(data)) :]
+    elif kind == "zero":
+        start = rng.randrange(len(data))
+        data[start : start + 64] = bytes(len(data[start : start + 64]))
+    elif kind.startswith("bits"):
+        for _ in range(rng.choice([1, 1, 1, 20])):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def load_or_read_error(folder: RunFolder) -> loading.Loaded | str:
+    with warnings.catch_warnings():
+        # torch remarks on pickle protocols that a broken byte makes up.
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            loaded = folder.load_newest()
+        except CheckpointError as error:
+            return str(error)
+    assert loaded is not None
+    return loaded
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.full)])
+def test_mutated_files_are_never_loaded_wrongly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    good = RunFolder(tmp_path / "good")
+    for iteration in (1, 2, 3):
+        save(good, 1, iteration)
+    rng = random.Random(5)
+    fallen_back = 0
+    for number in range(count):
+        folder = RunFolder(tmp_path / str(number))
+        shutil.copytree(good.path, folder.path)
+        mutate(folder.path, rng)
+        caplog.clear()
+        loaded = load_or_read_error(folder)
+        if isinstance(loaded, str):
+            assert "run_epoch_1_iter_" in loaded
+            continue
+        iteration = (layout.parse(loaded.path) or (0, 0))[1]
+        assert is_same(loaded.payload, make_payload(1, iteration))
+        if iteration < 3:
+            fallen_back += 1
+            assert "run_epoch_1_iter_3" in caplog.text
+        shutil.rmtree(folder.path)
+    assert fallen_back > count // 6

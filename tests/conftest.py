@@ -1,0 +1,23 @@
+"""Fixtures that run around every test: a fixed start, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import leaks
+
+# CPU sums depend on the number of threads, and several test processes share the cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaks settings, threads, processes or handlers into the next one."""
+    leaks.reset_generators()
+    before = leaks.take_snapshot()
+    yield
+    if found := before.leaks():
+        pytest.fail("This test leaves behind: " + "; ".join(found), pytrace=False)

@@ -1,0 +1,60 @@
+"""Digests taken while writing and while reading."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+
+from helios.core import digest, files
+
+_SIZES = (0, 1, 1 << 18, (1 << 18) - 1, 3 << 20)
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_the_digest_of_what_was_written_is_that_of_the_file(tmp_path: Path, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    path = tmp_path / "file"
+    with files.create(path) as handle, digest.DigestWriter(handle) as writer:
+        for chunk in (b"head", data, memoryview(data), b"tail"):
+            assert writer.write(chunk) == len(chunk)
+        writer.flush()
+        written = writer.digest()
+    expected = b"head" + data + data + b"tail"
+    assert path.read_bytes() == expected
+    assert written == "sha256:" + hashlib.sha256(expected).hexdigest()
+    assert digest.digest_file(path) == written
+
+
+def test_one_changed_bit_changes_the_digest(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5000))
+    before = digest.digest_file(path)
+    path.write_bytes(bytes(4999) + b"\x01")
+    assert digest.digest_file(path) != before
+
+
+def test_large_chunks_are_hashed_before_write_returns_as_their_memory_may_be_reused(
+    tmp_path: Path,
+) -> None:
+    memory = bytearray(4 << 20)
+    with files.create(tmp_path / "file") as handle, digest.DigestWriter(handle) as writer:
+        for value in range(5):
+            memory[:] = bytes([value]) * len(memory)
+            writer.write(memoryview(memory))
+        written = writer.digest()
+    assert written == digest.digest_file(tmp_path / "file")
+
+
+def test_an_error_of_the_disk_comes_through(tmp_path: Path) -> None:
+    handle = files.create(tmp_path / "file")
+    handle.close()
+    with digest.DigestWriter(handle) as writer, pytest.raises(ValueError, match="closed"):
+        writer.write(bytes(1 << 20))
+
+
+def test_a_file_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        digest.digest_file(tmp_path / "gone")

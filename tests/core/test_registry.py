@@ -1,0 +1,105 @@
+"""Registries, and the import of the modules that fill them (API section 15)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helios.core import Registry, update_all_registries
+
+_REGISTERING = f"from {__name__} import FOUND\n\n@FOUND.register\nclass {{name}}: ...\n"
+FOUND = Registry("found")
+
+
+class Thing: ...
+
+
+def test_a_registered_object_is_returned_and_found_by_its_name() -> None:
+    registry = Registry("thing")
+    assert registry.register(Thing) is Thing
+    assert registry.get("Thing") is Thing
+    assert "Thing" in registry
+    assert list(registry) == [("Thing", Thing)]
+    assert list(registry.keys()) == ["Thing"]
+    assert str(registry) == "thing"
+
+
+def test_a_suffix_is_part_of_the_name() -> None:
+    registry = Registry("thing")
+    registry.register(Thing, suffix="new")
+    assert registry.get("Thing_new") is Thing
+    assert registry.get("Thing", suffix="new") is Thing
+    assert "Thing" not in registry
+
+
+def test_a_name_without_the_suffix_comes_first() -> None:
+    registry = Registry("thing")
+    registry.register(Thing)
+    assert registry.get("Thing", suffix="new") is Thing
+
+
+def test_a_second_object_of_the_same_name_is_refused() -> None:
+    registry = Registry("thing")
+    registry.register(Thing)
+    with pytest.raises(AssertionError, match="'Thing' is taken by"):
+        registry.register(Thing)
+
+
+def test_an_unknown_name_is_a_key_error_that_lists_the_known_ones() -> None:
+    registry = Registry("thing")
+    registry.register(Thing)
+    with pytest.raises(KeyError, match=r"holds no 'Other'.*Thing"):
+        registry.get("Other")
+    with pytest.raises(KeyError, match="Thing_new_old"):
+        registry.get("Thing_new", suffix="old")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    root = tmp_path / "registering"
+    for folder in (root, root / "sub", root / "no_package", root / ".hidden"):
+        folder.mkdir()
+    (root / "__init__.py").touch()
+    (root / "sub" / "__init__.py").touch()
+    (root / "top.py").write_text(_REGISTERING.format(name="Top"))
+    (root / "sub" / "deep.py").write_text(_REGISTERING.format(name="Deep"))
+    (root / "plain.py").write_text("raise RuntimeError('must not be imported')\n")
+    (root / "no_package" / "stray.py").write_text(_REGISTERING.format(name="Stray"))
+    (root / ".hidden" / "old-copy.py").write_text(_REGISTERING.format(name="Hidden"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(FOUND, "_objects", {})
+    yield root
+    for name in [name for name in sys.modules if name.split(".")[0] in ("registering", "outer")]:
+        del sys.modules[name]
+
+
+def test_only_modules_that_register_something_are_imported(package: Path) -> None:
+    update_all_registries(package)
+    assert sorted(FOUND.keys()) == ["Deep", "Top"]
+
+
+def test_sub_packages_can_be_left_out(package: Path) -> None:
+    update_all_registries(package, recurse=False)
+    assert list(FOUND.keys()) == ["Top"]
+
+
+def test_a_package_inside_another_is_imported_by_its_prefix(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = tmp_path / "outer"
+    outer.mkdir()
+    (outer / "__init__.py").touch()
+    package.rename(outer / "registering")
+    update_all_registries(outer / "registering", import_prefix="outer")
+    assert FOUND.get("Deep").__module__ == "outer.registering.sub.deep"
+
+
+@pytest.mark.parametrize(("name", "rule"), [("file.txt", "be a folder"), ("folder", "__init__")])
+def test_a_root_that_is_no_package_is_refused(tmp_path: Path, name: str, rule: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.txt").touch()
+    with pytest.raises(RuntimeError, match=rule):
+        update_all_registries(tmp_path / name)

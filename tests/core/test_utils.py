@@ -1,0 +1,89 @@
+"""The small helpers of API section 15."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from helios import core
+from helios.version import __version__
+
+
+def test_an_optional_gives_its_value_with_and_without_the_flag() -> None:
+    assert core.get_from_optional(0) == 0
+    assert core.get_from_optional("", raise_on_empty=True) == ""
+
+
+def test_an_empty_optional_is_an_assertion_or_a_runtime_error() -> None:
+    with pytest.raises(AssertionError, match="got None"):
+        core.get_from_optional(None)
+    with pytest.raises(RuntimeError, match="got None"):
+        core.get_from_optional(None, raise_on_empty=True)
+
+
+def test_a_list_stays_the_same_list_and_others_become_one() -> None:
+    items = [1, 2]
+    assert core.convert_to_list(items) is items
+    assert core.convert_to_list((1, 2)) == [1, 2]
+    assert core.convert_to_list("ab") == ["ab"]
+
+
+def test_the_folder_is_changed_and_restored_also_after_an_error(tmp_path: Path) -> None:
+    start = Path.cwd()
+    with core.ChdirContext(tmp_path) as previous:
+        assert previous == start
+        assert Path.cwd() == tmp_path.resolve()
+    assert Path.cwd() == start
+    with pytest.raises(ZeroDivisionError), core.ChdirContext(tmp_path):
+        _ = 1 / 0
+    assert Path.cwd() == start
+
+
+def test_the_timer_averages_its_newest_records() -> None:
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0])
+    timer = core.AverageTimer(sliding_window=2, clock=lambda: next(times))
+    averages = [timer.get_average_time()]
+    for _ in range(4):
+        timer.record()
+        averages.append(timer.get_average_time())
+    assert averages == [0.0, 1.0, 1.5, 2.5, 3.5]
+
+
+def test_the_timer_does_not_count_what_passed_before_a_start() -> None:
+    times = iter([0.0, 1.0, 100.0, 103.0])
+    timer = core.AverageTimer(clock=lambda: next(times))
+    timer.record()
+    timer.start()
+    timer.record()
+    assert timer.get_average_time() == 2.0
+
+
+def test_a_timer_without_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        core.AverageTimer(sliding_window=0)
+
+
+class _Unsafe:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (sys.exit, ("executed",))
+
+
+def test_a_safe_load_returns_tensors_and_executes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save({"weight": torch.arange(3)}, path)
+    loaded = core.safe_torch_load(path, map_location="cpu")
+    assert torch.equal(loaded["weight"], torch.arange(3))
+    torch.save(_Unsafe(), path)
+    with pytest.raises(Exception, match="Weights only load failed"):
+        core.safe_torch_load(path)
+
+
+def test_the_banner_names_what_the_bits_depend_on() -> None:
+    banner = core.get_env_info_str()
+    for fact in (__version__, torch.__version__, np.__version__, sys.version.split()[0], "CUDA"):
+        assert fact in banner
+    assert f"Threads  {torch.get_num_threads()}" in banner

@@ -1,0 +1,287 @@
+"""The rules of the house, as functions that take source text and return what breaks them.
+
+Layers, budgets and bans are those of docs/architecture.md; ``test_house.py`` applies them to the
+package, and to small bad snippets, so that a rule that no longer bites is seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "helios"
+
+LAYERS: dict[str, int] = {
+    **dict.fromkeys(("errors", "state", "schedule", "protocols", "version"), 0),
+    "core": 1,
+    **dict.fromkeys(("data", "engines", "checkpoint", "ledger", "hooks"), 2),
+    **dict.fromkeys(("session", "model", "plugins"), 3),
+    "loops": 4,
+    "house": 5,
+    **dict.fromkeys(("cli", "chkpt_migrator", "__main__"), 6),
+}
+HOUSE = ("trainer", "startup")
+FACADE = "__init__"
+NEIGHBOURS = {
+    ("state", "errors"),
+    *((word, below) for word in ("schedule", "protocols") for below in ("state", "errors")),
+    ("session", "model"),
+    ("session", "plugins"),
+    ("__main__", "cli"),
+}
+# Only to annotate the properties that users read; never at run time.
+TYPE_ONLY = {
+    ("data", "house"),
+    ("model", "house"),
+    ("plugins", "house"),
+    ("plugins", "model"),
+}
+DEAF_TO = {"plugins": {"data", "engines", "checkpoint", "ledger"}}
+OWNERS_OF_TRAINER = ("data/datamodule.py", "model/model.py", "plugins/plugin.py")
+
+MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_P90, MAX_PARAMETERS = 400, 60, 8, 30, 7
+# Historical signatures, and the one constructor whose arguments are the options of a run.
+LONG_SIGNATURES = {"Trainer.__init__", "create_dataloader"}
+MUTATORS = {
+    *("append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem"),
+    *("remove", "discard", "clear", "appendleft"),
+}
+MACHINE_PATHS = re.compile(r"(?<![\w.~/-])/(?:root|home|Users|work|workspace|mnt|opt)/[\w.]")
+NOTES = re.compile(r"\b(?:TODO|FIXME|XXX|HACK|WIP)\b|\b(?:sub-?)?agents?\b", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function's place, its body's length without the docstring, and its parameters."""
+
+    place: str
+    name: str
+    lines: int
+    parameters: int
+
+
+def source_files() -> dict[str, str]:
+    """Return the text of every module of the package by its path below ``helios/``."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text("utf-8") for path in files}
+
+
+def room_of(path: str) -> str:
+    """Return the room that a file or a dotted module below ``helios`` belongs to."""
+    first = path.removesuffix(".py").replace(".", "/").split("/")[0]
+    return "house" if first in HOUSE else first
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _absolute(node: ast.ImportFrom, path: str) -> str:
+    if not node.level:
+        return node.module or ""
+    package = ["helios", *path.split("/")[:-1]]
+    kept = package[: len(package) - node.level + 1]
+    return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+def _targets(node: ast.AST, path: str) -> Iterator[str]:
+    """Yield the room of every module of the package that an import statement names."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        module = _absolute(node, path)
+        names = [f"{module}.{a.name}" if module == "helios" else module for a in node.names]
+    for name in names:
+        if name.split(".")[0] == "helios":
+            room = room_of(name.partition(".")[2])
+            yield room if room in LAYERS else FACADE
+
+
+def imports(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield line, room and "only for annotations" of each import inside the package."""
+    tree = ast.parse(text)
+    guarded = [node for node in ast.walk(tree) if _is_type_checking(node)]
+    lines = {inner.lineno for g in guarded for inner in ast.walk(g) if isinstance(inner, ast.stmt)}
+    for node in ast.walk(tree):
+        for room in _targets(node, path):
+            yield node.lineno, room, node.lineno in lines
+
+
+def _may_import(room: str, other: str, *, is_type_only: bool) -> bool:
+    if room == other or (room, other) in NEIGHBOURS:
+        return True
+    if is_type_only and (room, other) in TYPE_ONLY:
+        return True
+    if other == FACADE or other in DEAF_TO.get(room, ()):
+        return False
+    return LAYERS[other] < LAYERS[room] and LAYERS[room] > 0
+
+
+def layer_faults(path: str, text: str) -> list[str]:
+    """Imports that point up, sideways or at the façade."""
+    room = room_of(path)
+    if room == FACADE:
+        return []
+    if room not in LAYERS:
+        return [f"{path}: the room {room!r} stands on no layer."]
+    return [
+        f"{path}:{line}: {room} must not import {other}."
+        for line, other, is_type_only in imports(path, text)
+        if not _may_import(room, other, is_type_only=is_type_only)
+    ]
+
+
+def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def _count_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def functions(path: str, text: str) -> list[Function]:
+    """Measure every function, also nested ones."""
+    found: list[Function] = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                name = f"{prefix}{child.name}"
+                place = f"{path}:{child.lineno}"
+                found.append(Function(place, name, _body_lines(child), _count_parameters(child)))
+                name += "."
+            elif isinstance(child, ast.ClassDef):
+                name = f"{prefix}{child.name}."
+            visit(child, name)
+
+    visit(ast.parse(text), "")
+    return found
+
+
+def size_faults(path: str, text: str) -> list[str]:
+    """Files, functions and signatures over their budgets."""
+    faults = []
+    if (lines := len(text.splitlines())) > MAX_FILE:
+        faults.append(f"{path}: {lines} lines, allowed are {MAX_FILE}.")
+    for function in functions(path, text):
+        if function.lines > MAX_FUNCTION:
+            faults.append(f"{function.place}: {function.name} has {function.lines} lines.")
+        if function.parameters > MAX_PARAMETERS and function.name not in LONG_SIGNATURES:
+            faults.append(f"{function.place}: {function.name} takes {function.parameters}.")
+    return faults
+
+
+def spread_faults(found: list[Function]) -> list[str]:
+    """Budgets that hold for all functions together: the median and the 90th percentile."""
+    lengths = sorted(function.lines for function in found)
+    median, p90 = lengths[len(lengths) // 2], lengths[int(len(lengths) * 0.9)]
+    faults = [] if median <= MAX_MEDIAN else [f"The median function has {median} lines."]
+    return faults if p90 <= MAX_P90 else [*faults, f"One function in ten has {p90} lines or more."]
+
+
+def ban_faults(path: str, text: str) -> list[str]:
+    """Probing and intercepting of attributes, ``global``, and reads of ``.trainer``."""
+    faults = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Name) and node.id == "hasattr":
+            faults.append(f"{path}:{node.lineno}: hasattr probes; ask for a type or a protocol.")
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in {
+            *("__getattr__", "__setattr__", "__getattribute__", "__delattr__"),
+        }:
+            faults.append(f"{path}:{node.lineno}: {node.name} intercepts attributes.")
+        elif isinstance(node, ast.Global):
+            faults.append(f"{path}:{node.lineno}: a global is rebound.")
+        elif _reads_trainer(node, path):
+            faults.append(f"{path}:{node.lineno}: .trainer is for users, not for the house.")
+    return faults
+
+
+def _reads_trainer(node: ast.AST, path: str) -> bool:
+    if not (isinstance(node, ast.Attribute) and node.attr == "trainer"):
+        return False
+    owner = ast.unparse(node.value)
+    is_own = owner == "self" and path in OWNERS_OF_TRAINER
+    is_high = LAYERS.get(room_of(path), 5) >= LAYERS["house"]
+    return isinstance(node.ctx, ast.Load) and not (is_own or is_high or owner == "helios")
+
+
+def _is_mutable(value: ast.expr | None) -> bool:
+    makers = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "bytearray"}
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).split(".")[-1] in makers
+    return isinstance(value, (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp))
+
+
+def _module_names(tree: ast.Module) -> Iterator[tuple[str, ast.stmt, ast.expr | None]]:
+    for node in tree.body:
+        if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+            yield ast.unparse(node.target), node, node.value
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                names = target.elts if isinstance(target, ast.Tuple) else [target]
+                for name in names:
+                    if isinstance(name, ast.Name):
+                        yield name.id, node, node.value
+
+
+def _is_mutation(node: ast.AST, constants: set[str]) -> str:
+    """Return the name of the constant that this node changes in place, or an empty string."""
+    owner: ast.AST | None = None
+    if isinstance(node, ast.AugAssign):
+        owner = node.target
+    elif isinstance(node, ast.Attribute):
+        owner = node.value if node.attr in MUTATORS else None
+    elif isinstance(node, ast.Subscript):
+        owner = None if isinstance(node.ctx, ast.Load) else node.value
+    return owner.id if isinstance(owner, ast.Name) and owner.id in constants else ""
+
+
+def global_faults(path: str, text: str) -> list[str]:
+    """Module-level state besides loggers, constants that nobody changes, and registries."""
+    tree = ast.parse(text)
+    faults, containers = [], set()
+    for name, node, value in _module_names(tree):
+        if re.fullmatch(r"_?[A-Z][A-Z0-9_]*|__\w+__", name):
+            containers |= {name} if _is_mutable(value) else set()
+        elif not re.fullmatch(r"_?[A-Z]\w*", name) or _is_mutable(value):
+            faults.append(f"{path}:{node.lineno}: {name} is a module-level variable.")
+    for node in ast.walk(tree):
+        if name := _is_mutation(node, containers):
+            faults.append(f"{path}:{getattr(node, 'lineno', 0)}: {name} is changed in place.")
+    return faults
+
+
+def word_faults(path: str, text: str) -> list[str]:
+    """Paths of one machine, and notes that were meant for the writer only."""
+    return [
+        f"{path}:{number}: {found.group(0)!r} does not belong here."
+        for number, line in enumerate(text.splitlines(), 1)
+        for pattern in (MACHINE_PATHS, NOTES)
+        if (found := pattern.search(line))
+    ]
+
+
+def public_names() -> str:
+    """List what each ``__init__`` of the package exports, one dotted name a line."""
+    lines = []
+    for path, text in source_files().items():
+        if path.endswith("__init__.py"):
+            package = ".".join(["helios", *path.split("/")[:-1]])
+            lines += [f"{package}.{name}" for name in exported(text)]
+    return "".join(f"{line}\n" for line in sorted(lines))
+
+
+def exported(text: str) -> list[str]:
+    """Return the names in a module's ``__all__``."""
+    for name, _, value in _module_names(ast.parse(text)):
+        if name == "__all__" and value is not None:
+            return list(ast.literal_eval(value))
+    return []

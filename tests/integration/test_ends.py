@@ -1,0 +1,226 @@
+"""How a run ends: totals, early stop, polls, requests, exceptions (H29-H36, H63, C3, C6)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helios
+from helios.errors import UsageError
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.resume import assert_equal
+from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
+
+
+class StopAt(Plugin):
+    """Answers the stop poll with yes from an iteration on."""
+
+    def __init__(self, iteration: int) -> None:
+        super().__init__("stop-at")
+        self.iteration = iteration
+        self.now = 0
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        self.now = state.global_iteration
+
+    def should_training_stop(self) -> bool:
+        return self.now >= self.iteration
+
+
+def _names(outcome: Outcome) -> list[str]:
+    return [event[0] for event in outcome.events]
+
+
+def _last(folder: Path) -> helios.TrainingState:
+    path = helios.find_last_checkpoint(folder / "small")
+    assert path is not None
+    state: helios.TrainingState = helios.load_checkpoint(path)["training_state"]
+    return state
+
+
+@pytest.mark.parametrize(("accumulation", "batches"), [(1, 4), (2, 8), (4, 16), (5, 20), (10, 40)])
+def test_steps_times_accumulation_batches_are_run(
+    accumulation: int, batches: int, tmp_path: Path
+) -> None:
+    """H38: N steps run N times the accumulation of micro-batches."""
+    setting = Setting(total_steps=4, accumulation=accumulation, scheduler="none")
+    outcome = train(tmp_path, setting)
+    assert len(outcome.records) == batches
+    assert _last(tmp_path).current_iteration == 4
+    assert _last(tmp_path).global_iteration == batches
+
+
+def test_accumulation_does_not_change_the_counts_of_epochs(tmp_path: Path) -> None:
+    """H37: 5 epochs of 6 batches are 30 iterations, whatever the accumulation."""
+    train(tmp_path, Setting(unit="epoch", total_steps=5, accumulation=2, valid_frequency=None))
+    state = _last(tmp_path)
+    assert (state.current_iteration, state.global_iteration, state.global_epoch) == (30, 30, 5)
+
+
+def test_a_total_of_nothing_is_legal(tmp_path: Path) -> None:
+    for unit in ("epoch", "iteration"):
+        outcome = train(tmp_path / unit, Setting(unit=unit, total_steps=0))
+        assert not outcome.records
+        assert _names(outcome)[-3:] == ["on_training_end", "on_fit_end", "teardown"]
+
+
+def test_an_endless_run_ends_by_early_stop(tmp_path: Path) -> None:
+    setting = Setting(total_steps=float("inf"), early_stop_cycles=2, valid_frequency=2)
+    outcome = train(tmp_path, setting)
+    assert _last(tmp_path).early_stop_count == 2
+    assert outcome.has_ended
+
+
+@pytest.mark.parametrize("unit", ["epoch", "iteration"])
+def test_a_stop_poll_ends_the_run_at_the_window(unit: str, tmp_path: Path) -> None:
+    setting = Setting(
+        unit=unit, total_steps=50, accumulation=2, valid_frequency=1, scheduler="none"
+    )
+    outcome = train(tmp_path, setting, StopAt(3))
+    assert max(outcome.records) == 4
+    assert _last(tmp_path).global_iteration == 4
+    names = _names(outcome)
+    assert names[-4:] == ["on_training_epoch_end", "on_training_end", "on_fit_end", "teardown"]
+    # H35: the epoch unit still runs the due validation, the iteration unit skips it.
+    last_batch = len(names) - 1 - names[::-1].index("on_training_batch_end")
+    assert ("on_validation_start" in names[last_batch:]) is (unit == "epoch")
+
+
+@pytest.mark.parametrize("unit", ["epoch", "iteration"])
+def test_a_stopped_run_is_finished_until_its_total_is_raised(unit: str, tmp_path: Path) -> None:
+    setting = Setting(unit=unit, total_steps=3, valid_frequency=None)
+    whole = train(tmp_path / "whole", dataclasses.replace(setting, total_steps=4))
+    train(tmp_path / "run", setting, StopAt(2))
+    assert not train(tmp_path / "run", setting).records
+    resumed = train(tmp_path / "run", dataclasses.replace(setting, total_steps=4))
+    assert_equal(resumed, whole, since=2)
+
+
+def test_a_raised_patience_goes_on(tmp_path: Path) -> None:
+    setting = Setting(total_steps=40, early_stop_cycles=1, valid_frequency=1)
+    whole = train(tmp_path / "whole", dataclasses.replace(setting, early_stop_cycles=3))
+    first = train(tmp_path / "run", setting)
+    again = train(tmp_path / "run", dataclasses.replace(setting, early_stop_cycles=3))
+    assert_equal(again, whole, since=max(first.records))
+
+
+def test_a_request_from_a_hook_ends_the_run(tmp_path: Path) -> None:
+    class Asker(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+            if state.global_iteration == 3:
+                self.trainer.request_stop("enough")
+
+    train(tmp_path, Setting(total_steps=50), Asker("asker"))
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    assert newest.stem.endswith("iter_3")
+    assert '"finished": "enough"' in newest.with_suffix(".json").read_text()
+
+
+def test_requests_outside_of_fit_are_errors() -> None:
+    trainer = helios.Trainer(use_cpu=True)
+    with pytest.raises(UsageError, match="request_checkpoint"):
+        trainer.request_checkpoint()
+    with pytest.raises(UsageError, match="request_stop"):
+        trainer.request_stop()
+
+
+def test_the_checkpoint_is_there_before_the_early_stop(tmp_path: Path) -> None:
+    """H31: with equal frequencies the counter is inside of the checkpoint."""
+    setting = Setting(unit="epoch", total_steps=20, early_stop_cycles=1, valid_frequency=1)
+    train(tmp_path, setting)
+    assert _last(tmp_path).early_stop_count == 1
+
+
+class OnPurposeError(RuntimeError):
+    """An error of the user's."""
+
+
+class RaiseIn(Plugin):
+    """Raises in a named event."""
+
+    def __init__(self, event: str) -> None:
+        super().__init__("raise-in")
+        setattr(self, event, self._act)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def _act(self, *args: Any) -> None:
+        raise OnPurposeError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "on_training_start",
+        "on_training_epoch_start",
+        "on_training_batch_start",
+        "on_backward_start",
+        "on_training_batch_end",
+        "on_validation_batch_start",
+        "on_validation_end",
+        "on_save_checkpoint",
+        "on_training_epoch_end",
+    ],
+)
+def test_an_error_is_logged_everything_torn_down_and_raised_again(
+    event: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    class Witness(Plugin):
+        def setup(self) -> None:
+            seen.append("setup")
+
+        def on_exception(self, exception: BaseException) -> None:
+            seen.append(f"exception {exception}")
+
+        def on_training_end(self) -> None:
+            seen.append("end")
+
+        def on_fit_end(self) -> None:
+            seen.append("fit end")
+
+        def teardown(self) -> None:
+            seen.append("teardown")
+
+    setting = Setting(unit="epoch", total_steps=2, valid_frequency=1, num_workers=1)
+    with pytest.raises(OnPurposeError, match="on purpose"):
+        train(tmp_path, setting, Witness("witness"), RaiseIn(event))
+    assert seen == ["setup", "exception on purpose", "teardown"]
+    assert "on purpose" in capsys.readouterr().err
+    # The folder is as good as after a kill: the same command goes on.
+    assert train(tmp_path, setting).has_ended
+
+
+def test_listed_exceptions_pass_without_being_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Configured(RaiseIn):
+        def configure_trainer(self, trainer: helios.Trainer) -> None:
+            super().configure_trainer(trainer)
+            trainer.train_exceptions.append(OnPurposeError)
+
+    trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False)
+    Configured("on_training_start").configure_trainer(trainer)
+    setting = Setting()
+    with pytest.raises(OnPurposeError):
+        trainer.fit(SmallModel(setting), IndexModule(setting))
+    assert "on purpose" not in capsys.readouterr().err
+
+
+def test_nothing_of_the_package_stays_configured_after_a_run(tmp_path: Path) -> None:
+    train(tmp_path, Setting(total_steps=1))
+    assert not logging.getLogger("helios").handlers

@@ -1,0 +1,171 @@
+"""Validate, test and predict: the newest checkpoint, no trace (H54-H57, K31, K32)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.core import rng
+from helios.errors import UsageError
+from helios.plugins import Plugin
+from tests.support.runs import EventLog, IndexModule, Setting, SmallModel, train
+
+_SETTING = Setting(total_steps=6)
+
+
+def _trainer(folder: Path | None, *plugins: Plugin, **options: Any) -> helios.Trainer:
+    return helios.Trainer(
+        chkpt_root=folder, use_cpu=True, print_banner=False, plugins=plugins, **options
+    )
+
+
+def test_predictions_come_in_the_order_of_the_data(tmp_path: Path) -> None:
+    train(tmp_path, _SETTING)
+    found = _trainer(tmp_path).predict(SmallModel(_SETTING), IndexModule(_SETTING))
+    assert [ids.tolist() for ids in found] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_every_evaluation_loads_the_newest_checkpoint(tmp_path: Path) -> None:
+    outcome = train(tmp_path, _SETTING)
+    for call in ("validate", "test", "predict"):
+        model = SmallModel(_SETTING)
+        getattr(_trainer(tmp_path), call)(model, IndexModule(_SETTING))
+        trained = outcome.model["objects"]["net"]
+        for name, weight in model.net.state_dict().items():
+            assert weight.equal(trained[name]), (call, name)
+
+
+def test_a_test_gives_equal_scores_each_time(tmp_path: Path) -> None:
+    train(tmp_path, _SETTING)
+    scores = []
+    for _ in range(2):
+        model = SmallModel(_SETTING)
+        assert _trainer(tmp_path).test(model, IndexModule(_SETTING)) is True
+        scores.append(dict(model.test_scores))
+    assert scores[0] == scores[1]
+    assert "score" in scores[0]
+
+
+def test_the_events_of_a_test_stand_in_the_order_of_the_table(tmp_path: Path) -> None:
+    log = EventLog()
+    trainer = _trainer(None, log)
+    trainer.test(SmallModel(_SETTING), IndexModule(_SETTING))
+    assert log.events == [
+        ("on_testing_start",),
+        ("on_testing_batch_start", 0),
+        ("on_testing_batch_end", 0),
+        ("on_testing_batch_start", 1),
+        ("on_testing_batch_end", 1),
+        ("on_testing_end",),
+        ("teardown",),
+    ]
+
+
+def test_evaluation_mode_comes_before_the_start_event(tmp_path: Path) -> None:
+    """C5; and each submodule gets its own mode back (L33)."""
+    modes: list[tuple[str, bool]] = []
+
+    class Watching(SmallModel):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.net[1].eval()
+
+        def on_testing_start(self) -> None:
+            super().on_testing_start()
+            modes.append(("start", self.net.training))
+            assert torch.is_inference_mode_enabled()
+
+        def on_testing_end(self) -> None:
+            modes.append(("end", self.net.training))
+            modes.append(("frozen part", self.net[1].training))
+
+    _trainer(None).test(Watching(_SETTING), IndexModule(_SETTING))
+    assert modes == [("start", False), ("end", True), ("frozen part", False)]
+
+
+def test_a_model_trained_in_this_process_is_tested_as_it_stands(tmp_path: Path) -> None:
+    trainer = helios.Trainer(total_steps=2, use_cpu=True, print_banner=False)
+    model, data = SmallModel(_SETTING), IndexModule(_SETTING)
+    trainer.fit(model, data)
+    weights = {name: weight.clone() for name, weight in model.net.state_dict().items()}
+    trainer.test(model, data)
+    assert all(weight.equal(weights[name]) for name, weight in model.net.state_dict().items())
+
+
+def test_without_a_checkpoint_the_model_loads_its_own_weights() -> None:
+    called: list[int] = []
+
+    class Loading(SmallModel):
+        def load_for_testing(self) -> None:
+            called.append(1)
+
+    _trainer(None).test(Loading(_SETTING), IndexModule(_SETTING))
+    assert called == [1]
+
+
+def test_untrained_weights_are_never_tested_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    _trainer(None).test(SmallModel(_SETTING), IndexModule(_SETTING))
+    assert "without a checkpoint" in capsys.readouterr().err
+
+
+def test_no_data_is_no_error_and_no_event() -> None:
+    class Empty(IndexModule):
+        def setup(self) -> None:
+            return
+
+    log = EventLog()
+    assert _trainer(None, log).test(SmallModel(_SETTING), Empty(_SETTING)) is True
+    assert log.events == [("teardown",)]
+    assert _trainer(None).predict(SmallModel(_SETTING), Empty(_SETTING)) == []
+
+
+def test_a_step_that_returns_something_else_is_refused() -> None:
+    class Wrong(SmallModel):
+        def test_step(self, batch: Any, step: int) -> Any:
+            return {"score": 1.0}
+
+    with pytest.raises(UsageError, match="test_step"):
+        _trainer(None).test(Wrong(_SETTING), IndexModule(_SETTING))
+
+
+def test_predicting_needs_a_predict_step() -> None:
+    class Without(SmallModel):
+        predict_step = helios.Model.predict_step
+
+    with pytest.raises(UsageError, match="predict_step"):
+        _trainer(None).predict(Without(_SETTING), IndexModule(_SETTING))
+
+
+def test_damaged_checkpoints_are_passed_over_but_not_renamed(tmp_path: Path) -> None:
+    train(tmp_path, _SETTING)
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    newest.write_bytes(b"nothing")
+    _trainer(tmp_path).test(SmallModel(_SETTING), IndexModule(_SETTING))
+    assert newest.exists()
+
+
+def test_validation_leaves_the_generators_as_they_were(tmp_path: Path) -> None:
+    states: list[Any] = []
+
+    class Witness(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
+            states.append(rng.get_rng_state_dict())
+
+        def should_training_stop(self) -> bool:
+            states.append(rng.get_rng_state_dict())
+            return False
+
+    setting = Setting(total_steps=2, valid_frequency=1)
+    train(tmp_path, setting, Witness("witness"))
+    trained, _, validated = states[:3]
+    assert trained["torch"].equal(validated["torch"])
+    assert trained["rand"] == validated["rand"]
+    assert trained["numpy"] == validated["numpy"]

@@ -1,0 +1,110 @@
+"""What a run writes beside checkpoints goes on without a hole or a double (H24, H42-H45)."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.resume import copy_checkpoint
+from tests.support.runs import Setting, train
+
+
+def _setting(folder: Path, **changed: Any) -> Setting:
+    options = {
+        "enable_tensorboard": True,
+        "run_path": folder / "runs",
+        "enable_file_logging": True,
+        "log_path": folder / "logs",
+    }
+    return Setting(total_steps=12, print_frequency=2, options=options, **changed)
+
+
+def _points(run: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    found = []
+    for path in sorted(run.rglob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag == "train/loss":
+                    found.append((event.step, value.tensor.float_val[0]))
+    return sorted(found)
+
+
+def test_losses_go_to_tensorboard_without_user_code(tmp_path: Path) -> None:
+    train(tmp_path / "run", _setting(tmp_path))
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("small_")
+    assert [step for step, _ in _points(run)] == [2, 4, 6, 8, 10, 12]
+
+
+def test_a_resume_loses_and_doubles_no_point_and_appends_to_the_log(tmp_path: Path) -> None:
+    train(tmp_path / "run", _setting(tmp_path))
+    (run,) = (tmp_path / "runs").iterdir()
+    (log,) = (tmp_path / "logs").iterdir()
+    whole, before = _points(run), log.read_text()
+    (path,) = (tmp_path / "run").glob("*/*_iter_5.pth")
+    train(copy_checkpoint(path, tmp_path / "again"), _setting(tmp_path))
+    assert _points(run) == whole
+    assert list((tmp_path / "runs").iterdir()) == [run]
+    assert log.read_text().startswith(before)
+    assert len(log.read_text()) > len(before)
+
+
+def test_a_copied_run_writes_into_its_copied_folders(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    train(here / "run", _setting(here))
+    shutil.copytree(here, there)
+    (run,) = (here / "runs").iterdir()
+    size = sum(path.stat().st_size for path in run.iterdir())
+    train(there / "run", dataclasses.replace(_setting(there), total_steps=16))
+    assert sum(path.stat().st_size for path in run.iterdir()) == size
+    assert [step for step, _ in _points(there / "runs" / run.name)] == [*range(2, 17, 2)]
+
+
+def test_a_log_that_is_gone_is_begun_anew_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "run", _setting(tmp_path))
+    (log,) = (tmp_path / "logs").iterdir()
+    log.unlink()
+    train(tmp_path / "run", dataclasses.replace(_setting(tmp_path), total_steps=14))
+    assert log.exists()
+    assert str(log) in capsys.readouterr().err
+
+
+def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
+    """H58: a loss on an accelerator is not synchronised to the host in each iteration."""
+    import torch
+
+    read: list[int] = []
+
+    class Watched(torch.Tensor):
+        def item(self) -> Any:
+            read.append(1)
+            return super().item()
+
+        def __float__(self) -> float:
+            read.append(1)
+            return super().__float__()
+
+    from helios.plugins import Plugin
+    from helios.state import TrainingState
+
+    class Wrap(Plugin):
+        monitor = True
+
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+            table = self.trainer.model.loss_items
+            table["loss"] = table["loss"].as_subclass(Watched)
+
+    setting = dataclasses.replace(_setting(tmp_path), total_steps=12, print_frequency=6)
+    train(tmp_path / "run", dataclasses.replace(setting, validates=False), Wrap("wrap"))
+    assert len(read) == 2

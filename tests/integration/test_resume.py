@@ -1,0 +1,164 @@
+"""Kill it anywhere, run it again: equal bits (the promise; H6, H11-H14, DESIGN R1-R4)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.resume import assert_equal, copy_checkpoint, resume_everywhere
+from tests.support.runs import Setting, digest, train
+
+_EPOCHS = {"unit": "epoch", "total_steps": 3, "valid_frequency": 1, "scheduler": "epoch"}
+
+
+def _check(setting: Setting, folder: Path, **changed: Any) -> None:
+    resumed = dataclasses.replace(setting, **changed)
+    resume_everywhere(
+        lambda run: train(run, setting), folder, make_resumed=lambda run: train(run, resumed)
+    )
+
+
+_STEPS = {
+    "plain": {},
+    "accumulation 2": {"accumulation": 2, "total_steps": 8},
+    "accumulation 3": {"accumulation": 3, "total_steps": 6},
+    "manual": {"is_manual": True},
+    "manual with accumulation": {"is_manual": True, "accumulation": 2, "total_steps": 8},
+    "no validation": {"validates": False, "valid_frequency": None},
+    "scheduler per epoch": {"scheduler": "epoch"},
+    "scheduler on a plateau": {"scheduler": "plateau"},
+    "sequential": {"shuffle": False},
+    "partial batches dropped": {"drop_last": True},
+    "one batch an epoch": {"batch_size": 22, "total_steps": 4},
+    "batches larger than the data": {"batch_size": 50, "total_steps": 4},
+    "early stop": {"early_stop_cycles": 2, "total_steps": 60},
+    "clipped by norm": {"options": {"clip_norm": 0.1}},
+    "clipped by value": {"options": {"clip_value": 0.01}},
+    "logged": {"print_frequency": 2},
+}
+
+
+@pytest.mark.parametrize("name", _STEPS)
+def test_a_run_by_steps_resumes_everywhere(name: str, tmp_path: Path) -> None:
+    _check(Setting(**_STEPS[name]), tmp_path)
+
+
+_BY_EPOCH = {
+    "plain": {},
+    "accumulation 2 with a partial window": {"accumulation": 2, "batch_size": 5},
+    "accumulation 3": {"accumulation": 3},
+    "manual": {"is_manual": True, "scheduler": "none"},
+    "manual with open gradients": {"is_manual": True, "accumulation": 4, "scheduler": "none"},
+    "scheduler per step": {"scheduler": "step"},
+    "scheduler on a plateau": {"scheduler": "plateau"},
+    "early stop": {"early_stop_cycles": 1, "total_steps": 9},
+}
+
+
+@pytest.mark.parametrize("name", _BY_EPOCH)
+def test_a_run_by_epochs_resumes_everywhere(name: str, tmp_path: Path) -> None:
+    _check(Setting(**{**_EPOCHS, **_BY_EPOCH[name]}), tmp_path)
+
+
+_INSIDE = {
+    "plain": {},
+    "accumulation 2": {"accumulation": 2},
+    "manual with open gradients": {"is_manual": True, "accumulation": 4, "scheduler": "none"},
+}
+
+
+@pytest.mark.parametrize("name", _INSIDE)
+def test_every_safe_point_inside_an_epoch_resumes(name: str, tmp_path: Path) -> None:
+    _check(Setting(**{**_EPOCHS, **_INSIDE[name]}, requests=True), tmp_path)
+
+
+_WORKERS = {
+    "2 workers": ({"num_workers": 2}, {}),
+    "2 persistent workers": ({"num_workers": 2, "persistent_workers": True}, {}),
+    "from 0 to 2 workers": ({}, {"num_workers": 2}),
+    "from 2 to 0 workers": ({"num_workers": 2}, {"num_workers": 0}),
+}
+
+
+@pytest.mark.parametrize("name", _WORKERS)
+def test_workers_change_no_bit(name: str, tmp_path: Path) -> None:
+    setting, changed = _WORKERS[name]
+    _check(Setting(**setting, chkpt_frequency=3), tmp_path, **changed)
+
+
+def test_nothing_is_fetched_that_was_trained_on(tmp_path: Path) -> None:
+    setting = Setting(validates=False, valid_frequency=None)
+    whole = train(tmp_path / "whole", setting)
+    for since in (3, 6, 7, 13):
+        path = next((tmp_path / "whole").glob(f"*/*_iter_{since}.pth"))
+        resumed = train(copy_checkpoint(path, tmp_path / f"from-{since}"), setting)
+        expected = [i for n, (ids, _) in whole.records.items() if n > since for i in ids]
+        assert resumed.fetched == expected
+
+
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_run_resumes_again_and_again(kills: int, tmp_path: Path) -> None:
+    setting = Setting(total_steps=17)
+    whole = train(tmp_path / "whole", setting)
+    folder, since = tmp_path / "whole", 0
+    for kill in range(kills):
+        since += 4
+        path = next(folder.glob(f"*/*_iter_{since}.pth"))
+        folder = copy_checkpoint(path, tmp_path / f"kill-{kill}")
+        resumed = train(folder, setting)
+        assert_equal(resumed, whole, since=since)
+
+
+def test_a_raised_total_goes_on_as_if_it_had_never_ended(tmp_path: Path) -> None:
+    for unit, short, long in (("iteration", 8, 14), ("epoch", 2, 3)):
+        long_setting = Setting(unit=unit, total_steps=long, valid_frequency=1)
+        short_setting = dataclasses.replace(long_setting, total_steps=short)
+        whole = train(tmp_path / f"{unit}-whole", long_setting)
+        first = train(tmp_path / f"{unit}-raised", short_setting)
+        second = train(tmp_path / f"{unit}-raised", long_setting)
+        assert_equal(second, whole, since=max(first.records))
+
+
+def test_validation_logging_and_saving_change_no_bit(tmp_path: Path) -> None:
+    base = Setting(total_steps=14, chkpt_frequency=7, validates=False, valid_frequency=None)
+    whole = train(tmp_path / "base", base)
+    others = {
+        "validation": {"validates": True, "valid_frequency": 2},
+        "saving every step": {"chkpt_frequency": 1},
+        "printing": {"print_frequency": 1},
+        "bars": {"options": {"enable_progress_bar": True}},
+        "tensorboard": {
+            "print_frequency": 2,
+            "options": {"enable_tensorboard": True, "run_path": tmp_path / "runs"},
+        },
+    }
+    for name, changed in others.items():
+        other = train(tmp_path / name, dataclasses.replace(base, **changed))
+        assert other.records == whole.records, name
+        assert digest(other.model["objects"]) == digest(whole.model["objects"]), name
+
+
+def test_two_threads_stay_two_threads(tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    try:
+        train(tmp_path / "run", Setting(total_steps=4))
+    finally:
+        torch.set_num_threads(1)
+    seen: list[int] = []
+
+    class Watcher(Plugin):
+        def setup(self) -> None:
+            seen.append(torch.get_num_threads())
+
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            seen.append(torch.get_num_threads())
+
+    train(tmp_path / "run", Setting(total_steps=6), Watcher("watcher"))
+    assert seen == [2, 2, 2]
+    assert torch.get_num_threads() == 1

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.model.owners import Recorded
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What discovery says, text by text."""
+    logger = logging.getLogger("helios.model.discovery")
+    recorded = Recorded()
+    logger.addHandler(recorded)
+    yield recorded.texts
+    logger.removeHandler(recorded)

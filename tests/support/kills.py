@@ -1,0 +1,95 @@
+"""Real kills: a training in a child process that sends itself SIGKILL at a named point."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from helios.core import files
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.runs import Outcome, Setting, train
+
+
+def kill_self() -> None:
+    """End this process as a power cut would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillAt(Plugin):
+    """Kills the process in a named event, at an iteration."""
+
+    def __init__(self, event: str, iteration: int) -> None:
+        super().__init__("kill-at")
+        self.iteration = iteration
+        self.now = 0
+        setattr(self, event, self._act)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def _act(self, *args: Any) -> None:
+        for argument in args:
+            if isinstance(argument, TrainingState):
+                self.now = argument.global_iteration
+        if self.now >= self.iteration:
+            kill_self()
+
+
+class KillAtFileOperation:
+    """Wraps every file operation of a save; kills before or after the n-th of them."""
+
+    def __init__(self, number: int, *, is_after: bool) -> None:
+        self.number = number
+        self.is_after = is_after
+        self.count = 0
+
+    def install(self) -> None:
+        """Wrap the functions of ``core.files``, in this process."""
+        for name in ("create", "fsync", "replace", "unlink", "fsync_folder", "make_folder"):
+            setattr(files, name, self._wrap(getattr(files, name)))
+
+    def _wrap(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            is_hit = self.count == self.number
+            if is_hit and not self.is_after:
+                kill_self()
+            result = operation(*args, **kwargs)
+            if is_hit:
+                kill_self()
+            return result
+
+        return wrapped
+
+
+def run_in_child(work: Callable[[], Outcome], result: Path) -> int:
+    """Run work in a forked child; returns its exit code, the outcome lies in ``result``."""
+
+    def target() -> None:
+        outcome = work()
+        result.write_bytes(pickle.dumps(outcome))
+
+    child = multiprocessing.get_context("fork").Process(target=target)
+    child.start()
+    child.join(120)
+    code = child.exitcode
+    child.close()
+    assert code is not None
+    return code
+
+
+def train_in_child(folder: Path, setting: Setting, *plugins: Plugin) -> int:
+    """Train in a forked child; returns its exit code."""
+    return run_in_child(lambda: train(folder, setting, *plugins), folder.with_suffix(".outcome"))
+
+
+def outcome_of(folder: Path) -> Outcome:
+    """Return what the child that came to its end has left."""
+    outcome: Outcome = pickle.loads(folder.with_suffix(".outcome").read_bytes())
+    return outcome

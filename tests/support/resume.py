@@ -1,0 +1,75 @@
+"""The test of the promise: restart from every checkpoint, compare with an undisturbed run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.runs import Outcome
+
+MakeRun = Callable[[Path], Outcome]
+
+_RESUME = ["on_checkpoint_loaded", "on_fit_start", "on_training_start", "on_training_resume"]
+
+
+def copy_checkpoint(path: Path, root: Path) -> Path:
+    """Copy one checkpoint with its sidecar into a folder of a fresh run."""
+    folder = root / path.parent.name
+    folder.mkdir(parents=True)
+    for source in (path, path.with_suffix(".json")):
+        shutil.copy(source, folder / source.name)
+    return root
+
+
+def assert_equal(resumed: Outcome, whole: Outcome, *, since: int) -> None:
+    """Assert that a resumed run repeats no batch and gives the bits of an undisturbed one."""
+    tail = {number: record for number, record in whole.records.items() if number > since}
+    assert resumed.records == tail, f"samples or losses differ after iteration {since}"
+    different = [name for name, bits in whole.bits().items() if resumed.bits().get(name) != bits]
+    assert not different, f"{different} differ at the end, resumed after iteration {since}"
+    assert resumed.cursor == whole.cursor
+
+
+def assert_events_join(resumed: Outcome, whole: Outcome, *, since: int) -> None:
+    """Assert that exactly those events follow that an undisturbed run has (DESIGN R4)."""
+    names = [event[0] for event in resumed.events[: len(_RESUME)]]
+    assert names == _RESUME
+    expected = whole.events[whole.saves[since] :]
+    assert resumed.events[len(_RESUME) :] == expected, f"events differ after iteration {since}"
+
+
+def resume_everywhere(
+    make_run: MakeRun,
+    folder: Path,
+    *,
+    make_resumed: MakeRun | None = None,
+    compares_events: bool = True,
+) -> Outcome:
+    """Train undisturbed with a checkpoint at every safe point, then restart from each of them.
+
+    Args:
+        make_run: trains in the folder that it is given, from what lies there.
+        folder: an empty folder.
+        make_resumed: trains after a restart, if something is to be changed (workers, say).
+        compares_events: whether the event logs must join, too.
+
+    Returns:
+        The undisturbed run.
+    """
+    whole = make_run(folder / "whole")
+    finished = 0
+    checkpoints = sorted((folder / "whole").glob("*/*.pth"))
+    assert len(checkpoints) >= 3, "the run wrote too few checkpoints to show anything"
+    assert set(whole.records) == set(range(1, len(whole.records) + 1))
+    for number, path in enumerate(checkpoints):
+        since = int(path.stem.split("_iter_")[1])
+        resumed = (make_resumed or make_run)(copy_checkpoint(path, folder / f"resumed-{number}"))
+        if not resumed.has_ended:
+            finished += 1
+            continue
+        assert_equal(resumed, whole, since=since)
+        if compares_events:
+            assert_events_join(resumed, whole, since=since)
+    assert finished == 1, "only the last checkpoint is that of a finished run, which does nothing"
+    return whole

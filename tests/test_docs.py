@@ -1,0 +1,38 @@
+"""The Python of the README and the docs runs, each page from top to bottom."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = _BLOCK.findall(page.read_text())
+    if not blocks:
+        return
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    monkeypatch.chdir(tmp_path)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as leaving:
+        assert leaving.code in (None, 0)
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    missing = [
+        link for link in _LINK.findall(page.read_text()) if not (page.parent / link).exists()
+    ]
+    assert not missing

@@ -1,0 +1,86 @@
+"""The tree of errors, and what users may catch them as."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from helios import errors
+from helios.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DamagedCheckpointError,
+    DuplicateError,
+    HeliosError,
+    IncompatibleCheckpointError,
+    RunMismatchError,
+    StateError,
+    UsageError,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (ArgumentError, ValueError),
+        (ArgumentTypeError, TypeError),
+        (DuplicateError, KeyError),
+        (UsageError, RuntimeError),
+        (StateError, RuntimeError),
+        (CheckpointError, RuntimeError),
+        (DamagedCheckpointError, RuntimeError),
+        (IncompatibleCheckpointError, RuntimeError),
+        (RunMismatchError, RuntimeError),
+    ],
+)
+def test_an_error_is_caught_as_the_builtin_that_users_expect(
+    kind: type[HeliosError], builtin: type[Exception]
+) -> None:
+    """API sections 12 and 15; STYLE section 2."""
+    with pytest.raises(builtin) as caught:
+        raise kind("name, rule, value, remedy")
+    assert isinstance(caught.value, HeliosError)
+    assert str(caught.value) == "name, rule, value, remedy"
+
+
+@pytest.mark.parametrize(
+    "kind", [DamagedCheckpointError, IncompatibleCheckpointError, RunMismatchError]
+)
+def test_what_is_wrong_with_a_checkpoint_is_caught_as_one(kind: type[CheckpointError]) -> None:
+    assert issubclass(kind, CheckpointError)
+
+
+def test_the_message_of_a_duplicate_is_not_put_in_quotes() -> None:
+    """A KeyError shows the repr of its argument, which hides line breaks and quotes."""
+    assert str(DuplicateError("the id 'a' is taken")) == "the id 'a' is taken"
+
+
+def test_the_drawn_tree_is_the_tree_of_the_classes() -> None:
+    """STYLE section 1: drawn on top of the file, so it must not grow stale."""
+    drawn: dict[str, str] = {}
+    parents: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"^    ([│├└─ ]*)(\w+Error)\b", line):
+            depth = len(found[1]) // 4
+            del parents[depth:]
+            drawn[found[2]] = parents[-1] if parents else "Exception"
+            parents.append(found[2])
+    written = {
+        name: kind.__bases__[0].__name__
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if kind.__module__ == errors.__name__
+    }
+    assert drawn == written
+    assert "HeliosError" in drawn
+
+
+def test_the_drawn_tree_names_the_builtins() -> None:
+    drawn = dict(re.findall(r"(\w+Error) \((\w+Error)\)", errors.__doc__ or ""))
+    assert drawn == {
+        name: kind.__bases__[1].__name__
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if kind.__module__ == errors.__name__ and len(kind.__bases__) == 2
+    }

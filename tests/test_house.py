@@ -1,0 +1,210 @@
+"""The house stands: layers, budgets, bans and public names, and each rule bites when broken."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import house
+
+_FILES = house.source_files()
+_TEXTS = ("*.md", "docs/**/*.md", "scripts/**/*", "tests/**/*.py", "helios/**/*.py", ".ci/run")
+_RULES = {
+    "layers": house.layer_faults,
+    "sizes": house.size_faults,
+    "bans": house.ban_faults,
+    "globals": house.global_faults,
+}
+
+
+def _all_functions() -> list[house.Function]:
+    return [found for path, text in _FILES.items() for found in house.functions(path, text)]
+
+
+@pytest.mark.parametrize("rule", _RULES)
+def test_the_package_keeps(rule: str) -> None:
+    faults = [fault for path, text in _FILES.items() for fault in _RULES[rule](path, text)]
+    assert not faults, "\n".join(faults)
+
+
+def test_most_functions_are_short() -> None:
+    found = _all_functions()
+    by_size = sorted(((len(text.splitlines()), path) for path, text in _FILES.items()))
+    print(f"\n{len(_FILES)} files, {sum(size for size, _ in by_size)} lines; the longest:")
+    for size, path in by_size[:-6:-1]:
+        print(f"  {size:4} lines  {path}")
+    lengths = sorted(function.lines for function in found)
+    middle, tenth = lengths[len(found) // 2], lengths[int(len(found) * 0.9)]
+    print(f"{len(found)} functions, median {middle}, 90 % up to {tenth} lines; the longest:")
+    for function in sorted(found, key=lambda function: -function.lines)[:5]:
+        print(f"  {function.lines:4} lines  {function.place} {function.name}")
+    assert house.spread_faults(found) == []
+
+
+def test_texts_name_no_machine_and_keep_no_notes() -> None:
+    paths = {path for pattern in _TEXTS for path in house.ROOT.glob(pattern) if path.is_file()}
+    paths = {path for path in paths if "__pycache__" not in path.parts}
+    own = {Path(__file__).resolve(), Path(house.__file__).resolve()}
+    assert len(paths) > len(_FILES), "The search for texts finds nothing."
+    faults = []
+    for path in sorted(paths - own):
+        faults += house.word_faults(str(path.relative_to(house.ROOT)), path.read_text("utf-8"))
+    assert not faults, "\n".join(faults)
+
+
+def test_public_names_are_those_of_the_golden_list() -> None:
+    golden = (house.ROOT / "tests/golden/public_names.txt").read_text("utf-8")
+    assert house.public_names() == golden, "Meant so? Run scripts/make_golden.py."
+
+
+def test_every_public_name_exists_and_lists_are_sorted() -> None:
+    names = house.public_names().splitlines()
+    assert names
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        getattr(importlib.import_module(module), attribute)
+    for path, text in _FILES.items():
+        exported = house.exported(text)
+        orders = (sorted(exported), sorted(exported, key=str.lower))
+        assert exported in orders, f"{path}: __all__ is not sorted."
+
+
+def test_the_facade_holds_no_logic() -> None:
+    allowed = ("from ", "import ", "__all__", '"""', "    ", ")", "]", "")
+    for line in _FILES["__init__.py"].splitlines():
+        assert line == "" or line.startswith(allowed[:-1]), line
+
+
+_BAD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
+    "a room imports upwards": (house.layer_faults, "core/x.py", "import helios.trainer"),
+    "a room imports its neighbour": (
+        house.layer_faults,
+        "data/x.py",
+        "from helios.engines import device",
+    ),
+    "an import hides in a function": (
+        house.layer_faults,
+        "loops/x.py",
+        "def f():\n    from helios.startup import resume",
+    ),
+    "a relative import points up": (
+        house.layer_faults,
+        "hooks/x.py",
+        "from ..trainer import Trainer",
+    ),
+    "a plugin imports an engine": (
+        house.layer_faults,
+        "plugins/x.py",
+        "from helios.engines.device import y",
+    ),
+    "a type-only import is used by a loop": (
+        house.layer_faults,
+        "loops/x.py",
+        "if TYPE_CHECKING:\n    from helios.trainer import Trainer",
+    ),
+    "the model imports the trainer at run time": (
+        house.layer_faults,
+        "model/x.py",
+        "from helios.trainer import Trainer",
+    ),
+    "a word imports a word": (
+        house.layer_faults,
+        "errors.py",
+        "from helios.state import Cursor",
+    ),
+    "the house imports a door": (house.layer_faults, "trainer.py", "import helios.cli.main"),
+    "a room imports the façade": (house.layer_faults, "loops/x.py", "from helios import Model"),
+    "a room stands nowhere": (house.layer_faults, "attic/x.py", ""),
+    "a file is too long": (house.size_faults, "x.py", "x = 1\n" * 401),
+    "a function is too long": (
+        house.size_faults,
+        "x.py",
+        'def f():\n    """Doc."""\n' + "    y = 1\n" * 61,
+    ),
+    "a function takes too much": (
+        house.size_faults,
+        "x.py",
+        "def f(self, a, b, c, d, *, e, f, g, h): ...",
+    ),
+    "an attribute is probed": (house.ban_faults, "x.py", "if hasattr(a, 'b'): ..."),
+    "attributes are intercepted": (
+        house.ban_faults,
+        "x.py",
+        "class A:\n    def __getattr__(self, name): ...",
+    ),
+    "a global is rebound": (house.ban_faults, "x.py", "def f():\n    global y\n    y = 1"),
+    "a loop reads the trainer": (house.ban_faults, "loops/x.py", "model.trainer.fit()"),
+    "another class reads its trainer": (house.ban_faults, "loops/x.py", "self.trainer.rank"),
+    "a variable stands in a module": (house.global_faults, "x.py", "cache = {}"),
+    "an annotated one too": (house.global_faults, "x.py", "seen: set[int] = set()"),
+    "a number that wants to move": (house.global_faults, "x.py", "counter = 0"),
+    "a constant is changed": (house.global_faults, "x.py", "_C = {}\n_C['a'] = 1"),
+    "a constant is extended": (house.global_faults, "x.py", "C = [1]\ndef f():\n    C.append(2)"),
+    "a path of a machine": (house.word_faults, "x.md", "look into " + "/home/" + "me/data"),
+    "a note to the writer": (house.word_faults, "x.md", "# TO" + "DO: finish"),
+}
+
+
+@pytest.mark.parametrize("fault", _BAD)
+def test_a_broken_rule_is_seen(fault: str) -> None:
+    rule, path, text = _BAD[fault]
+    assert len(rule(path, text)) == 1, rule(path, text)
+
+
+_GOOD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
+    "layers point down": (
+        house.layer_faults,
+        "loops/x.py",
+        "from helios.session import Session\nfrom helios.core import rng\nimport torch",
+    ),
+    "a room imports itself": (house.layer_faults, "core/x.py", "from helios.core.rng import key"),
+    "trainer and start-up are one room": (
+        house.layer_faults,
+        "startup/x.py",
+        "import helios.trainer",
+    ),
+    "the façade imports all": (house.layer_faults, "__init__.py", "import helios.trainer"),
+    "schedule knows the state": (house.layer_faults, "schedule.py", "from helios.state import X"),
+    "a property is annotated": (
+        house.layer_faults,
+        "model/model.py",
+        "if TYPE_CHECKING:\n    from helios.trainer import Trainer",
+    ),
+    "a docstring does not count": (
+        house.size_faults,
+        "x.py",
+        'def f():\n    """' + "a\n" * 70 + '"""\n' + "    y = 1\n" * 60,
+    ),
+    "the trainer's arguments": (
+        house.size_faults,
+        "x.py",
+        "class Trainer:\n    def __init__(self, a, b, c, d, e, f, g, h): ...",
+    ),
+    "the house reads the trainer": (house.ban_faults, "startup/x.py", "model.trainer.fit()"),
+    "a trainer is handed over": (house.ban_faults, "loops/x.py", "model.trainer = 1"),
+    "constants, loggers, types": (
+        house.global_faults,
+        "x.py",
+        "_LOGGER = logging.getLogger(__name__)\nNAMES = ('a',)\n_BY = {}\nBatch = list[int]\n"
+        "P, D = 1, 2\n__all__ = ['x']\nx = _BY['a'] if 0 else 1\n".replace("x = ", "X = "),
+    ),
+    "an address": (house.word_faults, "x.md", "https://example.org/home/page ~/work/x ./opt/y"),
+}
+
+
+@pytest.mark.parametrize("case", _GOOD)
+def test_what_keeps_the_rules_passes(case: str) -> None:
+    rule, path, text = _GOOD[case]
+    assert rule(path, text) == []
+
+
+def test_long_functions_are_seen_together() -> None:
+    def of(*lines: int) -> list[house.Function]:
+        return [house.Function("x.py:1", "f", count, 0) for count in lines]
+
+    assert house.spread_faults(of(*[8] * 9, 30)) == []
+    assert len(house.spread_faults(of(*[9] * 10))) == 1
+    assert len(house.spread_faults(of(*[2] * 8, 31, 31))) == 1

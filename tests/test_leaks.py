@@ -1,0 +1,128 @@
+"""The leak check itself: each kind of leak is named, and what ends by itself is none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import leaks
+
+
+@contextmanager
+def _variable() -> Iterator[None]:
+    os.environ["HELIOS_LEAK"] = "1"
+    yield
+    del os.environ["HELIOS_LEAK"]
+
+
+@contextmanager
+def _thread() -> Iterator[None]:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="left-over", daemon=True)
+    thread.start()
+    yield
+    end.set()
+    thread.join()
+
+
+@contextmanager
+def _child() -> Iterator[None]:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield
+    child.communicate(b"\n")
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def _intra_op_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def _handler() -> Iterator[None]:
+    handler = logging.NullHandler()
+    logging.getLogger("helios").addHandler(handler)
+    yield
+    logging.getLogger("helios").removeHandler(handler)
+
+
+@contextmanager
+def _signal_handler() -> Iterator[None]:
+    found = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, found)
+
+
+@contextmanager
+def _folder() -> Iterator[None]:
+    found = Path.cwd()
+    os.chdir(found.parent)
+    yield
+    os.chdir(found)
+
+
+_LEAKS = {
+    "environment variables": _variable,
+    "threads": _thread,
+    "child processes": _child,
+    "process group": _group,
+    "torch settings": _deterministic,
+    "num_threads": _intra_op_threads,
+    "loggers": _handler,
+    "signal handlers": _signal_handler,
+    "working folder": _folder,
+}
+
+
+@pytest.mark.parametrize("name", _LEAKS)
+def test_a_leak_is_named_and_gone_after_tidying_up(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaks, "_GRACE_SECONDS", 0.02)
+    before = leaks.take_snapshot()
+    with _LEAKS[name]():
+        found = before.leaks()
+    assert any(name in text for text in found), found
+    assert before.leaks() == []
+
+
+def test_a_thread_that_is_about_to_end_is_no_leak() -> None:
+    before = leaks.take_snapshot()
+    end = threading.Event()
+    threading.Thread(target=end.wait, daemon=True).start()
+    threading.Timer(0.02, end.set).start()
+    assert before.leaks() == []
+
+
+def test_every_test_begins_on_the_same_random_numbers() -> None:
+    drawn = (torch.rand(1).item(), random.random(), np.random.random())
+    leaks.reset_generators()
+    assert drawn == (torch.rand(1).item(), random.random(), np.random.random())
