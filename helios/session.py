@@ -29,6 +29,14 @@ from helios.state import Cursor, Phase, TrainingState
 _LOGGER = logging.getLogger(__name__)
 
 
+def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table without graphs and tensor subclasses: only its numbers are state."""
+    return {
+        name: value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
+        for name, value in table.items()
+    }
+
+
 class Recorder(Protocol):
     """Where a session's results go: checkpoints and scalars."""
 
@@ -211,7 +219,7 @@ class Session:
             "training_state": self.state.dict(),
             "cursor": self.cursor.dict(),
             "model": self.model.state_dict(),
-            "tables": {name: dict(table) for name, table in self.model.tables.items()},
+            "tables": {name: _as_plain(table) for name, table in self.model.tables.items()},
             "plugins": self.carried_plugins
             | {name: plugin.state_dict() for name, plugin in self.plugins.items()},
             "loops": self.carried_loops | self.loop_states(),

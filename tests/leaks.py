@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import contextlib
 import os
 import random
 import signal
@@ -47,7 +48,11 @@ def _child_processes() -> Hashable:
         getattr(resource_tracker._resource_tracker, "_pid", None),
         getattr(forkserver._forkserver, "_forkserver_pid", None),
     )
-    texts = [Path(f"{task.path}/children").read_text() for task in os.scandir(_TASKS)]
+    texts = []
+    with os.scandir(_TASKS) as tasks:
+        for task in tasks:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                texts.append(Path(f"{task.path}/children").read_text())
     return frozenset({int(pid) for text in texts for pid in text.split()}.difference(servers))
 
 

@@ -1,4 +1,7 @@
-"""Small helpers of the historical API (section 15): optionals, lists, folders, time, versions."""
+"""Small helpers of the historical API (section 15): optionals, lists, folders, time, versions.
+
+Each stands alone, and none knows anything of training.
+"""
 
 from __future__ import annotations
 

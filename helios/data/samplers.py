@@ -106,7 +106,9 @@ class ResumableRandomSampler(ResumableSampler):
     def blocks(self, start: int = 0) -> Iterator[list[int]]:
         """Iterate over the samples from a position on, in lists."""
         key = rng.key("order", self.run_seed, self.seed, self.epoch)
-        return Permutation(len(self), key).blocks(min(start, len(self)))
+        # Not len(self): a derived class may repeat or cut the order, and say so in its length.
+        length = len(self.data_source)
+        return Permutation(length, key).blocks(min(start, length))
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self.blocks(self.start_iter * self._batch_size))
@@ -130,7 +132,7 @@ class ResumableSequentialSampler(ResumableSampler):
 
     def blocks(self, start: int = 0) -> Iterator[list[int]]:
         """Iterate over the samples from a position on, in lists."""
-        return _ranges(start, len(self))
+        return _ranges(start, len(self.data_source))
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self.blocks(self.start_iter * self._batch_size))

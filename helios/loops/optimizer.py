@@ -32,7 +32,7 @@ class OptimizerLoop(Loop):
         self._is_done = False
         self._is_committed = True
         self._optimizer: Optimizer | None = None
-        self._saved_mode: bool | None = None
+        self._has_begun = False
 
     @property
     def done(self) -> bool:
@@ -43,18 +43,13 @@ class OptimizerLoop(Loop):
         """Prepare for one micro-batch."""
         self._is_done = False
 
-    def on_run_start(self, batch: Any) -> None:
-        """Take over the mode that a checkpoint holds, before the first step shows it."""
-        if self._saved_mode is not None:
-            self.session.is_manual, self._saved_mode = self._saved_mode, None
-
     def advance(self, batch: Any) -> None:
         """Run the step; in automatic mode do backward and, at a boundary, the update."""
         session = self.session
         self._is_done = True
         model = session.model
         loss = _as_loss(model.train_step(batch, session.state))
-        if session.is_manual is None:
+        if not self._has_begun:
             self._begin(is_manual=loss is None)
         if loss is None:
             self._check_mode(is_manual=True)
@@ -90,10 +85,13 @@ class OptimizerLoop(Loop):
             )
 
     def _begin(self, *, is_manual: bool) -> None:
-        self.session.is_manual = is_manual
+        session = self.session
+        self._has_begun = True
+        if session.is_manual is None:
+            session.is_manual = is_manual
+            session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch
         if is_manual:
-            self.session.warn_of_automatic_options()
-            self.session.state.is_step_boundary |= self.session.schedule.is_by_epoch
+            session.warn_of_automatic_options()
 
     def _find_optimizer(self) -> Optimizer:
         optimizers = self.session.model.discovery.optimizers()
@@ -121,6 +119,7 @@ class OptimizerLoop(Loop):
     def teardown(self) -> None:
         """Forget the optimizer of this training."""
         self._optimizer = None
+        self._has_begun = False
         super().teardown()
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,4 +128,4 @@ class OptimizerLoop(Loop):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back the mode."""
-        self._saved_mode = state_dict["is_manual"]
+        self.session.is_manual = state_dict["is_manual"]

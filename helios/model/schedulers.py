@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -14,6 +16,15 @@ _VALIDATION = "validation:"
 
 def _members(scheduler: LRScheduler) -> tuple[Any, ...]:
     return tuple(vars(scheduler).get("_schedulers", ()))
+
+
+@contextmanager
+def _no_false_alarm() -> Iterator[None]:
+    # PyTorch takes a scheduler that moves first after a resume at an epoch's end for one that moves
+    # before its optimizer: it looks for a step in this process. The loop keeps the order anyway.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield
 
 
 class Schedulers:
@@ -39,6 +50,7 @@ class Schedulers:
         for path, interval in self._intervals.items():
             self._check_interval(path, interval)
         self._positions: dict[str, Any] = {}
+        self._moved: set[str] = set()
         self.remember()
 
     def _check_names(self, intervals: Mapping[str, str]) -> None:
@@ -112,5 +124,7 @@ class Schedulers:
                 f"{self._positions[path]}, now {found}). When train_step returns a loss, Helios "
                 "moves the schedulers: remove your call of step(), or set Model.scheduler_interval."
             )
-        scheduler.step(*metric)  # type: ignore[arg-type]
+        with _no_false_alarm() if path not in self._moved else nullcontext():
+            scheduler.step(*metric)  # type: ignore[arg-type]
+        self._moved.add(path)
         self._positions[path] = vars(scheduler).get("last_epoch")

@@ -54,6 +54,7 @@ _FACTORIES = (
     *(None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset),
     *(OrderedDict, Counter, deque),
 )
+# Code never changes; what data sets and loaders go through is the data's own state.
 _OPAQUE = (type, FunctionType, ModuleType, Dataset, DataLoader)
 
 

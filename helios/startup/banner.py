@@ -29,7 +29,7 @@ def machine(engine: Engine) -> dict[str, str]:
     """Return what the bits of arithmetic depend on, besides the run."""
     device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"torch": torch.__version__, "device": name}
+    return {"torch": str(torch.__version__), "device": name}
 
 
 def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:

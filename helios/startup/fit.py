@@ -72,7 +72,8 @@ class FitRun(Run):
         if loaded is not None and self._is_finished():
             return True
         stack.enter_context(self._numerics(payload))
-        outputs.open_logs(self.arguments, self._name, payload)
+        # Another run's logs are not this run's to cut back: a branch begins its own.
+        outputs.open_logs(self.arguments, self._name, None if self._start.is_branch else payload)
         self._set_up(is_inference=False)
         session = self.session = self._build()
         self.show(session)
@@ -95,7 +96,9 @@ class FitRun(Run):
         loaded = self._start.loaded
         if loaded is None or loaded.sidecar is None or not loaded.sidecar.finished:
             return False
-        if resume.is_extended(self.arguments, loaded.payload["options"]):
+        stored = loaded.payload["options"]
+        is_other_unit = stored.get("train_unit") != self.arguments.unit.name.lower()
+        if is_other_unit or resume.is_extended(self.arguments, stored):
             return False
         resume.report_finished(loaded, loaded.sidecar.finished, _LOGGER.warning)
         return True

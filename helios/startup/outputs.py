@@ -11,7 +11,7 @@ import torch
 from helios.checkpoint import layout
 from helios.checkpoint.store import Sidecar
 from helios.core import logging as log
-from helios.core.progress import BarDisplay, Display, NullDisplay
+from helios.core.progress import Display, create_display
 from helios.model.model import Model
 from helios.startup.arguments import Arguments
 from helios.startup.resume import Start
@@ -23,7 +23,7 @@ _LOGGER = logging.getLogger(__name__)
 
 def open_display(arguments: Arguments) -> Display:
     """Return the progress bars, or what stands in for them."""
-    return BarDisplay() if arguments.enable_progress_bar else NullDisplay()
+    return create_display(arguments.enable_progress_bar)
 
 
 def _find_again(root: Path | None, stored: str | None) -> Path | None:
@@ -154,7 +154,8 @@ class FitRecorder:
         writer = log.get_tensorboard_writer()
         if writer is not None:
             for name, loss in items.items():
-                writer.add_scalar(f"train/{name}", float(loss), state.global_iteration)
+                value = loss.detach().item() if isinstance(loss, torch.Tensor) else loss
+                writer.add_scalar(f"train/{name}", value, state.global_iteration)
 
     def finish(self, reason: str) -> None:
         """Note in the sidecar of the last checkpoint that the run has come to its end."""

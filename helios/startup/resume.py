@@ -31,12 +31,14 @@ class Start:
         folder: the run's folder; ``None`` without ``chkpt_root``.
         loaded: the checkpoint to go on from; ``None`` for a first start.
         origin: the path of ``resume=<path>`` that the run goes back to, if any.
+        is_branch: whether this is the first start from that path.
         changes: what was allowed to differ, in all sessions of the run.
     """
 
     folder: RunFolder | None = None
     loaded: Loaded | None = None
     origin: str | None = None
+    is_branch: bool = False
     changes: list[str] = field(default_factory=list)
 
 
@@ -90,7 +92,7 @@ def _start_from_path(folder: RunFolder, path: Path, safe_types: list[Any]) -> St
         )
     loaded = folder.load(path, safe_types)
     _move_aside(folder, keep=path)
-    return Start(folder, loaded, origin)
+    return Start(folder, loaded, origin, is_branch=True)
 
 
 def _check_name(loaded: Loaded, name: str, folder: RunFolder) -> None:

@@ -2,8 +2,8 @@
 
 Helios' keyed order against ``torch.utils.data.RandomSampler``, which holds the whole epoch and
 resumes by skipping. Rows show the milliseconds and the MiB before the first batch of 32, at the
-start of an epoch and at 90 % of it, and the nanoseconds an index then takes, its share of the
-batch's key included::
+start of an epoch and at 90 % of it, and the nanoseconds that an index then takes: in batches, and
+in batches with their keys, which Helios needs and RandomSampler has not::
 
     .venv/bin/python scripts/bench/order.py [--large]
 
@@ -22,6 +22,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -46,13 +47,17 @@ class Row(NamedTuple):
     first: float
     mib: float
     index: float
+    keyed_index: float | None = None
 
 
-def helios_batches(length: int, start: int, key: int = 0) -> Batches:
-    """Return the keyed batches that a trainer's loader gets, from a position."""
-    order = PositionalOrder(ResumableRandomSampler(range(length), seed=key))
+def helios_batches(length: int, start: int, seed: int = 0, *, is_keyed: bool = True) -> Batches:
+    """Return the batches that a trainer's loader gets from a position on, or their lists only."""
+    order = PositionalOrder(ResumableRandomSampler(range(length), seed=seed))
     batches = KeyedBatchSampler(order, batch_size=BATCH_SIZE)
-    batches.seek(Place(batch=start // BATCH_SIZE, sample=start))
+    place = Place(batch=start // BATCH_SIZE, sample=start)
+    if not is_keyed:
+        return batches.lists(place)
+    batches.seek(place)
     return (keyed.indices for keyed in batches)
 
 
@@ -78,17 +83,18 @@ def seconds_per_index(batches: Batches) -> float:
 
 
 def measure_helios(length: int, start: int) -> Row:
-    """Measure the keyed order: medians over keys."""
-    first = [
-        seconds_to_first(lambda key=key: helios_batches(length, start, key))
-        for key in range(NUM_REPEATS)
-    ]
-    index = [seconds_per_index(helios_batches(length, start, key)) for key in range(NUM_REPEATS)]
+    """Measure the keyed order: medians over seeds, with and without keys in turn."""
+    first, plain, keyed = [], [], []
+    for seed in range(NUM_REPEATS):
+        make = partial(helios_batches, length, start, seed)
+        first.append(seconds_to_first(make))
+        plain.append(seconds_per_index(make(is_keyed=False)))
+        keyed.append(seconds_per_index(make()))
     tracemalloc.start()
     next(helios_batches(length, start))
     mib = tracemalloc.get_traced_memory()[1] / MIB
     tracemalloc.stop()
-    return Row(statistics.median(first), mib, statistics.median(index))
+    return Row(statistics.median(first), mib, statistics.median(plain), statistics.median(keyed))
 
 
 def peak_mib() -> float:
@@ -112,9 +118,10 @@ def measure_in_fresh_process(length: int, start: int) -> Row:
 
 
 def show(name: str, length: int, share: float, row: Row) -> None:
+    keyed = "-" if row.keyed_index is None else f"{row.keyed_index * 1e9:.0f}"
     print(
-        f"{name:<14} 10^{len(str(length)) - 1:<4} {share:>5.0%} "
-        f"{row.first * 1e3:>12.2f} {row.mib:>10.2f} {row.index * 1e9:>9.0f}",
+        f"{name:<14} 10^{len(str(length)) - 1:<4} {share:>5.0%} {row.first * 1e3:>12.2f} "
+        f"{row.mib:>10.2f} {row.index * 1e9:>9.0f} {keyed:>9}",
         flush=True,
     )
 
@@ -124,7 +131,8 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="RandomSampler at 10^8 too")
     largest = 10**8 if parser.parse_args().large else 10**7
     print(
-        f"{'order':<14} {'samples':<7} {'from':>5} {'first [ms]':>12} {'MiB':>10} {'ns/index':>9}"
+        f"{'order':<14} {'samples':<7} {'from':>5} {'first [ms]':>12} {'MiB':>10} "
+        f"{'ns/index':>9} {'with keys':>9}"
     )
     for exponent in range(5, 13):
         length = 10**exponent

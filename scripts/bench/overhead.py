@@ -1,7 +1,8 @@
 """Microseconds that Helios adds to an iteration of a plain PyTorch loop.
 
 Both train ``Linear(32, 32)`` with SGD from equal loaders, in one process and one thread, in turn
-(A B A B); the table shows medians. Run it by hand on a quiet machine::
+(A B A B); the table shows medians. Run it by hand on a quiet machine, or, on a busy one, let it
+count processor time with ``--cpu-time``::
 
     .venv/bin/python scripts/bench/overhead.py
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import pty
 import statistics
@@ -34,6 +36,7 @@ from helios.trainer import Trainer
 
 WARM_UP = 300
 WIDTH = 32
+Clock = Callable[[], float]
 
 
 def make_data(num_samples: int) -> TensorDataset:
@@ -60,9 +63,9 @@ class Data(DataModule):
 class Timed(Model):
     """A model that looks at the clock at two iterations."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int, clock: Clock) -> None:
         super().__init__("bench")
-        self._last = last
+        self._last, self._clock = last, clock
         self.begin = self.end = 0.0
 
     def setup(self, fast_init: bool = False) -> None:
@@ -72,7 +75,7 @@ class Timed(Model):
     def on_training_batch_start(self, state: TrainingState) -> None:
         super().on_training_batch_start(state)
         if state.global_iteration == WARM_UP:
-            self.begin = time.perf_counter()
+            self.begin = self._clock()
 
     def train_step(self, batch: Any, state: TrainingState) -> Tensor:
         inputs, targets = batch
@@ -81,29 +84,31 @@ class Timed(Model):
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)
         if state.global_iteration == self._last:
-            self.end = time.perf_counter()
+            self.end = self._clock()
 
 
-def run_plain(data: TensorDataset, batch_size: int, last: int) -> float:
+def run_plain(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
     """Return the microseconds per iteration of a plain loop."""
     network = torch.nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
     begin = 0.0
     for number, (inputs, targets) in enumerate(DataLoader(data, batch_size, shuffle=True), 1):
         if number == WARM_UP:
-            begin = time.perf_counter()
+            begin = clock()
         optimizer.zero_grad()
         loss = mse_loss(network(inputs), targets)
         loss.backward()
         optimizer.step()
         if number == last:
             break
-    return (time.perf_counter() - begin) / (last - WARM_UP + 1) * 1e6
+    return (clock() - begin) / (last - WARM_UP + 1) * 1e6
 
 
-def run_helios(data: TensorDataset, batch_size: int, last: int, **options: Any) -> float:
+def run_helios(
+    data: TensorDataset, batch_size: int, last: int, clock: Clock, **options: Any
+) -> float:
     """Return the microseconds per iteration of the same training by Helios."""
-    model = Timed(last)
+    model = Timed(last, clock)
     trainer = Trainer(
         train_unit="iteration", total_steps=last, use_cpu=True, print_banner=False, **options
     )
@@ -139,7 +144,8 @@ def terminal() -> Iterator[None]:
     """Let the error stream be a terminal that somebody reads, as progress bars expect it."""
     reader, writer = pty.openpty()
     found = os.dup(2)
-    with subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.DEVNULL) as sink:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(["cat"], stdin=reader, **quiet) as sink:
         os.dup2(writer, 2)
         try:
             yield
@@ -150,13 +156,14 @@ def terminal() -> Iterator[None]:
             sink.kill()
 
 
-def run_with_bar(data: TensorDataset, batch_size: int, last: int) -> float:
+def run_with_bar(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
     """Return the same with a progress bar and a TensorBoard scalar every 50 iterations."""
     with tempfile.TemporaryDirectory() as folder, terminal():
         return run_helios(
             data,
             batch_size,
             last,
+            clock,
             enable_progress_bar=True,
             enable_tensorboard=True,
             run_path=Path(folder),
@@ -164,13 +171,13 @@ def run_with_bar(data: TensorDataset, batch_size: int, last: int) -> float:
         )
 
 
-def run_without_keys(data: TensorDataset, batch_size: int, last: int) -> float:
+def run_without_keys(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
     """Return the same with the keyed randomness switched off."""
     with without_keys():
-        return run_helios(data, batch_size, last)
+        return run_helios(data, batch_size, last, clock)
 
 
-MODES: dict[str, Callable[[TensorDataset, int, int], float]] = {
+MODES: dict[str, Callable[[TensorDataset, int, int, Clock], float]] = {
     "plain loop": run_plain,
     "Helios without keyed randomness": run_without_keys,
     "Helios": run_helios,
@@ -178,27 +185,30 @@ MODES: dict[str, Callable[[TensorDataset, int, int], float]] = {
 }
 
 
-def measure(batch_size: int, iterations: int, rounds: int) -> dict[str, list[float]]:
+def measure(batch_size: int, iterations: int, rounds: int, clock: Clock) -> dict[str, list[float]]:
     """Run all modes in turn, several times over."""
     last = WARM_UP + iterations
     data = make_data(last * batch_size)
     times: dict[str, list[float]] = {name: [] for name in MODES}
     for _ in range(rounds):
         for name, run in MODES.items():
-            times[name].append(run(data, batch_size, last))
+            times[name].append(run(data, batch_size, last, clock))
     return times
 
 
 def main() -> None:
     """Measure and print one table for each batch size."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--iterations", type=int, default=4000)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--iterations", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--cpu-time", action="store_true", help="count processor time")
     arguments = parser.parse_args()
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    logging.disable(logging.INFO)
     torch.set_num_threads(1)
     for batch_size in arguments.batch_sizes:
-        times = measure(batch_size, arguments.iterations, arguments.rounds)
+        times = measure(batch_size, arguments.iterations, arguments.rounds, clock)
         print(f"\nbatch size {batch_size}: microseconds per iteration, {arguments.rounds} rounds")
         print(f"  {'':34}{'median':>9}{'min':>9}{'max':>9}{'over plain':>12}{'ratio':>8}")
         base = statistics.median(times["plain loop"])

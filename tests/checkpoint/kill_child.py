@@ -6,6 +6,7 @@ kills together. Prints one JSON object: the names of the operations, and what ea
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -54,59 +55,91 @@ class Executioner:
         setattr(files, name, wrapped)
 
 
-def save_three(root: Path, report: Path) -> None:
-    """The scene: two saves, of which the second deletes, the note of the end, and one more."""
+def prepare_nothing(root: Path) -> None:
+    pass
+
+
+def save_two(root: Path) -> None:
+    """Two saves, of which the second deletes the first, and the note of the end."""
     folder = RunFolder(root / "model", CheckpointStore(keep_last=1))
-    for iteration in (1, 2, 3):
+    for iteration in (1, 2):
         path = save(folder, 1, iteration)
-        with report.open("a") as handle:
+        with (root / "returned.txt").open("a") as handle:
             handle.write(f"{iteration}\n")
-        if iteration == 2:
-            folder.mark_finished(path, "stopped")
+    folder.mark_finished(path, "stopped")
 
 
-def repair(root: Path, report: Path) -> None:
-    """The scene: the newest is damaged and put aside, then everything is moved aside."""
+def prepare_damage(root: Path) -> None:
     folder = RunFolder(root / "model")
     for iteration in (1, 2):
         path = save(folder, 1, iteration)
     path.write_bytes(b"broken")
-    folder.load_newest()
+    files.temporary_path(path).write_bytes(b"rest of a kill")
+
+
+def repair(root: Path) -> None:
+    """The damaged one is put aside and rests are removed; then everything is moved aside."""
+    folder = RunFolder(root / "model")
     folder.clean()
-    report.write_text("1\n")
+    folder.load_newest()
     folder.move_aside("now")
 
 
-SCENES: dict[str, Callable[[Path, Path], None]] = {"save": save_three, "repair": repair}
+Scene = Callable[[Path], None]
+SCENES: dict[str, tuple[Scene, Scene]] = {
+    "save": (prepare_nothing, save_two),
+    "repair": (prepare_damage, repair),
+}
 
 
-def run_child(scene: str, root: Path, number: int | None, *, is_before: bool) -> tuple[int, list]:
+def run_child(
+    scene: str, root: Path, number: int | None, *, is_before: bool
+) -> tuple[int, list[str]]:
     """Fork, play the scene in the child, and return its status and the operations, if it lived."""
     root.mkdir(parents=True)
     names = root / "names.json"
     child = os.fork()
     if child == 0:
+        prepare, act = SCENES[scene]
+        prepare(root)
         executioner = Executioner(number, is_before=is_before)
         for name in OPERATIONS:
             executioner.wrap(name)
-        SCENES[scene](root, root / "report.txt")
+        act(root)
         names.write_text(json.dumps(executioner.names))
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status), json.loads(names.read_text()) if status == 0 else []
 
 
-def main(scene: str, root: Path) -> None:
+def choose_points(names: list[str]) -> list[int]:
+    """Return every operation but the inner ones of a row of writes: its first, middle and last."""
+    points: list[int] = []
+    for name, row in itertools.groupby(range(len(names)), key=names.__getitem__):
+        numbers = list(row)
+        if name == "write":
+            numbers = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
+        points += numbers
+    return points
+
+
+def play(scene: str, root: Path) -> dict[str, Any]:
+    """Play a scene once as a whole, and once for each point and each side of it."""
     status, names = run_child(scene, root / "whole", None, is_before=False)
+    points = choose_points(names)
     codes = {
         f"{when} {number}": run_child(
             scene, root / f"{when} {number}", number, is_before=when == "before"
         )[0]
-        for number in range(len(names))
+        for number in points
         for when in ("before", "after")
     }
-    sys.stdout.write(json.dumps({"status": status, "names": names, "codes": codes}))
+    return {"status": status, "hit": sorted({names[n] for n in points}), "codes": codes}
+
+
+def main(root: Path) -> None:
+    sys.stdout.write(json.dumps({scene: play(scene, root / scene) for scene in SCENES}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -57,7 +57,7 @@ _BY_EPOCH = {
     "manual with open gradients": {"is_manual": True, "accumulation": 4, "scheduler": "none"},
     "scheduler per step": {"scheduler": "step"},
     "scheduler on a plateau": {"scheduler": "plateau"},
-    "early stop": {"early_stop_cycles": 1, "total_steps": 9},
+    "early stop": {"early_stop_cycles": 2, "total_steps": 9},
 }
 
 

@@ -29,7 +29,7 @@ class Recorded(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        self.texts.append(f"{record.levelname}: {record.getMessage()}")
 
 
 class Average:

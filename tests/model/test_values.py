@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import threading
 import uuid
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
 from enum import Enum
@@ -213,7 +214,10 @@ def test_no_number_is_given_to_two_objects_even_at_one_address() -> None:
     numbers = {identities.number(Thing()) for _ in range(100)}
     assert len(numbers) == 100
     lasting = Thing()
+    alive = weakref.ref(lasting)
     assert identities.number(lasting) == identities.number(lasting)
+    del lasting
+    assert alive() is None
 
 
 def test_a_large_tensor_is_known_by_its_version_and_never_read() -> None:

@@ -33,10 +33,10 @@ class KillAt(Plugin):
     def setup(self) -> None:
         """Nothing to prepare."""
 
+    def on_training_step_start(self, state: TrainingState) -> None:
+        self.now = state.global_iteration
+
     def _act(self, *args: Any) -> None:
-        for argument in args:
-            if isinstance(argument, TrainingState):
-                self.now = argument.global_iteration
         if self.now >= self.iteration:
             kill_self()
 

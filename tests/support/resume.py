@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,9 @@ def assert_events_join(resumed: Outcome, whole: Outcome, *, since: int) -> None:
     names = [event[0] for event in resumed.events[: len(_RESUME)]]
     assert names == _RESUME
     expected = whole.events[whole.saves[since] :]
-    assert resumed.events[len(_RESUME) :] == expected, f"events differ after iteration {since}"
+    pairs = itertools.zip_longest(resumed.events[len(_RESUME) :], expected)
+    different = [pair for pair in pairs if pair[0] != pair[1]]
+    assert not different[:3], f"events differ after iteration {since}"
 
 
 def resume_everywhere(

@@ -250,7 +250,7 @@ def digest(tree: Any) -> str:
         parts.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
             parts.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            parts.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            parts.update(value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
             for name, item in value.items():
                 add(str(name))

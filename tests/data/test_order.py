@@ -1,0 +1,228 @@
+"""Orders of users: drawn on a stream of their own, advanced by indices, restored by state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler
+
+from helios.core import rng
+from helios.data import create_dataloader
+from helios.data.samplers import ResumableRandomSampler, ResumableSampler
+from helios.data.source import Source, open_source
+from helios.errors import StateError
+from tests.data.datasets import FETCH, Indices, as_lists, walk
+
+LENGTH = 3_000
+
+
+class Lazy(ResumableSampler):
+    """Draws each index when it is asked for, from two generators."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.length):
+            yield (int(torch.randint(self.length, ())) + random.randrange(7)) % self.length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Remembering(ResumableSampler):
+    """Has a state that each pass moves: where the next pass begins."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.first = [0]
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        begin = self.first[0]
+        for step in range(self.length):
+            self.first[0] = (begin + step + int(torch.randint(3, ()))) % self.length
+            yield self.first[0]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.first = state_dict["first"]
+
+
+class Reusing:
+    """A batch sampler that fills one list again and again, without a length."""
+
+    def __init__(self) -> None:
+        self.indices = [0, 0]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(5):
+            self.indices[:] = [first, int(torch.randint(100, ()))]
+            yield self.indices
+
+
+def open_with(length: int = LENGTH, **options: Any) -> Source:
+    loader, sampler = create_dataloader(Indices(length), **options)
+    return open_source(loader, sampler, run_seed=11, purpose=FETCH)
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 2])
+def test_a_user_sampler_goes_on_exactly_from_any_batch(epoch: int) -> None:
+    # DESIGN R1: advanced by indices; the blocks that it is drawn in do not show.
+    full = as_lists(walk(open_with(sampler=Lazy(LENGTH), batch_size=7), epoch))
+    for batch in (1, 146, 147, 293, 428):
+        torch.rand(batch)
+        source = open_with(sampler=Lazy(LENGTH), batch_size=7)
+        assert as_lists(walk(source, epoch, batch=batch, sample=batch * 7)) == full[batch:]
+
+
+def test_a_user_sampler_gets_the_epoch_and_a_start_of_zero() -> None:
+    sampler = Lazy(10)
+    sampler.start_iter = 3
+    source = open_with(10, sampler=sampler, batch_size=5)
+    walk(source, 4, batch=1, sample=5)
+    walk(source, 5)
+    assert sampler.epochs == [4, 5]
+    assert sampler.start_iter == 0
+
+
+def test_what_a_user_sampler_draws_and_what_training_draws_do_not_shift_each_other() -> None:
+    quiet = as_lists(walk(open_with(sampler=Lazy(LENGTH), batch_size=100), 0))
+    loud = []
+    for number, batch in enumerate(open_with(sampler=Lazy(LENGTH), batch_size=100).batches(0)):
+        loud.append(batch.tolist())
+        torch.rand(number)
+        random.random()
+    assert loud == quiet
+
+
+def test_a_user_sampler_leaves_the_generators_as_it_finds_them() -> None:
+    loader, _ = create_dataloader(Indices(LENGTH), sampler=Lazy(LENGTH))
+    place = open_source(loader, run_seed=0, purpose=FETCH).batches(0)
+    rng.seed_rngs(5)
+    before = rng.get_rng_state_dict()
+    list(iter(loader.batches))
+    after = rng.get_rng_state_dict()
+    place.close()
+    assert torch.equal(before["torch"], after["torch"])
+    assert (before["rand"], before["numpy"]) == (after["rand"], after["numpy"])
+
+
+def test_a_user_batch_sampler_goes_on_exactly_and_its_list_is_copied() -> None:
+    full = as_lists(walk(open_with(100, batch_sampler=Reusing()), 2))
+    assert [indices[0] for indices in full] == [0, 1, 2, 3, 4]
+    for batch in range(5):
+        rest = walk(open_with(100, batch_sampler=Reusing()), 2, batch=batch, sample=2 * batch)
+        assert as_lists(rest) == full[batch:]
+
+
+def test_a_batch_sampler_without_length_still_knows_its_last_batch() -> None:
+    source = open_with(100, batch_sampler=Reusing())
+    assert source.num_batches() is None
+    batches = source.batches(0)
+    assert [(batches.is_last, batches.num_samples) for _ in batches] == [(False, 2)] * 4 + [
+        (True, 2)
+    ]
+
+
+def test_the_batch_sampler_of_pytorch_shuffles_anew_in_each_epoch() -> None:
+    data = range(40)
+    for inner in (RandomSampler(data), ResumableRandomSampler(data)):
+        source = open_with(40, batch_sampler=BatchSampler(inner, 4, drop_last=False))
+        first, second = (as_lists(walk(source, epoch)) for epoch in (0, 1))
+        assert source.num_batches() == 10
+        assert first != second
+        assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(data)
+        assert as_lists(walk(source, 1, batch=6, sample=24)) == second[6:]
+
+
+def run_stateful(source: Source, epoch: int, batch: int, num_epochs: int) -> list[list[int]]:
+    found = as_lists(walk(source, epoch, batch=batch, sample=batch * 6))
+    for later in range(epoch + 1, num_epochs):
+        found += as_lists(walk(source, later))
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_with_state_is_put_back_to_the_start_of_its_epoch(workers: int) -> None:
+    def open_fresh() -> Source:
+        how = {"sampler": Remembering(20), "batch_size": 6, "num_workers": workers}
+        return open_with(20, **how)
+
+    full = run_stateful(open_fresh(), 0, 0, 3)
+    places = [(1, 2), (2, 0)] if workers else [(e, b) for e in range(3) for b in range(5)]
+    for epoch, batch in places:
+        source = open_fresh()
+        for earlier in range(epoch):
+            walk(source, earlier)
+        batches = source.batches(epoch)
+        for _ in range(batch):
+            next(batches)
+        state = source.state_dict()
+        batches.close()
+        resumed = open_fresh()
+        resumed.load_state_dict(state)
+        # At a batch number of 4 the epoch is over, and the next one follows.
+        assert run_stateful(resumed, epoch, batch, 3) == full[epoch * 4 + batch :]
+
+
+def test_a_state_taken_behind_an_epoch_leads_into_the_next_one() -> None:
+    # In EPOCH unit the checkpoint is written when the cursor has moved on, but no pass has begun.
+    def open_fresh() -> Source:
+        return open_with(20, sampler=Remembering(20), batch_size=6)
+
+    full = run_stateful(open_fresh(), 0, 0, 3)
+    source = open_fresh()
+    walk(source, 0)
+    resumed = open_fresh()
+    resumed.load_state_dict(source.state_dict())
+    assert run_stateful(resumed, 1, 0, 3) == full[4:]
+
+
+def test_a_state_is_a_copy() -> None:
+    source = open_with(20, sampler=Remembering(20), batch_size=6)
+    batches = source.batches(0)
+    state = source.state_dict()
+    list(batches)
+    assert state == {"epoch": 0, "state": {"first": [0]}}
+
+
+def test_a_state_that_nobody_takes_or_that_is_missing_is_an_error() -> None:
+    with_state = open_with(20, sampler=Remembering(20))
+    without = open_with(20, shuffle=True)
+    assert without.state_dict() == {}
+    without.load_state_dict({})
+    with pytest.raises(StateError, match="must take the sampler state"):
+        without.load_state_dict(with_state.state_dict())
+    with pytest.raises(StateError, match="must take the sampler state"):
+        open_with(20, sampler=Lazy(20)).load_state_dict(with_state.state_dict())
+    with pytest.raises(StateError, match="the checkpoint holds no state"):
+        with_state.load_state_dict({})
+
+
+def test_a_user_sampler_that_overrides_a_built_in_one_is_followed() -> None:
+    class Halved(ResumableRandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            return iter(list(super().__iter__())[:5])
+
+        def __len__(self) -> int:
+            return 5
+
+    source = open_with(10, sampler=Halved(range(10)))
+    plain = as_lists(walk(open_with(10, sampler=ResumableRandomSampler(range(10))), 0))
+    assert as_lists(walk(source, 0)) == plain[:5]
+    assert as_lists(walk(source, 0, batch=2, sample=2)) == plain[2:5]

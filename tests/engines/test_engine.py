@@ -1,0 +1,293 @@
+"""What an engine does with losses and gradients, and the settings that change bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from helios.engines.engine import Engine, numerics
+
+CPU = torch.device("cpu")
+
+
+def engine_for(**options: Any) -> Engine:
+    return Engine(CPU, **options)
+
+
+def weights(*values: float) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values))
+
+
+def gradients(*parameters: nn.Parameter) -> list[list[float] | None]:
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+def run_window(engine: Engine, parameter: nn.Parameter, factors: list[float]) -> None:
+    for factor in factors:
+        engine.backward((parameter * factor).sum())
+
+
+@pytest.mark.parametrize("factors", [[3.0], [3.0, 5.0], [1.0, 2.0, 6.0]])
+def test_gradients_are_the_mean_over_the_batches_really_in_the_window(
+    factors: list[float],
+) -> None:
+    """DESIGN section 5, "A window": a partial window is divided by what it holds."""
+    engine, parameter = engine_for(), weights(1.0, 2.0)
+    optimizer = SGD([parameter], lr=1.0)
+    for window in (factors, factors[:1], factors):
+        run_window(engine, parameter, window)
+        engine.average_gradients(optimizer)
+        mean = sum(window) / len(window)
+        assert gradients(parameter) == [[mean, mean]]
+        engine.zero_grad(optimizer)
+
+
+def test_a_window_of_one_batch_is_not_divided() -> None:
+    """DESIGN section 5: one replica without accumulation is a plain step at no extra cost."""
+    engine, parameter = engine_for(), weights(1.0)
+    engine.backward(parameter.sum())
+    version = parameter.grad._version  # type: ignore[union-attr]
+    engine.average_gradients(SGD([parameter], lr=1.0))
+    assert parameter.grad._version == version  # type: ignore[union-attr]
+
+
+def test_averaging_covers_every_group_and_passes_by_what_has_no_gradient() -> None:
+    """DESIGN R3: a missing gradient stays None; zeros would move Adam."""
+    engine = engine_for()
+    first, second, unused = weights(1.0), weights(1.0), weights(1.0)
+    optimizer = SGD([{"params": [first, unused]}, {"params": [second], "lr": 0.5}], lr=1.0)
+    engine.average_gradients(optimizer)
+    assert gradients(first, second, unused) == [None, None, None]
+    for _ in range(2):
+        engine.backward((first * 2 + second * 4).sum())
+    engine.average_gradients(optimizer)
+    assert gradients(first, second, unused) == [[2.0], [4.0], None]
+
+
+def test_averaging_covers_sparse_gradients() -> None:
+    engine, table = engine_for(), nn.Embedding(3, 2, sparse=True)
+    optimizer = SGD(table.parameters(), lr=1.0)
+    for _ in range(2):
+        engine.backward(table(torch.tensor([1])).sum() * 3)
+    engine.average_gradients(optimizer)
+    assert table.weight.grad.to_dense().tolist() == [  # type: ignore[union-attr]
+        [0.0, 0.0],
+        [3.0, 3.0],
+        [0.0, 0.0],
+    ]
+
+
+def test_an_open_window_is_part_of_the_state() -> None:
+    """DESIGN section 5: gradients that are open at a safe point are saved and restored."""
+    engine, parameter = engine_for(), weights(1.0)
+    run_window(engine, parameter, [1.0, 2.0])
+    state = engine.state_dict()
+    assert state == {"open_micro_batches": 2}
+    other = engine_for()
+    other.load_state_dict(state)
+    run_window(other, parameter, [6.0])
+    other.average_gradients(SGD([parameter], lr=1.0))
+    assert gradients(parameter) == [[3.0]]
+
+
+def test_teardown_forgets_an_open_window() -> None:
+    """A window that an error has left open must not weigh down the next training's first one."""
+    engine, parameter = engine_for(), weights(1.0)
+    run_window(engine, parameter, [1.0, 2.0])
+    engine.teardown()
+    engine.teardown()
+    assert engine.state_dict() == {"open_micro_batches": 0}
+
+
+def test_a_norm_is_clipped_over_all_parameters_together() -> None:
+    """R39."""
+    engine = engine_for(clip_norm=1.0)
+    first, second, unused = weights(1.0), weights(1.0), weights(1.0)
+    optimizer = SGD([{"params": [first, unused]}, {"params": [second]}], lr=1.0)
+    engine.backward((first * 3 + second * 4).sum())
+    engine.clip_gradients(optimizer)
+    found = torch.tensor([first.grad.item(), second.grad.item()])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, torch.tensor([0.6, 0.8]))
+    assert unused.grad is None
+
+
+def test_values_are_clipped_element_by_element() -> None:
+    """R39."""
+    engine, parameter = engine_for(clip_value=2.0), weights(1.0, 1.0, 1.0)
+    engine.backward((parameter * torch.tensor([3.0, -4.0, 1.0])).sum())
+    engine.clip_gradients(SGD([parameter], lr=1.0))
+    assert gradients(parameter) == [[2.0, -2.0, 1.0]]
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 100.0}, {"clip_value": 100.0}])
+def test_small_gradients_and_unset_options_clip_nothing(options: dict[str, float]) -> None:
+    """R39."""
+    engine, parameter = engine_for(**options), weights(1.0, 1.0)
+    engine.backward((parameter * torch.tensor([30.0, -40.0])).sum())
+    engine.clip_gradients(SGD([parameter], lr=1.0))
+    assert gradients(parameter) == [[30.0, -40.0]]
+
+
+def test_the_mean_is_clipped_and_not_the_sum() -> None:
+    """DESIGN R3: divide once, clip after that."""
+    engine, parameter = engine_for(clip_norm=5.0), weights(0.0)
+    optimizer = SGD([parameter], lr=1.0)
+    run_window(engine, parameter, [4.0, 4.0])
+    engine.average_gradients(optimizer)
+    engine.clip_gradients(optimizer)
+    assert gradients(parameter) == [[4.0]]
+
+
+def test_a_step_updates_is_committed_and_leaves_no_gradient() -> None:
+    """DESIGN section 5: gradients are set to None, so that a frozen layer's stay so."""
+    engine, parameter = engine_for(), weights(1.0)
+    optimizer = SGD([parameter], lr=0.5)
+    engine.backward(parameter.sum())
+    assert engine.optimizer_step(optimizer) is True
+    assert parameter.tolist() == [0.5]
+    engine.zero_grad(optimizer)
+    assert parameter.grad is None
+
+
+def test_moving_a_batch_uses_the_device_of_the_engine() -> None:
+    """E7."""
+    moved = Engine(torch.device("meta")).move({"a": [torch.ones(2)], "b": "text"})
+    assert moved["a"][0].device.type == "meta"
+    assert moved["b"] == "text"
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, []),
+        ({"clip_norm": 1.0}, ["Trainer(clip_norm=...)"]),
+        ({"clip_value": 1.0}, ["Trainer(clip_value=...)"]),
+    ],
+)
+def test_options_of_automatic_steps_are_named(
+    options: dict[str, float], names: list[str]
+) -> None:
+    """DESIGN section 6: a model that steps itself is told which options it ignores."""
+    assert engine_for(**options).automatic_options == names
+
+
+@pytest.mark.parametrize("overridden", ["backward", "optimizer_step", "zero_grad"])
+def test_an_engine_may_override_one_method(overridden: str) -> None:
+    """E20, E21, E40: a subclass changes one thing and keeps the others."""
+    calls: list[str] = []
+
+    def note(self: Engine, argument: Any) -> Any:
+        calls.append(overridden)
+        return getattr(super(kind, self), overridden)(argument)
+
+    kind = type("Own", (Engine,), {overridden: note})
+    parameter = weights(1.0)
+    optimizer, engine = SGD([parameter], lr=0.5), kind(CPU)
+    engine.backward(parameter.sum())
+    engine.average_gradients(optimizer)
+    engine.clip_gradients(optimizer)
+    assert engine.optimizer_step(optimizer)
+    engine.zero_grad(optimizer)
+    assert calls == [overridden]
+    assert (parameter.tolist(), parameter.grad) == ([0.5], None)
+
+
+def settings() -> tuple[Any, ...]:
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+    )
+
+
+@pytest.fixture
+def restored_settings() -> Iterator[None]:
+    """Put back by hand what a test sets outside of the context."""
+    threads, algorithms, warn_only, benchmark, deterministic = settings()
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        stack.callback(torch.use_deterministic_algorithms, algorithms, warn_only=warn_only)
+        yield
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.deterministic = deterministic
+
+
+def test_numerics_are_set_inside_and_restored_outside(restored_settings: None) -> None:
+    """H49; a run with 2 threads goes on with 2 where the default is 1."""
+    before = settings()
+    with numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=2):
+        assert settings() == (2, True, False, False, True)
+    assert settings() == before
+    with numerics(is_deterministic=False, use_cudnn_benchmark=True, num_threads=None):
+        assert settings() == (before[0], False, False, True, before[4])
+    assert settings() == before
+
+
+def test_numerics_are_restored_also_after_an_error(restored_settings: None) -> None:
+    before = settings()
+    context = numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=2)
+    with pytest.raises(ZeroDivisionError), context:
+        raise ZeroDivisionError
+    assert settings() == before
+
+
+def test_numerics_are_restored_where_they_cannot_be_set(restored_settings: None) -> None:
+    before = settings()
+    context = numerics(is_deterministic=True, use_cudnn_benchmark=True, num_threads=0)
+    with pytest.raises(RuntimeError), context:
+        pytest.fail("zero threads were accepted")
+    assert settings() == before
+
+
+def test_deterministic_settings_of_the_user_stay_where_none_are_demanded(
+    restored_settings: None,
+) -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    before = settings()
+    with numerics(is_deterministic=False, use_cudnn_benchmark=False, num_threads=None):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+    assert settings() == before
+
+
+def test_benchmarking_of_the_user_is_off_where_it_is_not_asked_for(
+    restored_settings: None,
+) -> None:
+    """H50: what was switched on outside must not change the bits of a run that did not ask."""
+    torch.backends.cudnn.benchmark = True
+    with numerics(is_deterministic=False, use_cudnn_benchmark=False, num_threads=None):
+        assert not torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.benchmark
+
+
+def test_a_demand_for_determinism_is_more_than_a_warning(restored_settings: None) -> None:
+    """H49: with `warn_only` an algorithm that is not deterministic would only be warned of."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=None):
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_determinism_works_on_the_cpu(restored_settings: None) -> None:
+    """H49: an operation without a deterministic form is refused there too."""
+
+    def scatter() -> Tensor:
+        return torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+
+    with (
+        numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=None),
+        pytest.raises(RuntimeError, match="does not have a deterministic implementation"),
+    ):
+        scatter()
+    assert math.isfinite(scatter().sum().item())

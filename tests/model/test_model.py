@@ -1,0 +1,385 @@
+"""The model that users subclass: its tables, modes, names and defaults."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helios.core.registry import Registry
+from helios.errors import ArgumentError, UsageError
+from helios.model import MODEL_REGISTRY as EXPORTED
+from helios.model.model import (
+    MODEL_REGISTRY,
+    TABLES,
+    Model,
+    create_model,
+    find_pretrained_file,
+)
+from helios.state import Phase, TrainingState
+
+
+class Net(Model):
+    """Two networks, one of them half frozen in evaluation mode."""
+
+    def __init__(self, name: str = "net") -> None:
+        super().__init__(name)
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.head = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+        self.parts = {"tail": nn.Sequential(nn.Dropout(0.5))}
+        if not fast_init:
+            self.optimizer = torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+def make_net(name: str = "net") -> Net:
+    model = Net(name)
+    model.setup()
+    model.discovery.take_baseline()
+    return model
+
+
+def modes(model: Net) -> list[bool]:
+    parts = [*model.head.modules(), *model.parts["tail"].modules()]
+    return [part.training for part in parts]
+
+
+@pytest.mark.parametrize("name", ["net", "net.v1", "my net", "netz_ä", ".hidden", "a..b"])
+def test_a_name_of_a_folder_is_accepted(name: str) -> None:
+    assert Net(name).save_name == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "a\0b", "/", None, 3, Path("a")])
+def test_a_name_that_is_no_folder_is_an_error_that_shows_it(name: Any) -> None:
+    """DESIGN section 6: `chkpt_root/<save_name>/` belongs to one run."""
+    with pytest.raises(ArgumentError, match=r"Model\(save_name=\.\.\.\) must be") as caught:
+        Net(name)
+    assert f"got {name!r}" in str(caught.value)
+
+
+def test_the_name_cannot_be_changed() -> None:
+    """API section 13: read-only."""
+    with pytest.raises(AttributeError):
+        Net().save_name = "other"  # type: ignore[misc]
+
+
+def test_a_model_must_define_its_setup() -> None:
+    """API section 13."""
+    with pytest.raises(TypeError, match="setup"):
+        Model("net")  # type: ignore[abstract]
+
+
+def test_before_a_trainer_comes_its_properties_say_so() -> None:
+    model = Net()
+    with pytest.raises(UsageError, match=r"Model\.device is not set yet.*a trainer sets it"):
+        _ = model.device
+    with pytest.raises(UsageError, match=r"Model\.trainer is not set yet.*a trainer sets it"):
+        _ = model.trainer
+    assert (model.is_distributed, model.map_loc, model.rank) == (False, "", 0)
+
+
+def test_the_historical_properties_can_be_set() -> None:
+    """API sections 12 and 13."""
+    model = Net()
+    model.device = torch.device("meta")
+    model.map_loc = {"cuda:0": "cuda:1"}
+    model.rank = 2
+    model.is_distributed = True
+    model.trainer = trainer = object()  # type: ignore[assignment]
+    assert model.device == torch.device("meta")
+    assert model.map_loc == {"cuda:0": "cuda:1"}
+    assert (model.rank, model.is_distributed, model.trainer) == (2, True, trainer)
+
+
+def test_the_tables_are_those_that_users_fill() -> None:
+    """API sections 11 and 13."""
+    model = Net()
+    assert tuple(model.tables) == TABLES
+    model._loss_items["loss"] = 1.0
+    model._val_scores["acc"] = 0.5
+    model._test_scores["acc"] = 0.25
+    model._running_losses["loss"] = 4.0
+    assert model.loss_items == {"loss": 1.0}
+    assert model.metrics == {"acc": 0.5}
+    assert model.test_scores == {"acc": 0.25}
+    assert model.tables["_running_losses"] == {"loss": 4.0}
+    assert all(model.tables[name] is getattr(model, name) for name in TABLES)
+
+
+def test_a_table_that_a_user_replaces_is_the_one_that_counts() -> None:
+    model = Net()
+    model._val_scores = {"acc": 1.0}
+    assert model.metrics == {"acc": 1.0}
+    assert model.tables["_val_scores"] is model._val_scores
+
+
+def test_events_clear_the_tables_that_begin_anew() -> None:
+    """H58: nothing else is cleared, so that the last scores can be read in `on_training_end`."""
+    model = Net()
+
+    def left_after(event: str, *args: Any) -> set[str]:
+        for table in model.tables.values():
+            table["entry"] = 1.0
+        getattr(model, event)(*args)
+        return {name for name, table in model.tables.items() if table}
+
+    everything = set(TABLES)
+    assert left_after("on_training_batch_start", TrainingState()) == everything - {"_loss_items"}
+    assert left_after("on_validation_start", 0) == everything - {"_val_scores"}
+    assert left_after("on_validation_end", 0) == everything - {"_running_losses"}
+    assert left_after("on_testing_start") == everything - {"_test_scores"}
+    for event in ("on_training_start", "on_training_end", "on_testing_end"):
+        assert left_after(event) == everything
+    assert left_after("on_training_epoch_start", 1) == everything
+
+
+def test_running_losses_are_sums_that_stay_on_the_device() -> None:
+    """H58: `.item()` would wait for the device in every batch."""
+    model, state = Net(), TrainingState()
+    for number in range(3):
+        model.on_training_batch_start(state)
+        model._loss_items["tensor"] = torch.tensor(2.0, requires_grad=True) * number
+        model._loss_items["number"] = 0.5
+        model.on_training_batch_end(state, should_log=True)
+    running = model._running_losses
+    assert isinstance(running["tensor"], torch.Tensor)
+    assert running["tensor"].item() == 6.0
+    assert not running["tensor"].requires_grad
+    assert running["number"] == 1.5
+
+
+def test_running_losses_need_no_value_of_a_tensor() -> None:
+    """H58: on the meta device there is none, so reading one is an error."""
+    model, state = Net(), TrainingState()
+    for _ in range(2):
+        model._loss_items["loss"] = torch.zeros((), device="meta")
+        model.on_training_batch_end(state)
+    assert model._running_losses["loss"].device.type == "meta"
+
+
+def test_a_loss_that_appears_later_begins_its_sum_there() -> None:
+    model, state = Net(), TrainingState()
+    model._loss_items["first"] = 1.0
+    model.on_training_batch_end(state)
+    model._loss_items["second"] = 4.0
+    model.on_training_batch_end(state)
+    assert model._running_losses == {"first": 2.0, "second": 4.0}
+
+
+def test_running_losses_leave_the_losses_of_the_batch_alone() -> None:
+    model, state = Net(), TrainingState()
+    losses = [torch.tensor(1.0), torch.tensor(2.0)]
+    for loss in losses:
+        model._loss_items["loss"] = loss
+        model.on_training_batch_end(state)
+    assert [loss.item() for loss in losses] == [1.0, 2.0]
+
+
+def test_every_network_is_in_evaluation_mode_during_a_validation() -> None:
+    """L33; networks in containers too."""
+    model = make_net()
+    assert all(modes(model))
+    model.eval()
+    assert not any(modes(model))
+    model.train()
+    assert all(modes(model))
+
+
+def test_each_part_gets_back_the_mode_that_it_had() -> None:
+    """L33, K39: a part that the user froze stays in evaluation mode."""
+    model = make_net()
+    model.head[1].eval()
+    model.parts["tail"].eval()
+    before = modes(model)
+    assert any(before)
+    for _ in range(2):
+        model.eval()
+        model.train()
+        assert modes(model) == before
+
+
+def test_a_second_eval_does_not_forget_the_modes_of_the_first() -> None:
+    """A test inside of a validation, or an error between the two."""
+    model = make_net()
+    model.head[1].eval()
+    before = modes(model)
+    model.eval()
+    model.eval()
+    model.train()
+    assert modes(model) == before
+
+
+def test_modes_that_were_set_between_two_validations_count() -> None:
+    model = make_net()
+    model.eval()
+    model.train()
+    model.head[1].eval()
+    before = modes(model)
+    model.eval()
+    model.train()
+    assert modes(model) == before
+
+
+def test_train_without_eval_changes_nothing() -> None:
+    """A part that `setup` left in evaluation mode stays so when the training starts."""
+    model = make_net()
+    model.head.eval()
+    before = modes(model)
+    model.train()
+    assert modes(model) == before
+
+
+def test_a_network_that_is_not_saved_is_in_evaluation_mode_too() -> None:
+    """L33: a teacher needs no checkpoint, but its dropout must rest in a validation."""
+
+    class Student(Net):
+        unsaved = ("teacher",)
+
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.teacher = nn.Dropout(0.5)
+
+    model = Student()
+    model.setup()
+    model.eval()
+    assert not model.teacher.training
+    model.train()
+    assert model.teacher.training
+
+
+def test_a_model_of_the_user_may_have_modes_of_its_own() -> None:
+    """Names that Helios keeps for itself must not be those that users choose."""
+
+    class Modal(Net):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self._modes = ["easy", "hard"]
+
+    model = Modal()
+    model.setup()
+    model.eval()
+    model.train()
+    assert model._modes == ["easy", "hard"]  # type: ignore[comparison-overlap]
+
+
+def test_the_state_is_what_discovery_finds() -> None:
+    """DESIGN section 6: saved without a word of the user's."""
+    state = make_net().state_dict()
+    assert set(state["objects"]) == {"head", "optimizer", "parts.tail"}
+
+
+def test_the_state_is_restored_into_another_model() -> None:
+    """DESIGN section 6."""
+    first, second = make_net(), make_net()
+    second.load_state_dict(first.state_dict())
+    for one, other in zip(first.head.parameters(), second.head.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_for_inference_only_networks_are_restored() -> None:
+    """API section 13: with `fast_init` there are no optimizers to load."""
+    first, second = make_net(), Net()
+    second.setup(fast_init=True)
+    second.load_state_dict(first.state_dict(), fast_init=True)
+    for one, other in zip(first.head.parameters(), second.head.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_tables_and_internals_of_a_model_are_no_discovered_state() -> None:
+    """DESIGN section 5: tables are saved by the trainer, also where state_dict is overridden."""
+    model = make_net()
+    model._loss_items["loss"] = 1.0
+    model._val_scores["acc"] = 1.0
+    model.device = torch.device("cpu")
+    model.map_loc = "cpu"
+    model.eval()
+    values = model.state_dict()["values"]
+    assert not values["changed"]
+    assert not values["deleted"]
+
+
+def test_defaults_are_the_historical_ones() -> None:
+    """API section 13."""
+    model = Net()
+    assert model.trained_state_dict(1, two=2) == {}
+    assert model.types_for_safe_load() == []
+    assert model.append_metadata_to_chkpt_name("name") == "name"
+    assert model.append_to_banner("banner") == "banner"
+    assert model.train_step(None, TrainingState()) is None
+    assert model.valid_step(None, 0) is None
+    assert model.test_step(None, 0) is None
+    assert model.have_metrics_improved() is True
+    assert model.should_training_stop() is False
+    model.load_for_testing()
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("setup", ["fast_init"]),
+        ("load_state_dict", ["state_dict", "fast_init"]),
+        ("on_training_batch_end", ["state", "should_log"]),
+        ("train_step", ["batch", "state"]),
+        ("valid_step", ["batch", "step"]),
+        ("test_step", ["batch", "step"]),
+        ("append_metadata_to_chkpt_name", ["chkpt_name"]),
+        ("append_to_banner", ["banner"]),
+        ("on_training_epoch_start", ["current_epoch"]),
+        ("on_validation_start", ["validation_cycle"]),
+    ],
+)
+def test_methods_keep_the_names_of_their_parameters(method: str, parameters: list[str]) -> None:
+    """API section 13."""
+    assert list(inspect.signature(getattr(Model, method)).parameters)[1:] == parameters
+
+
+def test_a_prediction_must_be_defined_and_the_error_names_the_class() -> None:
+    with pytest.raises(UsageError, match=r"Net\.predict_step\(batch, step\) must be defined"):
+        Net().predict_step(None, 0)
+
+
+def test_a_batch_goes_to_the_device_of_the_model() -> None:
+    """The issue: batch_to_device(batch, phase)."""
+    model = Net()
+    model.device = torch.device("meta")
+    moved = model.batch_to_device({"x": [torch.ones(2)], "y": "text"}, Phase.TRAINING)
+    assert moved["x"][0].device.type == "meta"
+    assert moved["y"] == "text"
+
+
+def test_a_registered_model_is_created_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """API section 13."""
+    assert EXPORTED is MODEL_REGISTRY
+    assert str(MODEL_REGISTRY) == "model"
+    own = Registry("model")
+    own.register(Net)
+    monkeypatch.setattr("helios.model.model.MODEL_REGISTRY", own)
+    made = create_model("Net", name="by_name")
+    assert isinstance(made, Net)
+    assert made.save_name == "by_name"
+    with pytest.raises(KeyError, match="Other"):
+        create_model("Other")
+
+
+def test_a_pretrained_file_is_found_by_the_folder_and_the_name(tmp_path: Path) -> None:
+    """API section 13: the stem contains `<folder>_<name>_`."""
+    root = tmp_path / "nets"
+    root.mkdir()
+    for name in (
+        "nets_big_1.pth",
+        "nets_small_2.pth",
+        "nets_small_1.pth",
+        "nets_small.pth",
+        "nets_small_0.txt",
+        "small_0.pth",
+    ):
+        (root / name).touch()
+    assert find_pretrained_file(root, "small") == root / "nets_small_1.pth"
+    assert find_pretrained_file(root, "big") == root / "nets_big_1.pth"
+    with pytest.raises(UsageError, match="nets_tiny_") as caught:
+        find_pretrained_file(root, "tiny")
+    assert str(root) in str(caught.value)

@@ -1,0 +1,263 @@
+"""When learning-rate schedulers move, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from helios.errors import ArgumentError, UsageError
+from helios.model.schedulers import Schedulers
+
+
+def make_optimizer() -> SGD:
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    optimizer.step()
+    return optimizer
+
+
+def halving() -> StepLR:
+    return StepLR(make_optimizer(), step_size=1, gamma=0.5)
+
+
+def plateau() -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(make_optimizer(), patience=0, factor=0.5)
+
+
+def rate(scheduler: LRScheduler) -> float:
+    return float(scheduler.optimizer.param_groups[0]["lr"])
+
+
+def test_a_scheduler_moves_after_each_step_by_default() -> None:
+    """DESIGN section 6."""
+    scheduler = halving()
+    schedulers = Schedulers({"scheduler": scheduler}, {})
+    schedulers.after_epoch()
+    schedulers.after_validation({"score": 1.0})
+    assert rate(scheduler) == 1.0
+    schedulers.after_step()
+    assert rate(scheduler) == 0.5
+    schedulers.after_step()
+    assert rate(scheduler) == 0.25
+
+
+def test_each_scheduler_moves_at_its_own_interval() -> None:
+    """DESIGN section 6, L18."""
+    parts = {"step": halving(), "epoch": halving(), "nested.0": plateau()}
+    schedulers = Schedulers(parts, {"epoch": "epoch", "nested.0": "validation:score"})
+    schedulers.after_step()
+    assert [rate(part) for part in parts.values()] == [0.5, 1.0, 1.0]
+    schedulers.after_epoch()
+    assert [rate(part) for part in parts.values()] == [0.5, 0.5, 1.0]
+    for score, plateau_rate in ((1.0, 1.0), (2.0, 0.5), (0.5, 0.5)):
+        schedulers.after_validation({"score": score, "other": 0.0})
+        assert [rate(part) for part in parts.values()] == [0.5, 0.5, plateau_rate]
+
+
+@pytest.mark.parametrize("score", [2.0, 2, torch.tensor(2.0)])
+def test_a_plateau_follows_any_number(score: Any) -> None:
+    scheduler = plateau()
+    schedulers = Schedulers({"scheduler": scheduler}, {"scheduler": "validation:score"})
+    schedulers.after_validation({"score": 1.0})
+    schedulers.after_validation({"score": score})
+    assert rate(scheduler) == 0.5
+
+
+def test_a_metric_that_is_missing_is_an_error_that_shows_what_is_there() -> None:
+    """DESIGN R5."""
+    schedulers = Schedulers({"scheduler": plateau()}, {"scheduler": "validation:score"})
+    with pytest.raises(UsageError) as caught:
+        schedulers.after_validation({"loss": 1.0})
+    message = str(caught.value)
+    for part in ("scheduler_interval['scheduler']", "'score'", "['loss']", "_val_scores"):
+        assert part in message
+
+
+def test_a_model_without_schedulers_needs_nothing() -> None:
+    schedulers = Schedulers({}, {})
+    schedulers.after_step()
+    schedulers.after_epoch()
+    schedulers.after_validation({})
+    assert not schedulers.has_intervals_but_step
+
+
+@pytest.mark.parametrize("interval", ["", "batch", "steps", "validation", "validation:", "STEP"])
+def test_an_unknown_interval_is_an_error_that_shows_it(interval: str) -> None:
+    with pytest.raises(ArgumentError, match=r"scheduler_interval\['scheduler'\] must be") as caught:
+        Schedulers({"scheduler": halving()}, {"scheduler": interval})
+    assert f"got {interval!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("interval", [1, None, ("epoch",)])
+def test_an_interval_of_another_type_is_an_error_that_shows_it(interval: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"scheduler_interval\['scheduler'\] must be"):
+        Schedulers({"scheduler": halving()}, {"scheduler": interval})
+
+
+def test_an_interval_of_an_unknown_scheduler_is_an_error_that_names_those_there_are() -> None:
+    with pytest.raises(ArgumentError, match="must name schedulers of the model") as caught:
+        Schedulers({"scheduler": halving()}, {"sheduler": "epoch"})
+    assert "['sheduler']" in str(caught.value)
+    assert "['scheduler']" in str(caught.value)
+
+
+@pytest.mark.parametrize("intervals", [{}, {"scheduler": "step"}, {"scheduler": "epoch"}])
+def test_a_plateau_without_a_metric_is_an_error_in_automatic_mode(
+    intervals: dict[str, str],
+) -> None:
+    """DESIGN section 6: it could not be moved, and would stay silent."""
+
+    def run() -> None:
+        schedulers = Schedulers({"scheduler": plateau()}, intervals)
+        schedulers.after_step()
+
+    with pytest.raises(ArgumentError, match="must name a metric for a ReduceLROnPlateau") as caught:
+        run()
+    assert '"validation:<metric>"' in str(caught.value)
+
+
+def test_a_model_that_steps_itself_may_hold_a_plateau_without_a_metric() -> None:
+    """API section 13: models of Helios 1 move their schedulers by hand; nobody asked us to."""
+    schedulers = Schedulers({"scheduler": plateau()}, {})
+    schedulers.remember()
+    assert not schedulers.has_intervals_but_step
+
+
+@pytest.mark.parametrize(
+    "build", [halving, lambda: CosineAnnealingWarmRestarts(make_optimizer(), 3)]
+)
+def test_only_a_scheduler_that_takes_a_metric_may_follow_one(build: Any) -> None:
+    """Others would take the metric for the number of an epoch."""
+    with pytest.raises(ArgumentError, match=r"scheduler_interval\['scheduler'\]"):
+        Schedulers({"scheduler": build()}, {"scheduler": "validation:score"})
+
+
+class Follower(StepLR):
+    """A scheduler of the user's own that takes a metric."""
+
+    def step(self, score: float | None = None) -> None:  # type: ignore[override]
+        self.scores = [*getattr(self, "scores", []), score]
+
+
+def test_a_scheduler_of_the_users_own_may_take_a_metric() -> None:
+    follower = Follower(make_optimizer(), 1)
+    schedulers = Schedulers({"own": follower}, {"own": "validation:score"})
+    schedulers.after_validation({"score": 0.25})
+    assert follower.scores[-1] == 0.25
+
+
+def test_schedulers_inside_of_another_one_are_left_to_it() -> None:
+    """DESIGN section 6: as attributes of their own they would move twice."""
+    optimizer = make_optimizer()
+    warmup = ConstantLR(optimizer, factor=0.5, total_iters=2)
+    decay = ExponentialLR(optimizer, gamma=0.5)
+    outer = SequentialLR(optimizer, [warmup, decay], milestones=[2])
+    schedulers = Schedulers({"decay": decay, "outer": outer, "warmup": warmup}, {})
+    rates = []
+    for _ in range(4):
+        schedulers.after_step()
+        rates.append(rate(outer))
+    assert rates == [0.5, 1.0, 0.5, 0.25]
+    with pytest.raises(ArgumentError, match="must name schedulers of the model"):
+        Schedulers({"decay": decay, "outer": outer}, {"decay": "epoch"})
+
+
+def test_schedulers_two_levels_inside_of_another_one_are_left_to_it_too() -> None:
+    optimizer = make_optimizer()
+    warmup = ConstantLR(optimizer, factor=0.5, total_iters=2)
+    middle = SequentialLR(optimizer, [warmup, ConstantLR(optimizer, 1.0)], milestones=[2])
+    outer = ChainedScheduler([middle])
+    schedulers = Schedulers({"outer": outer, "warmup": warmup}, {})
+    schedulers.after_step()
+    assert warmup.last_epoch == 1
+
+
+def test_a_chained_scheduler_moves_its_members_together() -> None:
+    optimizer = make_optimizer()
+    first, second = ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.1)
+    chained = ChainedScheduler([first, second])
+    schedulers = Schedulers({"chained": chained, "first": first, "second": second}, {})
+    schedulers.after_step()
+    assert rate(chained) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch", "validation:score"])
+def test_a_scheduler_that_was_moved_outside_is_an_error(interval: str) -> None:
+    """DESIGN section 6: in automatic mode it would move twice."""
+    scheduler = plateau() if interval.startswith("validation") else halving()
+    schedulers = Schedulers({"scheduler": scheduler}, {"scheduler": interval})
+    move = {
+        "step": schedulers.after_step,
+        "epoch": schedulers.after_epoch,
+        "validation:score": lambda: schedulers.after_validation({"score": 1.0}),
+    }[interval]
+    move()
+    move()
+    scheduler.step(1.0) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    with pytest.raises(UsageError, match=r"model\.scheduler was moved outside") as caught:
+        move()
+    assert "it stood at 2, now 3" in str(caught.value)
+    assert "remove your call of step()" in str(caught.value)
+
+
+def test_a_chained_scheduler_that_was_moved_outside_is_an_error() -> None:
+    """DESIGN section 6: it has no position of its own, but its members have."""
+    optimizer = make_optimizer()
+    chained = ChainedScheduler([ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.1)])
+    schedulers = Schedulers({"chained": chained}, {})
+    schedulers.after_step()
+    chained.step()
+    with pytest.raises(UsageError, match=r"model\.chained was moved outside"):
+        schedulers.after_step()
+
+
+def test_a_member_that_was_moved_outside_is_an_error() -> None:
+    """DESIGN section 6."""
+    optimizer = make_optimizer()
+    decay = ExponentialLR(optimizer, gamma=0.5)
+    outer = SequentialLR(optimizer, [ConstantLR(optimizer), decay], milestones=[2])
+    schedulers = Schedulers({"outer": outer}, {})
+    schedulers.after_step()
+    decay.step()
+    with pytest.raises(UsageError, match=r"model\.outer was moved outside"):
+        schedulers.after_step()
+
+
+def test_a_scheduler_that_was_loaded_goes_on_from_there() -> None:
+    """After a load its position is another one, which nobody moved by hand."""
+    first = halving()
+    for _ in range(3):
+        first.step()
+    second = halving()
+    schedulers = Schedulers({"scheduler": second}, {})
+    second.load_state_dict(first.state_dict())
+    schedulers.remember()
+    schedulers.after_step()
+    assert second.last_epoch == 4
+
+
+@pytest.mark.parametrize(
+    ("intervals", "is_there"),
+    [({}, False), ({"a": "step"}, False), ({"a": "epoch"}, True), ({"b": "validation:x"}, True)],
+)
+def test_intervals_that_manual_stepping_ignores_are_known(
+    intervals: dict[str, str], is_there: bool
+) -> None:
+    """DESIGN R5: an option without effect is warned of."""
+    intervals = {"b": "validation:x"} | intervals if is_there else intervals
+    parts: dict[str, LRScheduler] = {"a": halving()}
+    if is_there:
+        parts["b"] = plateau()
+    assert Schedulers(parts, intervals).has_intervals_but_step is is_there
