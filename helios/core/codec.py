@@ -21,6 +21,7 @@ from helios.core.tagged import Decoder, Encoder
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
 _CHUNK_BYTES = 1 << 20
+_FOLDER_FLAG = 0x10
 
 
 class Writable(Protocol):
@@ -129,9 +130,7 @@ def check_container(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as container:
             for record in container.infolist():
-                # torch.serialization.set_crc32_options(False) leaves them at zero.
-                if record.CRC:
-                    _read_through(container, record)
+                _check_record(container, record)
     except Exception as error:
         _reraise_os_error(error)
         raise DamagedCheckpointError(
@@ -140,7 +139,13 @@ def check_container(path: Path) -> None:
         ) from error
 
 
-def _read_through(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+def _check_record(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    # torch takes a record with this flag for a folder, and leaves the tensor's memory as it is.
+    if record.external_attr & _FOLDER_FLAG or record.compress_type != zipfile.ZIP_STORED:
+        raise zipfile.BadZipFile(f"the record {record.filename} is not as torch writes them")
+    # torch.serialization.set_crc32_options(False) leaves the sums at zero.
+    if not record.CRC:
+        return
     with container.open(record) as handle:
         while handle.read(_CHUNK_BYTES):
             pass

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:
     from helios.trainer import Trainer
@@ -83,12 +83,20 @@ class DataModule(ABC):
         self._is_distributed = value
 
     @property
-    def trainer(self) -> Trainer | None:
-        """The trainer that uses the data, for users; ``None`` without one."""
+    def trainer(self) -> Trainer:
+        """The trainer that uses the data; for users, the package itself does not read it.
+
+        Raises:
+            UsageError: outside of a trainer.
+        """
+        if self._trainer is None:
+            raise UsageError(
+                "DataModule.trainer is not there: fit, validate, test and predict set it."
+            )
         return self._trainer
 
     @trainer.setter
-    def trainer(self, value: Trainer | None) -> None:
+    def trainer(self, value: Trainer) -> None:
         self._trainer = value
 
     @property

@@ -14,6 +14,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
+from helios.data.legacy import LegacyWatch
 from helios.data.loader import end_workers
 from helios.data.order import Place
 from helios.data.passes import BatchIterator, Source, run_on_one_thread
@@ -44,6 +45,8 @@ class ForeignSource(Source):
         self._listeners = _find_listeners(loader, sampler)
         self._length = _count_batches(loader)
         self._held_state: dict[str, Any] | None = None
+        # Workers of a loader that is not ours cannot be watched: there is no room for a note.
+        self._watch = LegacyWatch(purpose, flag=None)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -71,11 +74,10 @@ class ForeignSource(Source):
         for listener in self._listeners:
             listener.set_epoch(epoch)
         place = Place(self._run_seed, self._purpose, epoch, batch, sample)
-        # What a foreign loader draws at its start, as PyTorch's shuffling does, follows from here.
-        rng.reseed(place.order_key())
+        self._watch.begin()
         if self._length is not None:
-            return _CountedBatches(self._loader, place, self._length)
-        return _ProbedBatches(self._loader, place, self)
+            return _CountedBatches(self._loader, place, self._watch, self._length)
+        return _ProbedBatches(self._loader, place, self._watch, self)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the loader's length, where it can be trusted."""
@@ -148,17 +150,23 @@ def _next(batches: Iterator[Any]) -> Any:
 class _ForeignBatches(BatchIterator):
     """A pass over a foreign loader; the fetch is seeded where it runs in this process."""
 
-    def __init__(self, loader: Iterable[Any], place: Place) -> None:
+    def __init__(self, loader: Iterable[Any], place: Place, watch: LegacyWatch) -> None:
         self._place = place
         self._batch = place.batch
+        self._watch = watch
         self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
-        self._batches: Iterator[Any] | None = iter(loader)
+        # What a loader draws at its start, as PyTorch's shuffling does, follows from the place.
+        with rng.stream(place.order_key()):
+            self._batches: Iterator[Any] | None = iter(loader)
 
     def close(self) -> None:
         """End the pass; workers that are not persistent end with it."""
-        if self._batches is not None and not self._lives_on:
+        if self._batches is None:
+            return
+        if not self._lives_on:
             end_workers(self._batches)
         self._batches = None
+        self._watch.end()
 
     def _fetch(self) -> Any:
         """Return the next batch, or the end."""
@@ -173,8 +181,10 @@ class _ForeignBatches(BatchIterator):
 class _CountedBatches(_ForeignBatches):
     """A pass whose last batch is known by the loader's length."""
 
-    def __init__(self, loader: Iterable[Any], place: Place, length: int) -> None:
-        super().__init__(loader, place)
+    def __init__(
+        self, loader: Iterable[Any], place: Place, watch: LegacyWatch, length: int
+    ) -> None:
+        super().__init__(loader, place, watch)
         self._length = length
 
     def __next__(self) -> Any:
@@ -205,8 +215,10 @@ class _CountedBatches(_ForeignBatches):
 class _ProbedBatches(_ForeignBatches):
     """A pass over a loader without length: one batch is fetched ahead to see the end."""
 
-    def __init__(self, loader: Iterable[Any], place: Place, source: ForeignSource) -> None:
-        super().__init__(loader, place)
+    def __init__(
+        self, loader: Iterable[Any], place: Place, watch: LegacyWatch, source: ForeignSource
+    ) -> None:
+        super().__init__(loader, place, watch)
         self._source = source
         self._following: Any = _END
         self._is_begun = False

@@ -22,12 +22,12 @@ class LegacyWatch:
     """Compares the state at both ends of a pass, and warns once.
 
     Args:
-        where: what the passes are for, as the warning says it.
+        purpose: name of the fetching streams, for the warning.
         flag: one byte in shared memory that workers set; ``None`` without workers.
     """
 
-    def __init__(self, where: str, flag: torch.Tensor | None) -> None:
-        self._where = where
+    def __init__(self, purpose: str, flag: torch.Tensor | None) -> None:
+        self._purpose = purpose
         self._flag = flag
         self._digest = b""
         self._has_warned = False
@@ -45,11 +45,11 @@ class LegacyWatch:
         if in_worker or rng.legacy_numpy_digest() != self._digest:
             self._has_warned = True
             _LOGGER.warning(
-                "numpy.random's global generator was moved %s (%s). Helios neither seeds nor "
-                "saves it, so what was drawn from it is not reproducible, and a resumed run will "
-                "differ. Draw from helios.core.rng.get_default_numpy_rng().generator instead.",
+                "numpy.random's global generator was moved %s (purpose %r). Helios neither seeds "
+                "nor saves it, so what was drawn from it is not reproducible, and a resumed run "
+                "will differ. Draw from helios.core.rng.get_default_numpy_rng().generator instead.",
                 "in a loader worker" if in_worker else "in the training process",
-                self._where,
+                self._purpose,
             )
 
 

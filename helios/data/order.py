@@ -86,7 +86,12 @@ class Order(ABC):
     @property
     def length(self) -> int | None:
         """The number of items in a whole pass; ``None`` where the sampler does not say."""
-        return len(self.sampler) if isinstance(self.sampler, Sized) else None
+        if not isinstance(self.sampler, Sized):
+            return None
+        try:
+            return len(self.sampler)
+        except TypeError:  # PyTorch's batch sampler has a length only if the grouped one has
+            return None
 
     def place_by_hand(self, batch_size: int) -> Place:
         """Return where a pass begins that a user's own loop starts."""

@@ -123,17 +123,17 @@ class Discovery:
         self._named: set[str] = set()
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return the networks by path, each once."""
-        return self._look().found.modules()
+        """Return the networks by path, each once, with those that are declared as unsaved."""
+        return self._all().modules()
 
     def optimizers(self) -> dict[str, Optimizer]:
-        """Return the optimizers by path, each once."""
-        objects = self._look().found.objects
+        """Return the optimizers by path, each once, with those that are declared as unsaved."""
+        objects = self._all().objects
         return {path: part for path, part in objects.items() if isinstance(part, Optimizer)}
 
     def schedulers(self) -> dict[str, LRScheduler]:
-        """Return the learning-rate schedulers by path, each once; plateau schedulers too."""
-        objects = self._look().found.objects
+        """Return the learning-rate schedulers by path, as :meth:`optimizers` does."""
+        objects = self._all().objects
         return {path: part for path, part in objects.items() if isinstance(part, LRScheduler)}
 
     def take_baseline(self) -> None:
@@ -214,6 +214,10 @@ class Discovery:
         if not is_inference:
             load_flags(state["flags"], scene.found, parameters)
             load_grads(state["grads"], parameters)
+
+    def _all(self) -> Found:
+        # What needs no checkpoint takes part in the training all the same.
+        return walk(self._owner, self._exclude, frozenset())
 
     def _look(self) -> _Scene:
         return _Scene(self._owner, self._exclude, self._unsaved)

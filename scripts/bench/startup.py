@@ -34,6 +34,7 @@ for inputs, targets in DataLoader(data, 8, shuffle=True):
 """
 
 HELIOS_STEP = """
+import logging
 import torch
 from helios.data.datamodule import DataLoaderParams, DataModule
 from helios.model.model import Model
@@ -57,6 +58,7 @@ class Net(Model):
         inputs, targets = batch
         return torch.nn.functional.mse_loss(self.network(inputs), targets)
 
+logging.disable(logging.INFO)
 Trainer(train_unit="iteration", total_steps=1, use_cpu=True, print_banner=False).fit(
     Net("net"), Data()
 )
@@ -68,8 +70,10 @@ REACHED = "\nimport os; os.write(1, b'.')"
 def seconds(script: str) -> float:
     """Return the time from the start of an interpreter until the script's last line was run."""
     command = [sys.executable, "-c", script + REACHED]
+    # Without cached bytecode every start would compile all of Helios, but nothing of PyTorch.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     begin = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(os.environ)) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         mark = process.stdout.read(1)
         elapsed = time.perf_counter() - begin

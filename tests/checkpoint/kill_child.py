@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint.store import CheckpointStore, RunFolder
-from helios.core import files
-from tests.checkpoint.helpers import save
+from helios.core import codec, files
+from tests.checkpoint.helpers import make_payload, save
 
 OPERATIONS = (
     "create",
@@ -73,7 +73,9 @@ def prepare_damage(root: Path) -> None:
     folder = RunFolder(root / "model")
     for iteration in (1, 2):
         path = save(folder, 1, iteration)
-    path.write_bytes(b"broken")
+    # A sound file with other weights: only the digest in its sidecar can tell.
+    with files.create(path) as handle:
+        codec.write(handle, codec.encode(make_payload(1, 2, other=1), where=""))
     files.temporary_path(path).write_bytes(b"rest of a kill")
 
 

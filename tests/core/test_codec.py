@@ -171,6 +171,16 @@ def test_check_sums_of_the_container_find_a_changed_byte(tmp_path: Path) -> None
         codec.check_container(path)
 
 
+def test_a_record_that_torch_would_skip_as_a_folder_is_damage(tmp_path: Path) -> None:
+    path = write(tmp_path / "file.pth", {"a": torch.zeros(1000)})
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"archive/data/0"))
+    data[entry + 38] |= 0x10
+    path.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="data/0"):
+        codec.check_container(path)
+
+
 def test_a_container_without_check_sums_is_accepted(tmp_path: Path) -> None:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -62,6 +64,11 @@ def walk(
     finally:
         batches.close()
     return found
+
+
+def join(lists: Iterable[list[Any]]) -> list[Any]:
+    """Return the items of all lists in one."""
+    return list(chain.from_iterable(lists))
 
 
 def as_lists(batches: list[Any]) -> list[list[int]]:

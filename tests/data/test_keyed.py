@@ -13,7 +13,7 @@ from helios.data import create_dataloader
 from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset
 from helios.data.order import Place, PositionalOrder
 from helios.data.samplers import ResumableRandomSampler, ResumableSequentialSampler
-from tests.data.datasets import Augmented, Indices, draw
+from tests.data.datasets import Augmented, Indices, draw, join
 
 
 def make_batches(
@@ -48,7 +48,7 @@ def test_a_pass_goes_on_from_any_place() -> None:
     batches = make_batches(23, 4, shuffle=True)
     for epoch in range(3):
         full = pull(batches, Place(run_seed=5, epoch=epoch))
-        assert sorted(sum((item.indices for item in full), [])) == list(range(23))
+        assert sorted(join(item.indices for item in full)) == list(range(23))
         for batch in range(7):
             place = Place(run_seed=5, epoch=epoch, batch=batch, sample=batch * 4)
             assert pull(batches, place) == full[batch:]
@@ -56,7 +56,7 @@ def test_a_pass_goes_on_from_any_place() -> None:
 
 def test_a_changed_batch_size_goes_on_at_the_stored_sample() -> None:
     # DESIGN section 6: batches are numbered on, samples follow the position.
-    order = sum((item.indices for item in pull(make_batches(23, 4, shuffle=True), Place())), [])
+    order = join(item.indices for item in pull(make_batches(23, 4, shuffle=True), Place()))
     place = Place(batch=2, sample=8)
     rest = pull(make_batches(23, 6, shuffle=True), place)
     assert [item.indices for item in rest] == [order[8:14], order[14:20], order[20:]]

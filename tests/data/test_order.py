@@ -15,7 +15,7 @@ from helios.data import create_dataloader
 from helios.data.samplers import ResumableRandomSampler, ResumableSampler
 from helios.data.source import Source, open_source
 from helios.errors import StateError
-from tests.data.datasets import FETCH, Indices, as_lists, walk
+from tests.data.datasets import FETCH, Indices, as_lists, join, walk
 
 LENGTH = 3_000
 
@@ -146,7 +146,7 @@ def test_the_batch_sampler_of_pytorch_shuffles_anew_in_each_epoch() -> None:
         first, second = (as_lists(walk(source, epoch)) for epoch in (0, 1))
         assert source.num_batches() == 10
         assert first != second
-        assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(data)
+        assert sorted(join(first)) == sorted(join(second)) == list(data)
         assert as_lists(walk(source, 1, batch=6, sample=24)) == second[6:]
 
 

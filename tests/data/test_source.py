@@ -13,12 +13,23 @@ from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.source import Source, open_source
 from helios.errors import UsageError
-from tests.data.datasets import FETCH, Augmented, Indices, as_lists, collate_noisily, draw, walk
+from tests.data.datasets import (
+    FETCH,
+    Augmented,
+    Indices,
+    as_lists,
+    collate_noisily,
+    draw,
+    join,
+    walk,
+)
 
 LENGTH = 11
 
 
-def open_with(dataset: Any, *, run_seed: int = 6691, purpose: str = FETCH, **options: Any) -> Source:
+def open_with(
+    dataset: Any, *, run_seed: int = 6691, purpose: str = FETCH, **options: Any
+) -> Source:
     loader, sampler = create_dataloader(dataset, **options)
     return open_source(loader, sampler, run_seed=run_seed, purpose=purpose)
 
@@ -102,7 +113,7 @@ def test_each_purpose_and_each_epoch_has_streams_of_its_own() -> None:
 def test_nothing_before_the_place_is_fetched(num_workers: int) -> None:
     data = Indices(LENGTH)
     source = open_with(data, batch_size=2, shuffle=True, num_workers=num_workers)
-    rest = sum(as_lists(walk(source, 1, batch=3, sample=6)), [])
+    rest = join(as_lists(walk(source, 1, batch=3, sample=6)))
     assert len(rest) == 5
     assert data.counts.nonzero().flatten().tolist() == sorted(rest)
     assert data.counts.sum() == 5
@@ -254,7 +265,7 @@ def test_opening_a_pass_draws_from_no_generator() -> None:
 
 
 def test_a_changed_batch_size_goes_on_at_the_stored_sample() -> None:
-    order = sum(as_lists(walk(open_with(Indices(LENGTH), batch_size=2, shuffle=True), 0)), [])
+    order = join(as_lists(walk(open_with(Indices(LENGTH), batch_size=2, shuffle=True), 0)))
     source = open_with(Indices(LENGTH), batch_size=5, shuffle=True)
     assert source.num_batches(batch=2, sample=4) == 4
     assert as_lists(walk(source, 0, batch=2, sample=4)) == [order[4:9], order[9:]]

@@ -85,6 +85,16 @@ def test_networks_optimizers_and_schedulers_are_listed_by_path_each_once() -> No
     assert found.schedulers() == {"schedulers.0": schedulers[0], "schedulers.1": schedulers[1]}
 
 
+def test_what_is_declared_as_unsaved_is_listed_and_not_saved() -> None:
+    net = network()
+    owner = Owner(teacher=net, tools=[torch.optim.SGD(net.parameters(), lr=0.1)])
+    owner.tools.append(LambdaLR(owner.tools[0], lambda e: 0.9**e))
+    found = started(owner, unsaved=("teacher", "tools"))
+    assert not found.capture()["objects"]
+    listed = [*found.modules(), *found.optimizers(), *found.schedulers()]
+    assert listed == ["teacher", "tools.0", "tools.1"]
+
+
 def test_two_objects_under_one_path_are_an_error() -> None:
     with pytest.raises(StateError, match=r"nets\.1"):
         started(Owner(nets={1: network(), "1": network()}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -22,14 +22,21 @@ from helios.errors import ArgumentError, UsageError
 from helios.model.schedulers import Schedulers
 
 
+Scheduler = TypeVar("Scheduler", bound=LRScheduler)
+
+
 def make_optimizer() -> SGD:
-    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    optimizer.step()
-    return optimizer
+    return SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def ready(scheduler: Scheduler) -> Scheduler:
+    """Step the optimizer once, as training does: torch warns of a scheduler that comes first."""
+    scheduler.optimizer.step()
+    return scheduler
 
 
 def halving() -> StepLR:
-    return StepLR(make_optimizer(), step_size=1, gamma=0.5)
+    return ready(StepLR(make_optimizer(), step_size=1, gamma=0.5))
 
 
 def plateau() -> ReduceLROnPlateau:
@@ -163,7 +170,7 @@ def test_schedulers_inside_of_another_one_are_left_to_it() -> None:
     optimizer = make_optimizer()
     warmup = ConstantLR(optimizer, factor=0.5, total_iters=2)
     decay = ExponentialLR(optimizer, gamma=0.5)
-    outer = SequentialLR(optimizer, [warmup, decay], milestones=[2])
+    outer = ready(SequentialLR(optimizer, [warmup, decay], milestones=[2]))
     schedulers = Schedulers({"decay": decay, "outer": outer, "warmup": warmup}, {})
     rates = []
     for _ in range(4):
@@ -178,7 +185,7 @@ def test_schedulers_two_levels_inside_of_another_one_are_left_to_it_too() -> Non
     optimizer = make_optimizer()
     warmup = ConstantLR(optimizer, factor=0.5, total_iters=2)
     middle = SequentialLR(optimizer, [warmup, ConstantLR(optimizer, 1.0)], milestones=[2])
-    outer = ChainedScheduler([middle])
+    outer = ready(ChainedScheduler([middle]))
     schedulers = Schedulers({"outer": outer, "warmup": warmup}, {})
     schedulers.after_step()
     assert warmup.last_epoch == 1
@@ -187,7 +194,7 @@ def test_schedulers_two_levels_inside_of_another_one_are_left_to_it_too() -> Non
 def test_a_chained_scheduler_moves_its_members_together() -> None:
     optimizer = make_optimizer()
     first, second = ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.1)
-    chained = ChainedScheduler([first, second])
+    chained = ready(ChainedScheduler([first, second]))
     schedulers = Schedulers({"chained": chained, "first": first, "second": second}, {})
     schedulers.after_step()
     assert rate(chained) == pytest.approx(0.05)
@@ -215,7 +222,7 @@ def test_a_scheduler_that_was_moved_outside_is_an_error(interval: str) -> None:
 def test_a_chained_scheduler_that_was_moved_outside_is_an_error() -> None:
     """DESIGN section 6: it has no position of its own, but its members have."""
     optimizer = make_optimizer()
-    chained = ChainedScheduler([ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.1)])
+    chained = ready(ChainedScheduler([ExponentialLR(optimizer, rate) for rate in (0.5, 0.1)]))
     schedulers = Schedulers({"chained": chained}, {})
     schedulers.after_step()
     chained.step()
@@ -227,7 +234,7 @@ def test_a_member_that_was_moved_outside_is_an_error() -> None:
     """DESIGN section 6."""
     optimizer = make_optimizer()
     decay = ExponentialLR(optimizer, gamma=0.5)
-    outer = SequentialLR(optimizer, [ConstantLR(optimizer), decay], milestones=[2])
+    outer = ready(SequentialLR(optimizer, [ConstantLR(optimizer), decay], milestones=[2]))
     schedulers = Schedulers({"outer": outer}, {})
     schedulers.after_step()
     decay.step()

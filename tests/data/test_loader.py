@@ -1,0 +1,259 @@
+"""Loaders and their options: what is chosen, what is refused, what is said."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from helios.core import rng
+from helios.data import (
+    COLLATE_FN_REGISTRY,
+    DATASET_REGISTRY,
+    DataLoaderParams,
+    create_collate_fn,
+    create_dataloader,
+    create_dataset,
+)
+from helios.data.keyed import KeyedBatchSampler
+from helios.data.samplers import (
+    ResumableDistributedSampler,
+    ResumableRandomSampler,
+    ResumableSequentialSampler,
+)
+from helios.data.source import open_source
+from helios.errors import ArgumentError, ArgumentTypeError
+from tests.data.datasets import FETCH, Indices, as_lists, walk
+
+LOADER_LOGGER = "helios.data.params"
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
+class Unsized(Dataset):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_the_options_have_the_historical_names_and_defaults() -> None:
+    # H16.
+    historical = {
+        "random_seed": 6691,
+        "batch_size": 1,
+        "shuffle": False,
+        "num_workers": 0,
+        "pin_memory": True,
+        "drop_last": False,
+        "debug_mode": False,
+        "is_distributed": None,
+        "sampler": None,
+        "collate_fn": None,
+    }
+    table = DataLoaderParams().to_dict()
+    assert list(table)[: len(historical)] == list(historical)
+    assert {name: table[name] for name in historical} == historical
+    assert DataLoaderParams.from_dict(table) == DataLoaderParams()
+
+
+def test_a_table_gives_options_without_unknown_keys_and_sampler(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sampler = ResumableSequentialSampler(range(3))
+    params = DataLoaderParams.from_dict({"batch_size": 4, "colour": "red", "sampler": sampler})
+    assert params == DataLoaderParams(batch_size=4)
+    assert "ignores the key 'sampler'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, r"batch_size=...\) must be an int of at least 1 or None, got 0"),
+        ({"batch_size": 2.0}, "got 2.0"),
+        ({"batch_size": True}, "got True"),
+        ({"num_workers": -1}, r"num_workers=...\) must be an int of at least 0, got -1"),
+        ({"num_workers": None}, "got None"),
+        ({"prefetch_factor": 0}, r"prefetch_factor=...\) must be an int of at least 1 or None"),
+        ({"random_seed": "7"}, r"random_seed=...\) must be an int, got '7'"),
+        ({"shuffle": "false"}, r"shuffle=...\) must be True or False, got 'false'"),
+        ({"shuffle": None}, "got None"),
+        ({"is_distributed": 1}, r"is_distributed=...\) must be True or False, got 1"),
+        ({"collate_fn": "stack"}, r"collate_fn=...\) must be callable or None"),
+        ({"worker_init_fn": 3}, r"worker_init_fn=...\) must be callable or None"),
+        ({"multiprocessing_context": "magic"}, "one of .*'spawn'.*got 'magic'"),
+        ({"batch_size": None, "drop_last": True}, "drop_last=True.* must come with a batch_size"),
+        ({"batch_sampler": 3}, "must be an iterable of lists"),
+        ({"batch_sampler": [[0]], "batch_size": 2}, "must stand alone"),
+        ({"batch_sampler": [[0]], "shuffle": True}, "must stand alone"),
+        ({"batch_sampler": [[0]], "drop_last": True}, "must stand alone"),
+        (
+            {"batch_sampler": [[0]], "sampler": ResumableSequentialSampler(range(3))},
+            "must stand alone",
+        ),
+    ],
+)
+def test_an_option_that_breaks_its_rule_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        create_dataloader(Indices(3), **options)
+
+
+@pytest.mark.parametrize("sampler", [torch.utils.data.RandomSampler(range(3)), [2, 1], 7])
+def test_a_sampler_of_another_kind_is_a_type_error(sampler: Any) -> None:
+    # H10.
+    with pytest.raises(ArgumentTypeError, match="must derive from ResumableSampler or"):
+        create_dataloader(Indices(3), sampler=sampler)
+    with pytest.raises(TypeError):
+        create_dataloader(Indices(3), sampler=sampler)
+
+
+def test_the_sampler_is_chosen_by_distribution_and_shuffle() -> None:
+    # H9.
+    loader, random_order = create_dataloader(Indices(9), 5, 4, True)
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader.batch_sampler, KeyedBatchSampler)
+    assert isinstance(random_order, ResumableRandomSampler)
+    assert random_order.seed == 5
+    _, sequence = create_dataloader(Indices(9))
+    assert isinstance(sequence, ResumableSequentialSampler)
+    with pytest.raises(
+        ArgumentError, match=r"is_distributed=True.* must come with a process group"
+    ):
+        create_dataloader(Indices(9), is_distributed=True)
+    share = ResumableDistributedSampler(range(9), 2, 1, shuffle=False)
+    loader, sampler = create_dataloader(Indices(9), batch_size=2, sampler=share)
+    assert sampler is share
+    assert as_lists(list(loader)) == [[1, 3], [5, 7], [0]]
+
+
+def test_data_without_a_batch_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="must hold at least one sample, got an empty Indices"):
+        create_dataloader(Indices(0))
+    with pytest.raises(ArgumentError, match="must give at least one batch, got 3 samples"):
+        create_dataloader(Indices(3), batch_size=4, drop_last=True)
+    with pytest.raises(ArgumentError, match="must have a length, got a Unsized"):
+        create_dataloader(Unsized())
+    loader, _ = create_dataloader(Indices(3), batch_size=4)
+    assert as_lists(list(loader)) == [[0, 1, 2]]
+
+
+def test_data_without_a_length_takes_a_batch_sampler() -> None:
+    loader, sampler = create_dataloader(Unsized(), batch_sampler=[[4, 2], [7]])
+    source = open_source(loader, sampler, run_seed=0, purpose=FETCH)
+    assert sampler is None
+    assert source.num_batches() == 2
+    assert source.description["length"] is None
+    assert as_lists(walk(source, 0)) == [[4, 2], [7]]
+
+
+def test_a_stream_is_loaded_without_keys_and_without_a_sampler() -> None:
+    loader, sampler = create_dataloader(Stream(), batch_size=2)
+    assert sampler is None
+    assert as_lists(list(loader)) == [[0, 1], [2, 3], [4]]
+    for options in (
+        {"shuffle": True},
+        {"sampler": ResumableSequentialSampler(range(3))},
+        {"batch_sampler": [[0]]},
+    ):
+        with pytest.raises(ArgumentError, match=f"must come without {next(iter(options))};"):
+            create_dataloader(Stream(), **options)
+
+
+def test_options_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    idle = {
+        "persistent_workers": True,
+        "prefetch_factor": 2,
+        "multiprocessing_context": "fork",
+        "worker_init_fn": print,
+    }
+    loader, _ = create_dataloader(Indices(3), **idle)
+    assert len(list(loader)) == 3
+    for name in idle:
+        assert f"DataLoaderParams({name}=...) has no effect with num_workers=0" in caplog.text
+    caplog.clear()
+    create_dataloader(Indices(3), sampler=ResumableSequentialSampler(range(3)), shuffle=True)
+    assert "shuffle=True) has no effect beside a sampler" in caplog.text
+
+
+def test_debug_mode_fetches_in_the_training_process(caplog: pytest.LogCaptureFixture) -> None:
+    loader, _ = create_dataloader(
+        Indices(3), num_workers=2, debug_mode=True, persistent_workers=True, prefetch_factor=3
+    )
+    assert loader.num_workers == 0
+    assert as_lists(list(loader)) == [[0], [1], [2]]
+    assert caplog.text == ""
+
+
+def test_memory_is_pinned_only_where_an_accelerator_is() -> None:
+    loader, _ = create_dataloader(Indices(3), pin_memory=True)
+    assert loader.pin_memory == torch.cuda.is_available()
+    assert create_dataloader(Indices(3), pin_memory=False)[0].pin_memory is False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_batches_are_pinned_whoever_fetches_them() -> None:
+    for num_workers in (0, 1):
+        loader, sampler = create_dataloader(Indices(4), batch_size=2, num_workers=num_workers)
+        source = open_source(loader, sampler, run_seed=0, purpose=FETCH)
+        assert [batch.is_pinned() for batch in walk(source, 0)] == [True, True]
+        assert walk(source, 0)[1].tolist() == [2, 3]
+
+
+class InitialNumbers(Dataset):
+    """Samples that are what the worker's initialisation left behind."""
+
+    numbers: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(InitialNumbers.numbers, dtype=torch.float64)
+
+
+def note_numbers(worker_id: int) -> None:
+    numpy_number = float(rng.get_default_numpy_rng().generator.random())
+    seed = torch.initial_seed()
+    InitialNumbers.numbers = (worker_id, float(seed % 2**32), random.random(), numpy_number)
+
+
+def test_workers_are_seeded_before_the_function_of_the_user_runs() -> None:
+    # H8: random and the package's NumPy generator from torch.initial_seed() % 2**32.
+    loader, _ = create_dataloader(InitialNumbers(), num_workers=1, worker_init_fn=note_numbers)
+    (batch,) = list(loader)
+    worker_id, seed, number, numpy_number = batch[0].tolist()
+    rng.seed_rngs(int(seed), skip_torch=True)
+    assert worker_id == 0
+    assert number == random.random()
+    assert numpy_number == rng.get_default_numpy_rng().generator.random()
+
+
+def test_data_sets_and_collate_functions_are_found_by_name() -> None:
+    class Doubling:
+        def __init__(self, factor: int) -> None:
+            self.factor = factor
+
+        def __call__(self, samples: list[int]) -> list[int]:
+            return [sample * self.factor for sample in samples]
+
+    assert create_collate_fn("default_collate", "ignored") is default_collate
+    assert "default_collate" in COLLATE_FN_REGISTRY
+    DATASET_REGISTRY.register(Indices, suffix="of_this_test")
+    COLLATE_FN_REGISTRY.register(Doubling, suffix="of_this_test")
+    assert create_collate_fn("Doubling_of_this_test", 2)([1, 2]) == [2, 4]
+    assert len(create_dataset("Indices_of_this_test", length=3)) == 3
+    with pytest.raises(KeyError):
+        create_dataset("Missing")
+
+
+def test_nothing_is_said_about_plain_options(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=LOADER_LOGGER):
+        create_dataloader(Indices(3), batch_size=2, shuffle=True, num_workers=1)
+        DataLoaderParams.from_dict({"batch_size": 3})
+    assert caplog.text == ""

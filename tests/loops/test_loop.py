@@ -1,0 +1,662 @@
+"""Loops: the order of a run, the tree of children, and the default innermost two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+from helios.core.progress import NullDisplay
+from helios.engines.engine import Engine
+from helios.errors import ArgumentError, HeliosError, UsageError
+from helios.hooks.bus import Bus
+from helios.loops.batch import BatchLoop
+from helios.loops.loop import Loop, require
+from helios.loops.optimizer import OptimizerLoop
+from helios.model.model import Model
+from helios.model.schedulers import Schedulers
+from helios.plugins.plugin import Plugin
+from helios.schedule import Schedule
+from helios.session import Session
+from helios.state import Phase, TrainingState, TrainingUnit
+
+EPOCH, ITERATION = TrainingUnit.EPOCH, TrainingUnit.ITERATION
+
+
+class Counted(Loop):
+    """Advances three times and notes all calls; raises what it is told to, where it is told to."""
+
+    def __init__(self, raises: dict[str, BaseException] | None = None) -> None:
+        super().__init__()
+        self.raises = raises or {}
+        self.calls: list[tuple[Any, ...]] = []
+        self.count = 0
+
+    def note(self, name: str, *args: Any) -> None:
+        self.calls.append((name, *args))
+        if name in self.raises:
+            raise self.raises[name]
+
+    @property
+    def done(self) -> bool:
+        return self.count >= 3
+
+    def reset(self) -> None:
+        self.count = 0
+        self.note("reset")
+
+    def on_run_start(self, *args: Any) -> None:
+        self.note("on_run_start", *args)
+
+    def on_advance_start(self, *args: Any) -> None:
+        self.note("on_advance_start", *args)
+
+    def advance(self, *args: Any) -> None:
+        self.note("advance", *args)
+        self.count += 1
+
+    def on_advance_end(self) -> None:
+        self.note("on_advance_end")
+
+    def on_run_end(self) -> Any:
+        self.note("on_run_end")
+        return "the end"
+
+    def teardown(self) -> None:
+        self.note("teardown")
+        super().teardown()
+
+
+class Leaf(Counted):
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.state = state or {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+class Middle(Leaf):
+    roles = ("inner_loop",)
+
+    def __init__(self, inner_loop: Loop | None = None, state: dict[str, Any] | None = None) -> None:
+        super().__init__(state)
+        self.inner_loop = inner_loop
+
+
+class Top(Leaf):
+    roles = ("middle_loop", "side_loop")
+
+    def __init__(self, middle_loop: Loop | None = None, side_loop: Loop | None = None) -> None:
+        super().__init__()
+        self.middle_loop = middle_loop
+        self.side_loop = side_loop
+
+
+class Stepper(Model):
+    """One weight, whose gradient is the batch; what `train_step` returns is up to the test."""
+
+    def __init__(self, answer: Callable[[Tensor, Any], Any] | None = None) -> None:
+        super().__init__("stepper")
+        self.answer = answer or (lambda weight, batch: (weight * batch).sum())
+        self.setup()
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.net.weight)
+        self.optimizer = SGD(self.net.parameters(), lr=1.0)
+        self.scheduler = StepLR(self.optimizer, 1, gamma=0.5)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        return self.answer(self.net.weight, batch)
+
+    @property
+    def weight(self) -> float:
+        return float(self.net.weight)
+
+    @property
+    def gradient(self) -> float | None:
+        grad = self.net.weight.grad
+        return None if grad is None else float(grad)
+
+
+def make_session(
+    model: Stepper,
+    *plugins: Plugin,
+    unit: TrainingUnit = ITERATION,
+    accumulation: int = 1,
+    engine: Engine | None = None,
+) -> Session:
+    model.device = torch.device("cpu")
+    engine = engine or Engine(model.device)
+    return Session(
+        model=model,
+        engine=engine,
+        hooks=Bus(plugins=plugins, model=model, engine=engine),
+        display=NullDisplay(),
+        seed=0,
+        schedule=Schedule(unit=unit, accumulation_steps=accumulation),
+        schedulers=Schedulers(model.discovery.schedulers(), model.scheduler_interval),
+    )
+
+
+def train_on(loop: Loop, session: Session, batch: Any, *, is_boundary: bool = True) -> Any:
+    """Run one iteration, as the epoch loop does."""
+    session.state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
+    session.model.on_training_batch_start(session.state)
+    return loop.run(batch)
+
+
+def attached(loop: Loop, session: Session) -> Loop:
+    loop.attach(session)
+    return loop
+
+
+def test_a_run_resets_and_advances_until_it_is_done() -> None:
+    """L2, L6: the ends take no arguments of the run, all others do."""
+    loop = Counted()
+    assert loop.run("a", 1) == "the end"
+    rounds = [("on_advance_start", "a", 1), ("advance", "a", 1), ("on_advance_end",)]
+    assert loop.calls == [("reset",), ("on_run_start", "a", 1), *rounds * 3, ("on_run_end",)]
+
+
+def test_a_loop_may_run_again() -> None:
+    """L31."""
+    loop = Counted()
+    loop.run()
+    first = list(loop.calls)
+    loop.calls.clear()
+    loop.run()
+    assert loop.calls == first
+
+
+def test_a_loop_that_is_done_at_once_still_ends() -> None:
+    """L2."""
+
+    class Done(Counted):
+        done = True  # type: ignore[assignment]
+
+    loop = Done()
+    assert loop.run() == "the end"
+    assert loop.calls == [("reset",), ("on_run_start",), ("on_run_end",)]
+
+
+def test_a_run_that_is_skipped_does_nothing_but_say_so() -> None:
+    """L2."""
+
+    class Skipped(Counted):
+        skip = True  # type: ignore[assignment]
+
+        def on_skip(self) -> Any:
+            return "skipped"
+
+    loop = Skipped()
+    assert loop.run() == "skipped"
+    assert loop.calls == []
+
+
+@pytest.mark.parametrize("place", ["on_advance_start", "advance", "on_advance_end"])
+def test_stop_iteration_ends_a_loop_like_a_break(place: str) -> None:
+    """L3: the end still runs, and its value is returned."""
+    loop = Counted({place: StopIteration()})
+    assert loop.run() == "the end"
+    assert [name for name, *_ in loop.calls][-2:] == [place, "on_run_end"]
+
+
+@pytest.mark.parametrize("place", ["on_advance_start", "advance", "on_advance_end"])
+def test_other_exceptions_leave_at_once(place: str) -> None:
+    """L4: without the end."""
+    loop = Counted({place: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert [name for name, *_ in loop.calls][-1] == place
+
+
+def test_stop_iteration_of_a_child_ends_the_child_only() -> None:
+    """L30."""
+
+    class Parent(Counted):
+        roles = ("child_loop",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.child_loop = Counted({"advance": StopIteration()})
+
+        def advance(self) -> None:
+            assert self.child_loop.run() == "the end"
+            super().advance()
+
+    loop = Parent()
+    assert loop.run() == "the end"
+    assert loop.count == 3
+
+
+@pytest.mark.parametrize("missing", ["done", "advance"])
+def test_a_loop_must_define_its_end_and_its_round(missing: str) -> None:
+    """L5: `reset` has a default."""
+    body = {"done": property(lambda self: True), "advance": lambda self: None}
+    del body[missing]
+    with pytest.raises(TypeError, match=missing):
+        type("Incomplete", (Loop,), body)()
+    complete = {"done": property(lambda self: True), "advance": lambda self: None}
+    assert type("Complete", (Loop,), complete)().run() is None
+
+
+def test_a_session_is_seen_only_while_the_trainer_runs_the_loop() -> None:
+    """L7, L8: the whole tree gets it, and loses it."""
+    leaf, side = Leaf(), Leaf()
+    top = Top(Middle(leaf), side)
+    session = make_session(Stepper())
+    with pytest.raises(UsageError, match=r"Top\.session is not set.*only while the trainer runs"):
+        _ = top.session
+    top.attach(session)
+    for loop in (top, top.middle_loop, leaf, side):
+        assert loop is not None
+        assert loop.session is session
+    top.attach(None)
+    with pytest.raises(UsageError, match=r"Leaf\.session is not set"):
+        _ = leaf.session
+
+
+def test_an_empty_role_is_an_error_that_names_it() -> None:
+    with pytest.raises(UsageError, match=r"Top has no loop in the roles \['side_loop'\]"):
+        Top(Middle(Leaf())).attach(make_session(Stepper()))
+    with pytest.raises(UsageError, match=r"Middle has no loop in the roles \['inner_loop'\]"):
+        Top(Middle(), Leaf()).attach(make_session(Stepper()))
+    with pytest.raises(UsageError, match="role of this loop is empty"):
+        require(None)
+    leaf = Leaf()
+    assert require(leaf) is leaf
+
+
+def test_children_are_those_in_the_declared_roles() -> None:
+    """L9, DESIGN section 8: by role name."""
+    middle = Middle()
+    top = Top(middle)
+    top.stray = Leaf()  # type: ignore[attr-defined]
+    assert top.children() == {"middle_loop": middle}
+    assert middle.children() == {}
+
+
+def test_a_child_is_replaced_by_an_instance_and_the_name_of_its_role() -> None:
+    """L10."""
+    top, other = Top(Middle(Leaf()), Leaf()), Leaf()
+    top.connect(side_loop=other)
+    assert top.side_loop is other
+
+
+def test_several_children_are_replaced_at_once() -> None:
+    """L10; an empty role is filled too."""
+    top, middle, side = Top(), Middle(Leaf()), Leaf()
+    top.connect(middle_loop=middle, side_loop=side)
+    assert top.children() == {"middle_loop": middle, "side_loop": side}
+
+
+def test_a_new_child_keeps_the_children_of_the_old_one() -> None:
+    """L11, L12: a replaced loop must not lose what lies below it."""
+    leaf = Leaf()
+    top = Top(Middle(leaf), Leaf())
+    new = Middle()
+    top.connect(middle_loop=new)
+    assert new.inner_loop is leaf
+
+
+def test_a_new_child_that_brings_its_own_children_keeps_them() -> None:
+    """L11: only missing ones are adopted."""
+    own = Leaf()
+    top = Top(Middle(Leaf()), Leaf())
+    new = Middle(own)
+    top.connect(middle_loop=new)
+    assert new.inner_loop is own
+
+
+def test_children_in_unknown_roles_are_not_adopted() -> None:
+    """L11: a leaf in the place of a loop with children needs none of them."""
+    top, leaf = Top(Middle(Leaf()), Leaf()), Leaf()
+    top.connect(middle_loop=leaf)
+    assert leaf.children() == {}
+    top.attach(make_session(Stepper()))
+
+
+def test_an_unknown_role_is_an_error_that_names_those_there_are() -> None:
+    """L10: a ValueError; a leaf has none."""
+    with pytest.raises(ArgumentError, match=r"must name one of its roles.*got 'midle_loop'") as hit:
+        Top().connect(midle_loop=Leaf())
+    assert "['middle_loop', 'side_loop']" in str(hit.value)
+    with pytest.raises(ArgumentError, match=r"Leaf\.connect.*roles \[\], got 'inner_loop'"):
+        Leaf().connect(inner_loop=Leaf())
+
+
+@pytest.mark.parametrize("other", [Leaf, None, "Leaf", 3])
+def test_a_role_takes_loops_only(other: Any) -> None:
+    """L11: instances, no classes."""
+    side = Leaf()
+    top = Top(Middle(Leaf()), side)
+    with pytest.raises(ArgumentError, match=r"connect\(side_loop=\.\.\.\) must be a Loop instance"):
+        top.connect(side_loop=other)
+    assert top.side_loop is side
+
+
+def test_a_connect_that_is_refused_changes_nothing() -> None:
+    middle, side = Middle(Leaf()), Leaf()
+    top = Top(middle, side)
+    with pytest.raises(ArgumentError):
+        top.connect(middle_loop=Middle(), side_loop="no loop")  # type: ignore[arg-type]
+    assert (top.middle_loop, top.side_loop) == (middle, side)
+
+
+def test_a_child_that_is_connected_while_running_sees_the_session() -> None:
+    """L10, L8."""
+    session = make_session(Stepper())
+    leaf = Leaf()
+    top = Top(Middle(leaf), Leaf())
+    top.attach(session)
+    new = Middle()
+    top.connect(middle_loop=new)
+    assert new.session is session
+    assert leaf.session is session
+
+
+def test_teardown_reaches_every_loop() -> None:
+    """L40."""
+    leaf, side = Leaf(), Leaf()
+    top = Top(Middle(leaf), side)
+    top.teardown()
+    assert [loop.calls for loop in (leaf, side)] == [[("teardown",)]] * 2
+
+
+def test_states_are_collected_by_the_path_of_roles() -> None:
+    """DESIGN section 5, L35: nested plain dicts, e.g. `fit.epoch.batch.optimizer`."""
+    top = Top(Middle(Leaf({"a": 1}), {"b": 2}), Leaf())
+    assert top.collect_states("fit") == {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}}
+    assert Leaf().collect_states("fit") == {}
+
+
+def test_states_are_given_back_by_the_path_of_roles_and_the_rest_is_left() -> None:
+    """L36: what is left over is for the caller to name (DESIGN R5)."""
+    top = Top(Middle(Leaf(), {"b": 0}), Leaf({"kept": True}))
+    states = {"fit.middle": {"b": 2}, "fit.middle.inner": {"a": 1}, "fit.gone": {"c": 3}}
+    top.spread_states("fit", states)
+    assert top.collect_states("fit") == {
+        "fit.middle": {"b": 2},
+        "fit.middle.inner": {"a": 1},
+        "fit.side": {"kept": True},
+    }
+    assert states == {"fit.gone": {"c": 3}}
+
+
+class Watcher(Plugin):
+    """Notes weight, gradient and learning rate at every event of a step."""
+
+    def __init__(self, model: Stepper) -> None:
+        super().__init__("watcher")
+        self.model = model
+        self.seen: list[tuple[Any, ...]] = []
+
+    def setup(self) -> None: ...
+
+    def note(self, event: str, *args: Any) -> None:
+        rate = self.model.optimizer.param_groups[0]["lr"]
+        self.seen.append((event, *args, self.model.weight, self.model.gradient, rate))
+
+    def on_backward_start(self, loss: Tensor) -> None:
+        self.note("backward", loss.item())
+
+    def on_backward_end(self) -> None:
+        self.note("backward done")
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None:
+        assert optimizer is self.model.optimizer
+        self.note("step")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("zero_grad")
+
+    def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
+        self.note("step done", committed)
+
+
+def test_a_returned_loss_is_stepped_in_the_published_order() -> None:
+    """C10, C12, L25, R39: the event of the step sees gradients that are final, not yet clipped."""
+    model = Stepper()
+    watcher = Watcher(model)
+    session = make_session(model, watcher, engine=Engine(torch.device("cpu"), clip_value=3.0))
+    assert train_on(attached(OptimizerLoop(), session), session, 4.0) is True
+    assert watcher.seen == [
+        ("backward", 0.0, 0.0, None, 1.0),
+        ("backward done", 0.0, 4.0, 1.0),
+        ("step", 0.0, 4.0, 1.0),
+        ("zero_grad", -3.0, 3.0, 0.5),
+        ("step done", True, -3.0, None, 0.5),
+    ]
+    assert session.is_manual is False
+
+
+def test_inside_of_a_window_gradients_are_summed_and_at_its_end_averaged() -> None:
+    """DESIGN section 5, "A window"; L29."""
+    model = Stepper()
+    watcher = Watcher(model)
+    session = make_session(model, watcher, accumulation=2)
+    loop = attached(OptimizerLoop(), session)
+    train_on(loop, session, 4.0, is_boundary=False)
+    assert (model.weight, model.gradient) == (0.0, 4.0)
+    assert [event for event, *_ in watcher.seen] == ["backward", "backward done"]
+    train_on(loop, session, 2.0)
+    assert (model.weight, model.gradient) == (-3.0, None)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda weight, batch: (weight * batch).sum(),
+        lambda weight, batch: weight * batch,
+        lambda weight, batch: {"loss": (weight * batch).sum(), "more": "anything"},
+    ],
+)
+def test_a_loss_may_stand_in_a_dict_or_have_one_element(answer: Any) -> None:
+    """L25."""
+    model = Stepper(answer)
+    session = make_session(model)
+    train_on(attached(OptimizerLoop(), session), session, 2.0)
+    assert model.weight == -2.0
+
+
+def test_the_loss_is_put_into_an_empty_table_and_detached() -> None:
+    """The issue: losses go to TensorBoard without user code; L25."""
+    model = Stepper(lambda weight, batch: (weight + batch).sum())
+    session = make_session(model)
+    train_on(attached(OptimizerLoop(), session), session, 2.0)
+    assert model.loss_items["loss"].item() == 2.0
+    assert not model.loss_items["loss"].requires_grad
+
+
+def test_a_table_that_the_model_has_filled_is_left_alone() -> None:
+    model = Stepper()
+
+    def answer(weight: Tensor, batch: Any) -> Tensor:
+        model._loss_items["mine"] = 1.0
+        return (weight * batch).sum()
+
+    model.answer = answer
+    session = make_session(model)
+    train_on(attached(OptimizerLoop(), session), session, 2.0)
+    assert model.loss_items == {"mine": 1.0}
+
+
+def test_none_means_that_the_model_steps_itself() -> None:
+    """C12, L26: nothing is touched, no event of an automatic step is told."""
+    model = Stepper(lambda weight, batch: None)
+    watcher = Watcher(model)
+    session = make_session(model, watcher)
+    assert train_on(attached(OptimizerLoop(), session), session, 2.0) is True
+    assert session.is_manual is True
+    assert (watcher.seen, model.loss_items) == ([], {})
+    assert (model.weight, model.scheduler.last_epoch) == (0.0, 0)
+
+
+@pytest.mark.parametrize(("unit", "is_boundary"), [(EPOCH, True), (ITERATION, False)])
+def test_in_epoch_unit_every_batch_of_a_manual_model_is_a_window(
+    unit: TrainingUnit, is_boundary: bool
+) -> None:
+    """DESIGN section 5, "A window": also the first batch, on which that is found out."""
+    session = make_session(Stepper(lambda weight, batch: None), unit=unit, accumulation=3)
+    train_on(attached(OptimizerLoop(), session), session, 2.0, is_boundary=False)
+    assert session.state.is_step_boundary is is_boundary
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (3.0, "got float"),
+        ("loss", "got str"),
+        ({"loss": 2.0}, "got float"),
+        ({"losses": torch.ones(())}, "got dict"),
+        ({"loss": None}, "got "),
+        ((torch.ones(()),), "got tuple"),
+        ((loss for loss in [torch.ones(())]), "got generator"),
+        (torch.ones(3, requires_grad=True), r"shape \(3,\)"),
+        (torch.ones(()), "requires_grad=False"),
+        (torch.ones(0, requires_grad=True), r"shape \(0,\)"),
+    ],
+    ids=str,
+)
+def test_any_other_answer_is_an_error_that_says_what_is_expected(answer: Any, words: str) -> None:
+    """The issue, L25."""
+    session = make_session(Stepper(lambda weight, batch: answer))
+    loop = attached(OptimizerLoop(), session)
+    with pytest.raises(UsageError, match="train_step must return a scalar loss.*" + words):
+        train_on(loop, session, 2.0)
+
+
+@pytest.mark.parametrize("is_manual", [True, False])
+def test_a_model_keeps_to_one_way_of_stepping(is_manual: bool) -> None:
+    """C12: else a window would be neither ours nor the model's."""
+    model = Stepper()
+    answers = [lambda weight, batch: (weight * batch).sum(), lambda weight, batch: None]
+    session = make_session(model)
+    loop = attached(OptimizerLoop(), session)
+    model.answer = answers[is_manual]
+    train_on(loop, session, 2.0)
+    model.answer = answers[not is_manual]
+    form = "returned a loss after.*returned None" if is_manual else "returned None after.*a loss"
+    with pytest.raises(UsageError, match=r"Stepper\.train_step " + form):
+        train_on(loop, session, 2.0)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_automatic_step_needs_exactly_one_optimizer(count: int) -> None:
+    """DESIGN section 6."""
+    model = Stepper()
+    del model.scheduler, model.optimizer
+    for number in range(count):
+        setattr(model, f"optimizer{number}", SGD(model.net.parameters(), lr=1.0))
+    session = make_session(model)
+    loop = attached(OptimizerLoop(), session)
+    found = r"\['optimizer0', 'optimizer1'\]" if count else "none"
+    with pytest.raises(UsageError, match=f"exactly one optimizer.*{found}.*YieldLoop"):
+        train_on(loop, session, 2.0)
+
+
+def test_an_optimizer_that_the_model_replaces_is_the_one_that_steps() -> None:
+    """Nothing silent (DESIGN R5): a layer is often unfrozen together with a new optimizer."""
+    model = Stepper()
+    del model.scheduler
+    session = make_session(model)
+    loop = attached(OptimizerLoop(), session)
+    train_on(loop, session, 2.0)
+    assert model.weight == -2.0
+    model.optimizer = SGD(model.net.parameters(), lr=10.0)
+    train_on(loop, session, 2.0)
+    assert model.weight == -22.0
+
+
+def test_the_optimizer_of_one_training_is_forgotten_for_the_next() -> None:
+    model = Stepper()
+    loop = OptimizerLoop()
+    first = make_session(model)
+    train_on(attached(loop, first), first, 1.0)
+    loop.teardown()
+    other = Stepper()
+    second = make_session(other)
+    train_on(attached(loop, second), second, 1.0)
+    assert (model.weight, other.weight) == (-1.0, -1.0)
+
+
+def test_a_step_that_is_not_committed_moves_no_scheduler() -> None:
+    """E26, DESIGN section 5."""
+
+    class Skipping(Engine):
+        def optimizer_step(self, optimizer: Any) -> bool:
+            return False
+
+    model = Stepper()
+    watcher = Watcher(model)
+    session = make_session(model, watcher, engine=Skipping(torch.device("cpu")))
+    assert train_on(attached(OptimizerLoop(), session), session, 2.0) is False
+    assert watcher.seen[-1] == ("step done", False, 0.0, None, 1.0)
+    assert model.scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("place", ["train_step", "batch_to_device", "process_training_batch"])
+def test_stop_iteration_of_user_code_is_an_error(place: str) -> None:
+    """L27, DESIGN R5: `next()` on an exhausted iterator would drop the batch in silence."""
+
+    def exhausted(*args: Any) -> Any:
+        return next(iter(()))
+
+    model = Stepper()
+    kind = type("Owner", (Watcher,), {"process_training_batch": exhausted})
+    plugins = [kind(model)] if place == "process_training_batch" else []
+    if place != "process_training_batch":
+        model = type("Broken", (Stepper,), {place: exhausted})()
+    session = make_session(model, *plugins)
+    loop = attached(BatchLoop(OptimizerLoop()), session)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        train_on(loop, session, 2.0)
+
+
+def test_the_mode_is_part_of_the_state() -> None:
+    """DESIGN R4: after a resume the first batch must have the window that it would have had."""
+    session = make_session(Stepper(lambda weight, batch: None), unit=EPOCH, accumulation=3)
+    loop = attached(OptimizerLoop(), session)
+    train_on(loop, session, 1.0)
+    states = loop.collect_states("fit.epoch.batch.optimizer")
+    assert states == {"fit.epoch.batch.optimizer": {"is_manual": True}}
+    resumed = make_session(Stepper(lambda weight, batch: None), unit=EPOCH, accumulation=3)
+    attached(OptimizerLoop(), resumed).spread_states("fit.epoch.batch.optimizer", states)
+    assert resumed.is_manual is True
+
+
+def test_a_batch_is_moved_then_mapped_then_trained_on() -> None:
+    """DESIGN section 5, "A batch"; C12."""
+    order: list[str] = []
+
+    class Moving(Stepper):
+        def batch_to_device(self, batch: Any, phase: Phase) -> Any:
+            order.append(f"move in {phase.value}")
+            return batch + 1.0
+
+    class Mapping(Watcher):
+        def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
+            order.append(f"map at {state.global_iteration}")
+            return batch * 2.0
+
+    model = Moving()
+    session = make_session(model, Mapping(model))
+    loop = attached(BatchLoop(OptimizerLoop()), session)
+    assert train_on(loop, session, 2.0) is True
+    assert order == ["move in training", "map at 1"]
+    assert model.weight == -6.0
+
+
+def test_a_batch_loop_without_an_optimizer_loop_says_so() -> None:
+    with pytest.raises(HeliosError, match=r"BatchLoop has no loop in the roles"):
+        BatchLoop().attach(make_session(Stepper()))

@@ -1,0 +1,116 @@
+"""What users hand in is checked before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helios.errors import ArgumentError, DuplicateError
+from helios.model.model import Model
+from helios.plugins.plugin import Plugin
+from helios.startup.checks import check_plugins, check_state_methods
+from helios.state import TrainingState
+
+
+class Quiet(Plugin):
+    def setup(self) -> None: ...
+
+
+class Owner(Quiet):
+    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
+        return batch
+
+
+class Plain(Model):
+    def __init__(self) -> None:
+        super().__init__("plain")
+
+    def setup(self, fast_init: bool = False) -> None: ...
+
+
+class BothMethods(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None: ...
+
+
+class OnlySaves(Plain):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class OnlyLoads(Plain):
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None: ...
+
+
+class HeirOfBoth(BothMethods):
+    def state_dict(self) -> dict[str, Any]:
+        return {"more": 1}
+
+
+def test_plugins_under_their_own_ids_are_accepted() -> None:
+    """H59."""
+    check_plugins({})
+    check_plugins({"one": Quiet("one"), "two": Owner("two")})
+
+
+def test_a_plugin_under_another_id_is_an_error_that_names_both() -> None:
+    """DESIGN section 9: `trainer.plugins[id] = plugin` is checked when fit starts."""
+    with pytest.raises(DuplicateError, match=r"under its own id 'one', got 'two'"):
+        check_plugins({"two": Quiet("one")})
+
+
+@pytest.mark.parametrize(
+    ("flag", "method"),
+    [
+        ("training_batch", "process_training_batch"),
+        ("validation_batch", "process_validation_batch"),
+        ("testing_batch", "process_testing_batch"),
+    ],
+)
+def test_a_flag_must_agree_with_what_is_overridden(flag: str, method: str) -> None:
+    """H60, DESIGN section 9."""
+    plugin = Quiet("quiet")
+    setattr(plugin.unique_overrides, flag, True)
+    with pytest.raises(ArgumentError, match=f"'quiet' sets unique_overrides.{flag}.*{method}"):
+        check_plugins({"quiet": plugin})
+    owner = type("Full", (Quiet,), {method: lambda self, batch, step: batch})("quiet")
+    setattr(owner.unique_overrides, flag, True)
+    check_plugins({"quiet": owner})
+
+
+def test_overriding_without_a_flag_is_enough() -> None:
+    """DESIGN section 7: overriding makes the owner."""
+    check_plugins({"owner": Owner("owner")})
+
+
+def test_the_flag_for_stopping_is_ignored() -> None:
+    """DESIGN section 9: any plugin may stop a training."""
+    plugin = Quiet("quiet")
+    plugin.unique_overrides.should_training_stop = True
+    check_plugins({"quiet": plugin})
+
+
+@pytest.mark.parametrize("stranger", [object(), Quiet, None])
+def test_what_is_no_plugin_is_an_error_that_names_its_place(stranger: Any) -> None:
+    """DESIGN section 9: the dictionary of the trainer takes whatever a user puts into it."""
+    with pytest.raises(ArgumentError, match="'stranger'"):
+        check_plugins({"stranger": stranger})
+
+
+@pytest.mark.parametrize("kind", [Plain, BothMethods, HeirOfBoth])
+def test_a_model_overrides_both_methods_of_its_state_or_none(kind: type[Plain]) -> None:
+    """DESIGN section 6."""
+    check_state_methods(kind())
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [(OnlySaves, "state_dict"), (OnlyLoads, "load_state_dict")]
+)
+def test_overriding_one_of_them_is_an_error_that_names_it(kind: type[Plain], method: str) -> None:
+    """DESIGN section 6: what one half writes the other could not read."""
+    form = f"{kind.__name__} must override both.*got {method} only. Without them"
+    with pytest.raises(ArgumentError, match=form):
+        check_state_methods(kind())
