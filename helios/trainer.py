@@ -89,7 +89,7 @@ class Trainer:
         UsageError: if ``use_cpu=False`` finds no GPU (a ``RuntimeError``).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the historical arguments keep their order
         self,
         run_name: str = "",
         train_unit: TrainingUnit | str = TrainingUnit.EPOCH,
@@ -334,7 +334,8 @@ class Trainer:
                 f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
             )
         self._model, self._datamodule = model, datamodule
-        for owner in (model, datamodule, *self._plugins.values()):
+        owners: list[Model | DataModule | Plugin] = [model, datamodule, *self._plugins.values()]
+        for owner in owners:
             owner.trainer = self
 
 

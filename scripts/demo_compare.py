@@ -119,12 +119,16 @@ class Run:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
+    @property
+    def command(self) -> list[str]:
+        """The command of every start."""
+        return [sys.executable, __file__, "--train", str(self.folder)]
+
     def start(self) -> subprocess.Popen[bytes]:
         """Start the training; always by the same command."""
-        command = [sys.executable, __file__, "--train", str(self.folder)]
         with (self.folder / CONSOLE).open("ab") as console:
             return subprocess.Popen(
-                command, stdout=console, stderr=console, start_new_session=True, cwd=ROOT
+                self.command, stdout=console, stderr=console, start_new_session=True, cwd=ROOT
             )
 
     def train(self, moments: list[tuple[int, float]]) -> None:
@@ -168,7 +172,7 @@ class Run:
         first, last = lines[begun].iteration, lines[-1].iteration
         self.kills.append((first, last))
         start = "started" if first == 1 else f"went on at iteration {first}"
-        print(f"  {start}, killed (SIGKILL) after iteration {last}")
+        print(f"  {start}, killed (SIGKILL) after iteration {last}", flush=True)
 
 
 def _newest(folder: Path) -> dict[str, Any]:
@@ -257,8 +261,8 @@ def _last_resume(run: Run) -> int:
 
 def demonstrate(folder: Path, num_kills: int, seed: int) -> int:
     """Run the demo; returns 0 if everything is equal and the network has learnt."""
-    print(f"Training on handwritten digits: {LAST} iterations, undisturbed ...")
     undisturbed, killed = Run(folder / "undisturbed"), Run(folder / "killed")
+    print(f"Training on handwritten digits: {LAST} iterations, undisturbed ...", flush=True)
     undisturbed.train([])
     print(f"  done in {undisturbed.seconds:.1f} s, with a checkpoint every 7 iterations.")
     draws = random.Random(seed)
@@ -266,6 +270,9 @@ def demonstrate(folder: Path, num_kills: int, seed: int) -> int:
     iterations = [int(share * (part + draws.uniform(0.15, 0.85))) for part in range(num_kills)]
     moments = [(iteration, draws.uniform(0.0, 0.05)) for iteration in iterations]
     print(f"The same again, killed soon after iterations {iterations} (seed {seed}) ...")
+    print(
+        f"  every start: {' '.join(str(_shown(Path(word))) for word in killed.command)}", flush=True
+    )
     killed.train(moments)
     print(f"  finished in {killed.seconds:.1f} s, all starts included.")
     rows = compare(undisturbed, killed)

@@ -6,10 +6,10 @@ Threads and processes may need a moment to end; only where some are left over is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
-import contextlib
 import os
 import random
 import signal

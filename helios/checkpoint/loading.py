@@ -72,11 +72,12 @@ def load(path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
         IncompatibleCheckpointError: if it is sound, but of a later version, of helios-ml, no
             checkpoint at all, or refers to types that are not allowed.
         CheckpointError: if the file system does not give the file.
+        MemoryError: if its tensors do not fit into the memory.
     """
     try:
         sidecar = read_sidecar(path)
-        _verify(path, sidecar)
-        payload = _read_verified(path, safe_types)
+        is_verified = _verify(path, sidecar)
+        payload = _read(path, safe_types, is_verified=is_verified)
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be read: {error}. Nothing was renamed; look at the "
@@ -89,22 +90,24 @@ def load(path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
     return Loaded(path, payload, sidecar)
 
 
-def _verify(path: Path, sidecar: Sidecar | None) -> None:
+def _verify(path: Path, sidecar: Sidecar | None) -> bool:
+    """Compare a file with what was written; returns whether every byte was compared."""
     if sidecar is not None and sidecar.digest:
         if digest_file(path) != sidecar.digest:
             raise DamagedCheckpointError(
                 f"{path} is damaged: its bytes are not those whose digest is in its sidecar. "
                 "Remove it, or take another checkpoint."
             )
-        return
+        return True
     codec.check_container(path)
     if sidecar is None:
         _LOGGER.warning(
             "The checkpoint %s has no sidecar: its bytes were not verified against a digest.", path
         )
+    return False
 
 
-def _read_verified(path: Path, safe_types: Iterable[Any]) -> Any:
+def _read(path: Path, safe_types: Iterable[Any], *, is_verified: bool) -> Any:
     types = list(safe_types)
     try:
         return codec.read(path, types)
@@ -112,11 +115,13 @@ def _read_verified(path: Path, safe_types: Iterable[Any]) -> Any:
         migrations.refuse_old_globals(path, codec.unsafe_globals(path, types))
         raise
     except DamagedCheckpointError as error:
-        # The bytes are those that were written, so the fault lies elsewhere: too little memory,
-        # an older PyTorch. Renamed as damaged, every good checkpoint of a run would be lost.
+        if not is_verified:
+            raise
+        # The fault lies elsewhere, in an older PyTorch perhaps: renamed as damaged, every good
+        # checkpoint of the run would be lost.
         raise IncompatibleCheckpointError(
-            f"{path} is whole, but cannot be read here: {error} It was written with another "
-            "version of PyTorch, or there is too little memory; nothing was renamed."
+            f"{path} holds the bytes that were written, but cannot be read here: {error} It was "
+            "written with another version of PyTorch, perhaps. Nothing was renamed."
         ) from error
 
 

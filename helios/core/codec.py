@@ -22,6 +22,8 @@ from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
 _CHUNK_BYTES = 1 << 20
 _FOLDER_FLAG = 0x10
+# How torch begins the RuntimeError that it raises in place of a MemoryError.
+_ALLOCATOR = "DefaultCPUAllocator"
 
 
 class Writable(Protocol):
@@ -86,6 +88,7 @@ def read(path: Path, safe_types: Iterable[Any] = ()) -> Any:
         DamagedCheckpointError: if the file is no readable container of a tree.
         IncompatibleCheckpointError: if it refers to a type or function that is not allowed. That
             is never imported or called.
+        MemoryError: if its tensors do not fit into the memory.
         OSError: if the file system does not give the file.
     """
     types = list(safe_types)
@@ -93,10 +96,10 @@ def read(path: Path, safe_types: Iterable[Any] = ()) -> Any:
         with path.open("rb"), _allowing(types):
             tree = torch.load(path, map_location="cpu", weights_only=True)
         return decode(tree, safe_types=types)
-    except MemoryError:
-        raise
     except Exception as error:
         _reraise_os_error(error)
+        if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
+            raise MemoryError(f"There is too little memory to load {path}.") from error
         names = unsafe_globals(path, types)
         if names:
             raise IncompatibleCheckpointError(

@@ -269,8 +269,9 @@ class BarDisplay(Display):
         if self._training is None or self._surface is None:
             return
         self._training.end_epoch()
-        if self._training.unit is TrainingUnit.EPOCH and not self._surface.is_live:
+        if not self._surface.is_live:
             self._losses = _read(self._loss_items)
+        if self._training.unit is TrainingUnit.EPOCH and not self._surface.is_live:
             self._show()
         else:
             self._show_if_due()

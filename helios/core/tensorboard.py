@@ -42,6 +42,7 @@ class TensorboardWriter:
     def __init__(self) -> None:
         self._writer: Any = None  # torch's SummaryWriter, which is not annotated
         self._run_path: Path | None = None
+        self._suffix = _SUFFIX
 
     def setup(self, run_path: Path) -> None:
         """Begin a new event file in the folder of a run, which is made where it is missing."""
@@ -49,7 +50,7 @@ class TensorboardWriter:
         self._run_path = run_path
         if get_global_rank() == 0:
             run_path.mkdir(parents=True, exist_ok=True)
-            self._writer = _open_writer(run_path)
+            self._writer = _open_writer(run_path, self._suffix)
 
     @property
     def run_path(self) -> Path:
@@ -85,8 +86,10 @@ class TensorboardWriter:
 
         Args:
             run_path: the folder, wherever it is now.
-            marks: what :meth:`mark` returned for the checkpoint; ``None`` leaves all events.
+            marks: what :meth:`mark` returned for the checkpoint; ``None`` for an evaluation of the
+                run: all events are left, and no later resume touches the new ones.
         """
+        self._suffix = "" if marks is None else _SUFFIX
         if marks is not None and get_global_rank() == 0:
             # A writer that is still open would go on behind the cut.
             self.close()
@@ -231,7 +234,7 @@ class TensorboardWriter:
 
         # A second file beside the open one would end TensorBoard's reading of that one: it goes
         # on to the newest file of a folder for good. So a new file is begun in sub-folders only.
-        writer = _open_writer(self.run_path / run_name) if run_name else self._writer
+        writer = _open_writer(self.run_path / run_name, self._suffix) if run_name else self._writer
         parts: Any = hparams  # not annotated
         for summary in parts(hparam_dict, metric_dict, hparam_domain_discrete):
             writer.file_writer.add_summary(summary, global_step)
@@ -241,14 +244,14 @@ class TensorboardWriter:
             writer.close()
 
 
-def _open_writer(folder: Path) -> Any:
+def _open_writer(folder: Path, suffix: str) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(
         str(folder),
         max_queue=_QUEUE_LENGTH,
         flush_secs=_FLUSH_SECONDS,
-        filename_suffix=_SUFFIX,
+        filename_suffix=suffix,
     )
 
 

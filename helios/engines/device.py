@@ -23,7 +23,7 @@ def select_gpus(use_cpu: bool | None, gpus: list[int] | None) -> list[int]:
     if use_cpu:
         if gpus is not None:
             raise ArgumentError(
-                f"Trainer(gpus=...) must be None with use_cpu=True, got {gpus}. Leave out one of them."
+                f"Trainer(gpus=...) must be None with use_cpu=True, got {gpus}. Drop one of them."
             )
         return []
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -61,7 +61,8 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, torch.Tensor | PackedSequence):
         is_pinned = device.type != "cpu" and batch.is_pinned()
-        return batch.to(device=device, non_blocking=is_pinned)
+        moved: Any = batch  # PackedSequence's own annotation admits no device
+        return moved.to(device=device, non_blocking=is_pinned)
     return _map_container(batch, lambda item: move_to_device(item, device))
 
 

@@ -80,7 +80,7 @@ class Model(ABC):
     """
 
     unsaved: tuple[str, ...] = ()
-    scheduler_interval: Mapping[str, str] = {}  # noqa: RUF012 - read only; users replace it
+    scheduler_interval: Mapping[str, str] = {}
 
     def __init__(self, save_name: str) -> None:
         is_name = isinstance(save_name, str) and save_name not in ("", ".", "..")

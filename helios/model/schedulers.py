@@ -1,4 +1,4 @@
-"""When learning-rate schedulers move in automatic mode: per step, per epoch or after a validation."""
+"""When schedulers move in automatic mode: per step, per epoch, or after a validation."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ class Schedulers:
                 metric = interval[len(_VALIDATION) :]
                 if metric not in scores:
                     raise UsageError(
-                        f"Model.scheduler_interval[{path!r}] follows the metric {metric!r}, but the "
-                        f"validation scores hold {sorted(map(str, scores))}. Put the metric into "
-                        "self._val_scores, or correct its name."
+                        f"Model.scheduler_interval[{path!r}] follows the metric {metric!r}, but "
+                        f"the validation scores hold {sorted(map(str, scores))}. Put the metric "
+                        "into self._val_scores, or correct its name."
                     )
                 self._move(path, float(scores[metric]))
 

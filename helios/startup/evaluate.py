@@ -68,7 +68,8 @@ class EvaluationRun(Run):
                 num_threads=None if payload is None else payload["num_threads"],
             )
         )
-        outputs.open_logs(self.arguments, self.model.save_name, payload)
+        name = self.arguments.run_name or self.model.save_name
+        outputs.open_logs(self.arguments, name, payload, is_training=False)
         self._set_up_for(payload)
         self._open_source(self.loop.phase)
         session = self.session = Session(

@@ -73,7 +73,8 @@ class FitRun(Run):
             return True
         stack.enter_context(self._numerics(payload))
         # Another run's logs are not this run's to cut back: a branch begins its own.
-        outputs.open_logs(self.arguments, self._name, None if self._start.is_branch else payload)
+        logged = None if self._start.is_branch else payload
+        outputs.open_logs(self.arguments, self._name, logged, is_training=True)
         self._set_up(is_inference=False)
         session = self.session = self._build()
         self.show(session)

@@ -34,8 +34,17 @@ def _find_again(root: Path | None, stored: str | None) -> Path | None:
     return moved if moved is not None and moved.exists() else Path(stored)
 
 
-def open_logs(arguments: Arguments, name: str, payload: dict[str, Any] | None) -> None:
-    """Open the log file and the event files, or go on with those of a checkpoint (H24)."""
+def open_logs(
+    arguments: Arguments, name: str, payload: dict[str, Any] | None, *, is_training: bool
+) -> None:
+    """Open the log file and the event files, or go on with those of a checkpoint (H24).
+
+    Args:
+        arguments: the options of the trainer.
+        name: the name of the run.
+        payload: the checkpoint; ``None`` for new files.
+        is_training: whether events behind the checkpoint are cut off: training repeats them.
+    """
     stored = payload or {}
     log_path = _find_again(arguments.log_path, stored.get("log_path"))
     run_path = _find_again(arguments.run_path, stored.get("run_path"))
@@ -48,7 +57,7 @@ def open_logs(arguments: Arguments, name: str, payload: dict[str, Any] | None) -
         log.restore_default_loggers(
             log_path=log_path if arguments.enable_file_logging else None,
             run_path=run_path if arguments.enable_tensorboard else None,
-            marks=stored.get("events"),
+            marks=stored.get("events", {}) if is_training else None,
         )
 
 

@@ -271,10 +271,27 @@ def test_a_sound_file_that_cannot_be_read_here_is_not_called_damaged(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+        raise RuntimeError("unknown dtype float2")
 
     monkeypatch.setattr(torch, "load", fail)
-    refuses(folder, "not enough memory.*nothing was renamed")
+    refuses(folder, r"unknown dtype float2.*Nothing was renamed")
+
+
+@pytest.mark.parametrize("digest", [True, False])
+def test_too_little_memory_is_not_called_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, digest: bool
+) -> None:
+    folder = RunFolder(tmp_path, CheckpointStore(digest=digest))
+    save(folder, 1, 1)
+    before = names(tmp_path)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(MemoryError, match=r"run_epoch_1_iter_1\.pth"):
+        folder.load_newest()
+    assert names(tmp_path) == before
 
 
 def test_a_disk_that_fails_is_not_called_damage(

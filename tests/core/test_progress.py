@@ -258,7 +258,7 @@ def test_without_a_terminal_short_epochs_of_an_iteration_run_say_nothing(
         display.end_epoch()
     assert pipe.getvalue() == ""
     display.close()
-    assert pipe.getvalue() == "iterations 20/20, 320 samples/s, 0:00 left\n"
+    assert pipe.getvalue() == "iterations 20/20, loss 0.5, 320 samples/s, 0:00 left\n"
 
 
 def test_a_reader_that_went_away_does_not_end_the_training(time: Time) -> None:

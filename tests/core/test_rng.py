@@ -286,13 +286,17 @@ def test_a_stream_draws_the_numbers_of_its_key_and_disturbs_nothing() -> None:
     assert draw() == inside
 
 
+def fail_after_a_draw() -> None:
+    draw()
+    raise ZeroDivisionError
+
+
 def test_a_stream_restores_the_generators_also_after_an_error() -> None:
     rng.seed_rngs(1)
     expected = draw()
     rng.seed_rngs(1)
     with pytest.raises(ZeroDivisionError), rng.stream(5):
-        draw()
-        raise ZeroDivisionError
+        fail_after_a_draw()
     assert draw() == expected
 
 

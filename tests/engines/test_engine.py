@@ -171,9 +171,7 @@ def test_moving_a_batch_uses_the_device_of_the_engine() -> None:
         ({"clip_value": 1.0}, ["Trainer(clip_value=...)"]),
     ],
 )
-def test_options_of_automatic_steps_are_named(
-    options: dict[str, float], names: list[str]
-) -> None:
+def test_options_of_automatic_steps_are_named(options: dict[str, float], names: list[str]) -> None:
     """DESIGN section 6: a model that steps itself is told which options it ignores."""
     assert engine_for(**options).automatic_options == names
 

