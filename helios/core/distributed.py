@@ -54,6 +54,11 @@ def is_using_torchrun() -> bool:
     return all(name in os.environ for name in _TORCHRUN_VARIABLES)
 
 
+def launched_world_size() -> int:
+    """Return how many processes torchrun has started; 1 without it."""
+    return int(os.environ["WORLD_SIZE"]) if is_using_torchrun() else 1
+
+
 def init_dist(
     backend: str = "nccl", rank: int | None = None, world_size: int | None = None
 ) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from helios.errors import ArgumentError, DuplicateError
+from helios.core.distributed import launched_world_size
+from helios.errors import ArgumentError, DuplicateError, UsageError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
@@ -13,6 +14,20 @@ _FLAGS = {
     "validation_batch": "process_validation_batch",
     "testing_batch": "process_testing_batch",
 }
+
+
+def check_launch() -> None:
+    """Check that this is the only process of the training.
+
+    Raises:
+        UsageError: under torchrun with several processes: each would train on its own.
+    """
+    count = launched_world_size()
+    if count > 1:
+        raise UsageError(
+            f"This version of Helios trains in one process, but torchrun has started {count}. "
+            "Start the script with plain python, or with --nproc-per-node 1."
+        )
 
 
 def check_plugins(plugins: dict[str, Plugin]) -> None:

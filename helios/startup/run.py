@@ -27,7 +27,7 @@ from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup import outputs
 from helios.startup.arguments import Arguments
-from helios.startup.checks import check_plugins, check_state_methods
+from helios.startup.checks import check_launch, check_plugins, check_state_methods
 from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Run(ABC):
         self.model = model
         self.datamodule = datamodule
         self.show = show
+        check_launch()
         check_plugins(plugins)
         check_state_methods(model)
         self.engine = _make_engine(arguments)
@@ -138,17 +139,19 @@ class Run(ABC):
         return ""
 
     def _tear_down(self, *, is_regular: bool) -> None:
-        self.show(None)
-        self.loop.teardown()
-        self.display.close()
-        self.engine.teardown()
-        if is_regular and self.session is not None and self.session.phase is Phase.TRAINING:
-            self.hooks.emit("on_fit_end")
-        self.hooks.emit_to_all("teardown")
-        for source in self.sources.values():
-            source.close()
-        self.loop.attach(None)
-        log.close_default_loggers()
+        # A stack runs all of these, last first, also when one of them raises.
+        with ExitStack() as stack:
+            stack.callback(log.close_default_loggers)
+            stack.callback(self.loop.attach, None)
+            for source in self.sources.values():
+                stack.callback(source.close)
+            stack.callback(self.hooks.emit_to_all, "teardown")
+            if is_regular and self.session is not None and self.session.phase is Phase.TRAINING:
+                stack.callback(self.hooks.emit, "on_fit_end")
+            stack.callback(self.engine.teardown)
+            stack.callback(self.display.close)
+            stack.callback(self.loop.teardown)
+            stack.callback(self.show, None)
 
     def _set_up(self, *, is_inference: bool) -> None:
         arguments = self.arguments
@@ -162,6 +165,8 @@ class Run(ABC):
         for plugin in self.plugins.values():
             plugin.setup()
         self.datamodule.setup()
+        for table in self.model.tables.values():
+            table.clear()
         self.model.setup(fast_init=is_inference)
         self.model.discovery.take_baseline()
 

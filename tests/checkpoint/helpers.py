@@ -62,3 +62,11 @@ def is_same(left: Any, right: Any) -> bool:
 def names(folder: Path) -> list[str]:
     """Return the sorted names in a folder."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def swap(first: Path, second: Path) -> None:
+    """Exchange the contents of two names."""
+    other = first.with_name("other")
+    first.rename(other)
+    second.rename(first)
+    other.rename(second)

@@ -50,7 +50,7 @@ class Remembering(ResumableSampler):
     def __iter__(self) -> Iterator[int]:
         begin = self.first[0]
         for step in range(self.length):
-            self.first[0] = (begin + step + int(torch.randint(3, ()))) % self.length
+            self.first[0] = (begin + step + int(torch.randint(2, 7, ()))) % self.length
             yield self.first[0]
 
     def __len__(self) -> int:

@@ -224,3 +224,22 @@ def test_listed_exceptions_pass_without_being_logged(
 def test_nothing_of_the_package_stays_configured_after_a_run(tmp_path: Path) -> None:
     train(tmp_path, Setting(total_steps=1))
     assert not logging.getLogger("helios").handlers
+
+
+def test_several_processes_are_refused_until_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("helios.startup.checks.launched_world_size", lambda: 2)
+    with pytest.raises(UsageError, match="torchrun has started 2"):
+        train(tmp_path, Setting(total_steps=1))
+
+
+def test_a_second_fit_of_the_same_model_starts_from_nothing() -> None:
+    setting = Setting(total_steps=5, validates=False, valid_frequency=None)
+    trainer = helios.Trainer("", "iteration", 5, use_cpu=True, print_banner=False, random_seed=5)
+    model, data = SmallModel(setting), IndexModule(setting)
+    trainer.fit(model, data)
+    first, running = dict(model.records), dict(model._running_losses)
+    trainer.fit(model, data)
+    assert model.records == first
+    assert model._running_losses == running

@@ -241,6 +241,14 @@ def test_a_member_that_was_moved_outside_is_an_error() -> None:
         schedulers.after_step()
 
 
+def test_a_scheduler_that_moves_first_after_a_resume_raises_no_alarm() -> None:
+    """At an epoch's end no optimizer has stepped in this process yet; PyTorch would warn."""
+    scheduler = StepLR(make_optimizer(), step_size=1, gamma=0.5)
+    schedulers = Schedulers({"scheduler": scheduler}, {"scheduler": "epoch"})
+    schedulers.after_epoch()
+    assert rate(scheduler) == 0.5
+
+
 def test_a_scheduler_that_was_loaded_goes_on_from_there() -> None:
     """After a load its position is another one, which nobody moved by hand."""
     first = halving()
