@@ -81,6 +81,7 @@ class Session:
         is_manual: whether the model steps its optimizers itself; known after the first step.
         carried_plugins: states of plugins that are gone, by id; saved again, unread.
         carried_loops: states of loops that are gone, by role path; saved again, unread.
+        train_keys: the keys of the iterations.
         saved_randomness: the generators of the checkpoint, until the training goes on.
     """
 
@@ -105,6 +106,10 @@ class Session:
     carried_plugins: dict[str, Any] = field(default_factory=dict)
     carried_loops: dict[str, Any] = field(default_factory=dict)
     saved_randomness: dict[str, Any] | None = None
+    train_keys: rng.KeySeries = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.train_keys = rng.KeySeries(self.seed, "train", suffix=(0,))
 
     def move_batch(self, batch: Any, phase: Phase) -> Any:
         """Return a batch on the device, by the model's rule."""
@@ -115,7 +120,7 @@ class Session:
 
     def seed_iteration(self) -> None:
         """Set the random numbers of the present iteration (DESIGN R2)."""
-        rng.reseed(rng.key(self.seed, "train", self.state.global_iteration, 0))
+        rng.reseed(self.train_keys.at(self.state.global_iteration))
 
     def seed_evaluation(self, pass_number: int, step: int) -> None:
         """Set the random numbers of one batch of an evaluation."""

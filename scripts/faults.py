@@ -49,7 +49,7 @@ FAULTS = (
     Fault(
         "no re-seeding before the iteration",
         "helios/session.py",
-        'rng.reseed(rng.key(self.seed, "train", self.state.global_iteration, 0))',
+        'rng.reseed(self.train_keys.at(self.state.global_iteration))',
         "pass",
         f"{RESUME}::test_validation_logging_and_saving_change_no_bit",
     ),

@@ -151,7 +151,7 @@ class _ForeignBatches(BatchIterator):
     """A pass over a foreign loader; the fetch is seeded where it runs in this process."""
 
     def __init__(self, loader: Iterable[Any], place: Place, watch: LegacyWatch) -> None:
-        self._place = place
+        self._keys = place.fetch_keys()
         self._batch = place.batch
         self._watch = watch
         self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
@@ -172,7 +172,7 @@ class _ForeignBatches(BatchIterator):
         """Return the next batch, or the end."""
         if self._batches is None:
             return _END
-        rng.reseed(self._place.fetch_key(self._batch))
+        rng.reseed(self._keys.at(self._batch))
         self._batch += 1
         return run_on_one_thread(_next, self._batches)
 

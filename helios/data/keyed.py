@@ -170,13 +170,14 @@ class KeyedBatchSampler(Sampler[Keyed]):
         place = self._place_by_hand() if place is None else place
         self.ledger.clear()
         lists = self.lists(place)
+        keys = place.fetch_keys()
         batch, following = place.batch, next(lists, _END)
         while following is not _END:
             indices: Any = following
             following = next(lists, _END)
             num_samples = len(indices) if self.is_batched else 1
             self.ledger.append((num_samples, following is _END))
-            yield Keyed(place.fetch_key(batch), indices)
+            yield Keyed(keys.at(batch), indices)
             batch += 1
 
     def _place_by_hand(self) -> Place:

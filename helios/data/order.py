@@ -55,11 +55,10 @@ class Place:
     repeat: int = 0
     is_by_hand: bool = False
 
-    def fetch_key(self, batch: int) -> int:
-        """Return the key under which a batch is fetched and collated (DESIGN R2)."""
-        if self.repeat:
-            return rng.key(self.run_seed, self.purpose, self.epoch, batch, 0, self.repeat)
-        return rng.key(self.run_seed, self.purpose, self.epoch, batch, 0)
+    def fetch_keys(self) -> rng.KeySeries:
+        """Return the keys under which batches are fetched and collated, by number (DESIGN R2)."""
+        suffix = (0, self.repeat) if self.repeat else (0,)
+        return rng.KeySeries(self.run_seed, self.purpose, self.epoch, suffix=suffix)
 
     def order_key(self) -> int:
         """Return the key under which a user's sampler runs (DESIGN R1)."""

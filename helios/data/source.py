@@ -124,7 +124,7 @@ class _LocalBatches(BatchIterator):
         self._fetch = dataset.fetch if self._is_batched else dataset.dataset.__getitem__
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._pins = loader.pin_memory
-        self._fetch_key = place.fetch_key
+        self._keys = place.fetch_keys()
         self._batch = place.batch
         self._watch: LegacyWatch | None = watch
         self._lists = loader.batches.lists(place)
@@ -138,7 +138,7 @@ class _LocalBatches(BatchIterator):
         self._following = following = next(self._lists, _END)
         self.is_last = following is _END
         self.num_samples = len(indices) if self._is_batched else 1
-        rng.reseed(self._fetch_key(self._batch))
+        rng.reseed(self._keys.at(self._batch))
         self._batch += 1
         return run_on_one_thread(self._load, indices)
 

@@ -68,22 +68,22 @@ class EpochLoop(Loop):
     def advance(self) -> None:
         """Train on one batch (DESIGN section 5, "A batch")."""
         session, state, hooks = self.session, self.session.state, self.session.hooks
-        batch = next(self.batches)
+        batches = self.batches
+        batch = next(batches)
         is_new_window = state.is_step_boundary or state.global_iteration == 0
-        self._begin_iteration()
+        self._begin_iteration(is_last=batches.is_last)
         session.seed_iteration()
         if is_new_window:
             hooks.emit("on_training_step_start", state)
         hooks.emit("on_training_batch_start", state)
         is_committed = require(self.batch_loop).run(batch)
-        self._end_iteration(is_committed=is_committed)
+        self._end_iteration(batches.num_samples, is_committed=is_committed)
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary do what is due there."""
         session = self.session
         session.poll_stop()
-        self._is_complete = self.batches.is_last
-        self._is_over = self._is_complete
+        self._is_complete = self._is_over = self.batches.is_last
         if not session.state.is_step_boundary:
             return
         if not session.schedule.is_by_epoch:
@@ -131,20 +131,19 @@ class EpochLoop(Loop):
         self._close_batches()
         super().teardown()
 
-    def _begin_iteration(self) -> None:
+    def _begin_iteration(self, *, is_last: bool) -> None:
         session, state = self.session, self.session.state
         is_boundary = due.ends_window(
             session.schedule,
             iteration=state.global_iteration + 1,
             batch=session.cursor.batch,
-            is_last=self.batches.is_last,
+            is_last=is_last,
             is_manual=bool(session.is_manual),
         )
         state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
 
-    def _end_iteration(self, *, is_committed: bool) -> None:
+    def _end_iteration(self, num_samples: int, *, is_committed: bool) -> None:
         session, state, hooks = self.session, self.session.state, self.session.hooks
-        num_samples = self.batches.num_samples
         should_log = due.is_log_due(session.schedule, state)
         hooks.emit("on_training_batch_end", state, should_log)
         if state.is_step_boundary:

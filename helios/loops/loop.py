@@ -26,31 +26,29 @@ def require(loop: Child | None) -> Child:
     return loop
 
 
+class _Unattached:
+    """Stands for a loop's session until one is attached; an instance's attribute hides it.
+
+    A property would do the same, at a cost that every iteration pays a dozen times.
+    """
+
+    def __get__(self, loop: Loop, kind: type[Loop]) -> Session:
+        raise UsageError(
+            f"{kind.__name__}.session is not set: a loop sees a session only while the trainer "
+            "runs it."
+        )
+
+
 class Loop(ABC):
     """Base of all loops.
 
     Attributes:
         roles: names of the children; each is an attribute that holds a loop.
+        session: what the loop may see; before it is attached, a ``UsageError`` (L7).
     """
 
     roles: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self) -> None:
-        self._session: Session | None = None
-
-    @property
-    def session(self) -> Session:
-        """What the loop may see.
-
-        Raises:
-            UsageError: before the loop is attached (L7).
-        """
-        if self._session is None:
-            raise UsageError(
-                f"{type(self).__name__}.session is not set: a loop sees a session only while the "
-                "trainer runs it."
-            )
-        return self._session
+    session: Session = _Unattached()  # type: ignore[assignment]
 
     @final
     def children(self) -> dict[str, Loop]:
@@ -78,7 +76,9 @@ class Loop(ABC):
                 f"{type(self).__name__} has no loop in the roles {missing}. Pass them to its "
                 "constructor, or replace it by connect(...), which keeps the present ones."
             )
-        self._session = session
+        vars(self).pop("session", None)
+        if session is not None:
+            self.session = session
         for child in self.children().values():
             child.attach(session)
 
@@ -90,22 +90,24 @@ class Loop(ABC):
             ArgumentError: for an unknown role, or something that is no loop.
         """
         for role, loop in loops.items():
-            if role not in self.roles:
-                raise ArgumentError(
-                    f"{type(self).__name__}.connect(...) must name one of its roles "
-                    f"{list(self.roles)}, got {role!r}."
-                )
-            if not isinstance(loop, Loop):
-                raise ArgumentError(
-                    f"{type(self).__name__}.connect({role}=...) must be a Loop instance, "
-                    f"got {loop!r}."
-                )
+            self._check_child(role, loop)
+        for role, loop in loops.items():
             present = getattr(self, role)
             if present is not None:
                 loop.adopt(present)
             setattr(self, role, loop)
-            if self._session is not None:
-                loop.attach(self._session)
+            loop.attach(vars(self).get("session"))
+
+    def _check_child(self, role: str, loop: object) -> None:
+        if role not in self.roles:
+            raise ArgumentError(
+                f"{type(self).__name__}.connect(...) must name one of its roles "
+                f"{list(self.roles)}, got {role!r}."
+            )
+        if not isinstance(loop, Loop):
+            raise ArgumentError(
+                f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got {loop!r}."
+            )
 
     @final
     def run(self, *args: Any) -> Any:

@@ -23,6 +23,13 @@ def _as_loss(result: Any) -> Tensor | None:
     raise UsageError(f"{_CONTRACT}, got {type(loss).__name__}.")
 
 
+def _make_loss_error(loss: Tensor) -> UsageError:
+    return UsageError(
+        f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="
+        f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
+    )
+
+
 class OptimizerLoop(Loop):
     """The default optimizer loop: automatic or manual, as ``train_step`` returns (C12)."""
 
@@ -50,11 +57,12 @@ class OptimizerLoop(Loop):
         loss = _as_loss(model.train_step(batch, session.state))
         if not self._has_begun:
             self._begin(is_manual=loss is None)
+        if session.is_manual is not (loss is None):
+            raise self._make_mode_error()
         if loss is None:
-            self._check_mode(is_manual=True)
             return
-        self._check_mode(is_manual=False)
-        self._check_loss(loss)
+        if not loss.requires_grad or loss.numel() != 1:
+            raise _make_loss_error(loss)
         if not model.loss_items:
             model.loss_items["loss"] = loss.detach()
         session.hooks.emit("on_backward_start", loss)
@@ -67,21 +75,12 @@ class OptimizerLoop(Loop):
         """Return whether the last update was committed."""
         return self._is_committed
 
-    def _check_loss(self, loss: Tensor) -> None:
-        if not loss.requires_grad or loss.numel() != 1:
-            raise UsageError(
-                f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="
-                f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
-            )
-
-    def _check_mode(self, *, is_manual: bool) -> None:
-        if self.session.is_manual is not is_manual:
-            before, now = ("a loss", "None")[:: 1 if is_manual else -1]
-            raise UsageError(
-                f"{type(self.session.model).__name__}.train_step returned {now} after it had "
-                f"returned {before}; it must keep to one of both. To train on nothing, return a "
-                "loss of zero."
-            )
+    def _make_mode_error(self) -> UsageError:
+        before, now = ("None", "a loss")[:: 1 if self.session.is_manual else -1]
+        return UsageError(
+            f"{type(self.session.model).__name__}.train_step returned {now} after it had returned "
+            f"{before}; it must keep to one of both. To train on nothing, return a loss of zero."
+        )
 
     def _begin(self, *, is_manual: bool) -> None:
         session = self.session

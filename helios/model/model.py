@@ -286,7 +286,7 @@ class Model(ABC):
         """Add the losses to the running losses, on their device (H58)."""
         running = self._running_losses
         for name, loss in self._loss_items.items():
-            value = loss.detach() if isinstance(loss, Tensor) else loss
+            value = loss.detach() if isinstance(loss, Tensor) and loss.requires_grad else loss
             running[name] = running[name] + value if name in running else value
 
     def on_validation_start(self, validation_cycle: int) -> None:

@@ -60,7 +60,7 @@ def test_a_changed_batch_size_goes_on_at_the_stored_sample() -> None:
     place = Place(batch=2, sample=8)
     rest = pull(make_batches(23, 6, shuffle=True), place)
     assert [item.indices for item in rest] == [order[8:14], order[14:20], order[20:]]
-    assert [item.key for item in rest] == [place.fetch_key(batch) for batch in (2, 3, 4)]
+    assert [item.key for item in rest] == [place.fetch_keys().at(batch) for batch in (2, 3, 4)]
 
 
 def test_the_number_of_batches_counts_those_before_and_behind_the_place() -> None:
@@ -80,9 +80,9 @@ def test_the_key_depends_on_everything_that_names_a_batch() -> None:
         Place(purpose="fetch-validation"),
         Place(repeat=1),
     ]
-    keys = {place.fetch_key(batch) for place in places for batch in (0, 1)}
+    keys = {place.fetch_keys().at(batch) for place in places for batch in (0, 1)}
     assert len(keys) == 10
-    assert Place(run_seed=7, epoch=3).fetch_key(2) == rng.key(7, "fetch", 3, 2, 0)
+    assert Place(run_seed=7, epoch=3).fetch_keys().at(2) == rng.key(7, "fetch", 3, 2, 0)
 
 
 def test_the_ledger_tells_of_each_batch_though_torch_reads_ahead() -> None:

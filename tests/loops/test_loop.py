@@ -300,6 +300,15 @@ def test_several_children_are_replaced_at_once() -> None:
     assert top.children() == {"middle_loop": middle, "side_loop": side}
 
 
+def test_a_tree_may_be_built_from_the_top_down() -> None:
+    """L10: whether every role is filled counts when the tree is attached, not before."""
+    top, middle, leaf = Top(side_loop=Leaf()), Middle(), Leaf()
+    top.connect(middle_loop=middle)
+    middle.connect(inner_loop=leaf)
+    top.attach(make_session(Stepper()))
+    assert leaf.session is top.session
+
+
 def test_a_new_child_keeps_the_children_of_the_old_one() -> None:
     """L11, L12: a replaced loop must not lose what lies below it."""
     leaf = Leaf()

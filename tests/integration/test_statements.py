@@ -1,0 +1,783 @@
+"""Statements of the reference texts, shown through whole runs (FEATURES.md, by number).
+
+The sequences below were written by hand from the published table and its corrections (FEATURES
+section 8, DESIGN section 9), not recorded: each line is an event with the receivers that hear it,
+in order. P is a plugin, Q a plugin with ``monitor = True``, D the data module, M the model, E the
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import helios
+from helios.core import rng
+from helios.engines.engine import Engine
+from helios.errors import ArgumentError, DuplicateError, UsageError
+from helios.hooks.events import EVENTS, Receiver
+from helios.loops.optimizer import OptimizerLoop
+from helios.plugins import Plugin
+from helios.state import Phase, TrainingState
+from tests.data.datasets import draw
+
+Log = list[tuple[str, str]]
+
+
+class Linear(helios.Model):
+    """One layer, trained on batches of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("linear")
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        return self.net(batch).square().mean()
+
+
+class Numbers(helios.DataModule):
+    """A column of numbers for each phase, one a batch."""
+
+    def __init__(self, training: int = 3, validation: int = 0) -> None:
+        super().__init__()
+        self.lengths = training, validation
+
+    def setup(self) -> None:
+        training, validation = self.lengths
+        self._train_dataset = self._make(training)
+        if validation:
+            self._valid_dataset = self._make(validation)
+        self._test_dataset = self._make(2)
+
+    def _make(self, length: int) -> Any:
+        return self._create_dataset(torch.ones(length, 1), helios.DataLoaderParams(batch_size=1))
+
+
+class Quiet(Plugin):
+    """A plugin that does nothing."""
+
+    def __init__(self, plug_id: str = "quiet") -> None:
+        super().__init__(plug_id)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+
+def make_trainer(**options: Any) -> helios.Trainer:
+    """Return a trainer by steps on the CPU."""
+    given = {"train_unit": "iteration", "total_steps": 4, "use_cpu": True, "print_banner": False}
+    return helios.Trainer(**{**given, **options})
+
+
+def _show(argument: Any) -> str:
+    if isinstance(argument, TrainingState):
+        return f" {argument.global_iteration}/{argument.current_iteration}"
+    return f" {argument}" if isinstance(argument, int) else ""
+
+
+def _listening(log: Log, letter: str, name: str, usual: Callable[..., Any] | None) -> Any:
+    def listen(self: Any, *args: Any, **named: Any) -> Any:
+        log.append((letter, name + "".join(map(_show, args))))
+        if usual is not None:
+            return usual(self, *args, **named)
+        return args[0] if name.startswith("process_") else None
+
+    return listen
+
+
+def listener(kind: type, letter: str, log: Log, receiver: Receiver, *more: str) -> Any:
+    """Return a class that notes the events of its receiver, and calls of some other methods."""
+    names = [event.name for event in EVENTS.values() if receiver in event.receivers]
+    methods = {
+        name: _listening(log, letter, name, getattr(kind, name, None)) for name in (*names, *more)
+    }
+    return type(kind.__name__, (kind,), methods)
+
+
+def lines_of(log: Log) -> list[str]:
+    """Join what several receivers heard of one event into a line: ``PME on_training_start``."""
+    lines: list[str] = []
+    for letter, text in log:
+        heard, _, last = lines[-1].partition(" ") if lines else ("", "", "")
+        if last == text and letter not in heard:
+            lines[-1] = f"{heard}{letter} {text}"
+        else:
+            lines.append(f"{letter} {text}")
+    return lines
+
+
+def record(call: str, data: Numbers, **options: Any) -> list[str]:
+    """Run a trainer and return all that happened, a line each."""
+    log: Log = []
+    steps = ("train_step", "valid_step", "test_step", "have_metrics_improved", "train", "eval")
+    model = listener(Linear, "M", log, Receiver.MODEL, "setup", *steps)()
+    engine = listener(Engine, "E", log, Receiver.ENGINE, "teardown")(torch.device("cpu"))
+    monitor = listener(Quiet, "Q", log, Receiver.MONITOR)("monitor")
+    monitor.monitor = True
+    plugin = listener(Quiet, "P", log, Receiver.PLUGIN, "setup")("plugin")
+    module = listener(Numbers, "D", log, Receiver.DATA, "prepare_data", "setup")(*data.lengths)
+    options = {"use_cpu": None, "engine": engine, "plugins": [monitor, plugin], **options}
+    getattr(make_trainer(**options), call)(model, module)
+    return lines_of(log)
+
+
+# Two steps of two batches, three batches an epoch: the second window runs on into epoch 2.
+BY_STEPS = """
+D prepare_data
+PDM setup
+PM on_fit_start
+PME on_training_start
+M train
+PME on_training_epoch_start 1
+PM on_training_step_start 1/0
+PME on_training_batch_start 1/0
+P process_training_batch 1/0
+M train_step 1/0
+PM on_backward_start
+PM on_backward_end
+PME on_training_batch_end 1/0 False
+PM should_training_stop
+PME on_training_batch_start 2/1
+P process_training_batch 2/1
+M train_step 2/1
+PM on_backward_start
+PM on_backward_end
+PM on_optimizer_step_start
+PM on_before_zero_grad
+PM on_optimizer_step_end True
+PME on_training_batch_end 2/1 True
+PM on_training_step_end 2/1 True
+PM should_training_stop
+M eval
+PME on_validation_start 0
+P process_validation_batch 0
+PME on_validation_batch_start 0
+M valid_step 0
+PME on_validation_batch_end 0
+M train
+PMQE on_validation_end 0
+M have_metrics_improved
+PDEM on_save_checkpoint
+PM should_training_stop
+PM on_training_step_start 3/1
+PME on_training_batch_start 3/1
+P process_training_batch 3/1
+M train_step 3/1
+PM on_backward_start
+PM on_backward_end
+PME on_training_batch_end 3/1 False
+PM should_training_stop
+PMQE on_training_epoch_end 1
+PME on_training_epoch_start 2
+PME on_training_batch_start 4/2
+P process_training_batch 4/2
+M train_step 4/2
+PM on_backward_start
+PM on_backward_end
+PM on_optimizer_step_start
+PM on_before_zero_grad
+PM on_optimizer_step_end True
+PME on_training_batch_end 4/2 True
+PM on_training_step_end 4/2 True
+PM should_training_stop
+M eval
+PME on_validation_start 1
+P process_validation_batch 0
+PME on_validation_batch_start 0
+M valid_step 0
+PME on_validation_batch_end 0
+M train
+PMQE on_validation_end 1
+M have_metrics_improved
+PDEM on_save_checkpoint
+PM should_training_stop
+PMQE on_training_epoch_end 2
+PME on_training_end
+E teardown
+PM on_fit_end
+DPM teardown
+"""
+
+# Two epochs of one batch; a window of three ends with the epoch.
+BY_EPOCHS = """
+D prepare_data
+PDM setup
+PM on_fit_start
+PME on_training_start
+M train
+PME on_training_epoch_start 1
+PM on_training_step_start 1/1
+PME on_training_batch_start 1/1
+P process_training_batch 1/1
+M train_step 1/1
+PM on_backward_start
+PM on_backward_end
+PM on_optimizer_step_start
+PM on_before_zero_grad
+PM on_optimizer_step_end True
+PME on_training_batch_end 1/1 False
+PM on_training_step_end 1/1 True
+PM should_training_stop
+PMQE on_training_epoch_end 1
+PDEM on_save_checkpoint
+PM should_training_stop
+PME on_training_epoch_start 2
+PM on_training_step_start 2/2
+PME on_training_batch_start 2/2
+P process_training_batch 2/2
+M train_step 2/2
+PM on_backward_start
+PM on_backward_end
+PM on_optimizer_step_start
+PM on_before_zero_grad
+PM on_optimizer_step_end True
+PME on_training_batch_end 2/2 False
+PM on_training_step_end 2/2 True
+PM should_training_stop
+M eval
+PME on_validation_start 0
+P process_validation_batch 0
+PME on_validation_batch_start 0
+M valid_step 0
+PME on_validation_batch_end 0
+M train
+PMQE on_validation_end 0
+M have_metrics_improved
+PMQE on_training_epoch_end 2
+PDEM on_save_checkpoint
+PM should_training_stop
+PME on_training_end
+E teardown
+PM on_fit_end
+DPM teardown
+"""
+
+TESTING = """
+D prepare_data
+PDM setup
+M eval
+PME on_testing_start
+P process_testing_batch 0
+PME on_testing_batch_start 0
+M test_step 0
+PME on_testing_batch_end 0
+P process_testing_batch 1
+PME on_testing_batch_start 1
+M test_step 1
+PME on_testing_batch_end 1
+M train
+PME on_testing_end
+EDPM teardown
+"""
+
+
+def test_the_events_of_a_run_by_steps_are_the_published_ones(tmp_path: Path) -> None:
+    """H33, H52, H54; a window that runs on across epochs (C7), the poll after a validation."""
+    found = record(
+        "fit",
+        Numbers(3, 1),
+        total_steps=2,
+        accumulation_steps=2,
+        valid_frequency=1,
+        chkpt_frequency=1,
+        print_frequency=1,
+        chkpt_root=tmp_path,
+    )
+    assert found == BY_STEPS.split("\n")[1:-1]
+
+
+def test_the_events_of_a_run_by_epochs_are_the_published_ones(tmp_path: Path) -> None:
+    """H34 as corrected by C3: the save follows `on_training_epoch_end`, then the poll."""
+    found = record(
+        "fit",
+        Numbers(1, 1),
+        train_unit="epoch",
+        total_steps=2,
+        accumulation_steps=3,
+        valid_frequency=2,
+        chkpt_frequency=1,
+        chkpt_root=tmp_path,
+    )
+    assert found == BY_EPOCHS.split("\n")[1:-1]
+
+
+def test_the_events_of_a_test_are_the_published_ones() -> None:
+    """H55, C5: `eval()` comes first."""
+    assert record("test", Numbers()) == TESTING.split("\n")[1:-1]
+
+
+def test_generators_are_seeded_before_anything_is_set_up() -> None:
+    """H1, H5: by default with 6691, whatever the process has drawn before."""
+
+    def drawn_in_setup(noise: int, call: str, **options: Any) -> dict[str, list[float]]:
+        drawn: dict[str, list[float]] = {}
+
+        def drawing(kind: type, letter: str, *given: Any) -> Any:
+            def setup(self: Any, *args: Any, **named: Any) -> None:
+                drawn[letter] = draw()
+                kind.setup(self, *args, **named)
+
+            return type(kind.__name__, (kind,), {"setup": setup})(*given)
+
+        rng.seed_rngs(noise)
+        trainer = make_trainer(plugins=[drawing(Quiet, "P")], **options)
+        getattr(trainer, call)(drawing(Linear, "M"), drawing(Numbers, "D"))
+        return drawn
+
+    expected = torch.rand((), generator=torch.Generator().manual_seed(6691)).item()
+    for call in ("fit", "test"):
+        first = drawn_in_setup(1, call)
+        assert list(first) == ["P", "D", "M"]
+        assert first == drawn_in_setup(2, call)
+        assert first["P"][0] == expected
+        other = drawn_in_setup(1, call, random_seed=7)
+        assert all(first[letter] != other[letter] for letter in "PDM")
+
+
+class Failing(Numbers):
+    """Notes its calls, and raises in one of them."""
+
+    def __init__(self, calls: list[str], place: str) -> None:
+        super().__init__()
+        self.calls, self.place = calls, place
+
+    def note(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.place:
+            raise OSError(f"no disk in {name}")
+
+    def prepare_data(self) -> None:
+        self.note("prepare_data")
+
+    def setup(self) -> None:
+        self.note("setup")
+        super().setup()
+
+    def teardown(self) -> None:
+        self.note("teardown")
+
+
+@pytest.mark.parametrize("call", ["fit", "test", "validate", "predict"])
+@pytest.mark.parametrize("place", ["prepare_data", "setup", "step"])
+def test_data_is_prepared_once_and_torn_down_also_after_an_error(call: str, place: str) -> None:
+    """H17."""
+    calls: list[str] = []
+
+    class Model(Linear):
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            raise OSError("no disk in step")
+
+        test_step = valid_step = predict_step = train_step
+
+    module = Failing(calls, place)
+    module.lengths = (3, 1)
+    setup = module.setup
+
+    def setup_all() -> None:
+        setup()
+        module._predict_dataset = module._test_dataset
+
+    module.setup = setup_all  # type: ignore[method-assign]
+    with pytest.raises(OSError, match=f"no disk in {place}"):
+        getattr(make_trainer(), call)(Model(), module)
+    expected = ["prepare_data", "setup", "teardown"]
+    assert calls == (["prepare_data", "teardown"] if place == "prepare_data" else expected)
+
+
+def test_data_is_prepared_and_torn_down_once_in_a_run_that_ends_well() -> None:
+    """H17."""
+    calls: list[str] = []
+    make_trainer().fit(Linear(), Failing(calls, "nowhere"))
+    assert calls == ["prepare_data", "setup", "teardown"]
+
+
+def test_steps_validations_saves_and_logs_happen_on_boundaries_only(tmp_path: Path) -> None:
+    """H40: with accumulation 2, only where `current_iteration` has just changed."""
+    seen: dict[str, list[int]] = {"step": [], "validation": [], "save": [], "log": []}
+
+    class Watcher(Quiet):
+        now = 0
+
+        def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+            self.now = state.global_iteration
+            if should_log:
+                seen["log"].append(self.now)
+
+        def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+            assert state.is_step_boundary
+            seen["step"].append(self.now)
+
+        def on_validation_start(self, validation_cycle: int) -> None:
+            seen["validation"].append(self.now)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            seen["save"].append(self.now)
+
+    frequencies = dict.fromkeys(("valid_frequency", "chkpt_frequency", "print_frequency"), 1)
+    trainer = make_trainer(
+        total_steps=3,
+        accumulation_steps=2,
+        chkpt_root=tmp_path,
+        plugins=[Watcher()],
+        **frequencies,
+    )
+    trainer.fit(Linear(), Numbers(4, 1))
+    assert seen == {name: [2, 4, 6] for name in seen}
+
+
+class Counting(Linear):
+    """Notes the counters and the call to log at the end of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[tuple[int, ...]] = []
+        self.logs: list[int] = []
+        self.unsaved = ("states", "logs")
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        counters = state.dict()
+        assert counters.pop("average_iter_time") >= 0.0
+        assert isinstance(counters.pop("is_step_boundary"), bool)
+        self.states.append(tuple(counters.values()))
+        if should_log:
+            self.logs.append(state.global_iteration)
+
+    def have_metrics_improved(self) -> bool:
+        return False
+
+
+def test_every_counter_says_what_its_name_says() -> None:
+    """H41: three batches an epoch, a validation after every second one, no improvement."""
+    model = Counting()
+    make_trainer(total_steps=6, valid_frequency=2).fit(model, Numbers(3, 1))
+    # current, global, epoch, validation cycles, batch of the epoch, early stop, since validation
+    assert model.states == [
+        (1, 1, 1, 0, 0, 0, 1),
+        (2, 2, 1, 0, 1, 0, 2),
+        (3, 3, 1, 1, 2, 1, 1),
+        (4, 4, 2, 1, 0, 1, 2),
+        (5, 5, 2, 2, 1, 2, 1),
+        (6, 6, 2, 2, 2, 2, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("unit", "total", "accumulation", "logs"),
+    [
+        ("iteration", 7, 1, [2, 4, 6]),
+        ("iteration", 5, 2, [4, 8]),
+        ("epoch", 2, 2, [2, 4, 6]),
+        ("iteration", 3, 2, [4]),
+    ],
+)
+def test_logging_is_asked_for_on_multiples_that_just_moved(
+    unit: str, total: int, accumulation: int, logs: list[int]
+) -> None:
+    """H53: `print_frequency` counts `current_iteration` in both units."""
+    model = Counting()
+    trainer = make_trainer(
+        train_unit=unit, total_steps=total, accumulation_steps=accumulation, print_frequency=2
+    )
+    trainer.fit(model, Numbers(3))
+    assert model.logs == logs
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_validation_runs_without_benchmarking_and_without_gradients(is_failing: bool) -> None:
+    """H50, H54, C4, C18: what was found comes back, also after an error."""
+    seen: list[tuple[str, bool, bool, bool]] = []
+
+    def note(place: str) -> None:
+        settings = torch.backends.cudnn.benchmark, torch.is_grad_enabled()
+        seen.append((place, *settings, torch.is_inference_mode_enabled()))
+
+    class Model(Linear):
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            note("train")
+            return super().train_step(batch, state)
+
+        def valid_step(self, batch: Any, step: int) -> None:
+            note("valid")
+            if is_failing:
+                raise OSError("no disk")
+
+    trainer = make_trainer(total_steps=2, valid_frequency=1, enable_cudnn_benchmark=True)
+    found = torch.backends.cudnn.benchmark
+    if is_failing:
+        with pytest.raises(OSError, match="no disk"):
+            trainer.fit(Model(), Numbers(2, 1))
+    else:
+        trainer.fit(Model(), Numbers(2, 1))
+    assert torch.backends.cudnn.benchmark == found
+    pair = [("train", True, True, False), ("valid", False, False, False)]
+    assert seen == (pair if is_failing else pair * 2)
+
+
+def test_without_data_for_it_nothing_of_a_validation_happens() -> None:
+    """H57: no hooks, no question whether metrics improved, no early stop."""
+    found = record("fit", Numbers(2, 0), valid_frequency=1, early_stop_cycles=1)
+    assert not [line for line in found if "validation" in line or "metrics" in line]
+    assert len([line for line in found if "train_step" in line]) == 4
+
+
+class Keeping(Quiet):
+    """A plugin with state."""
+
+    def __init__(self, plug_id: str, value: int = 0) -> None:
+        super().__init__(plug_id)
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+def test_plugins_are_reached_and_saved_by_their_ids(tmp_path: Path) -> None:
+    """H18, H59: registered in three ways, restored by id."""
+
+    def fit(total_steps: int, *plugins: Plugin) -> helios.Trainer:
+        trainer = make_trainer(
+            total_steps=total_steps, chkpt_root=tmp_path, chkpt_frequency=1, plugins=plugins[:1]
+        )
+        for plugin in plugins[1:2]:
+            plugin.configure_trainer(trainer)
+        for plugin in plugins[2:]:
+            trainer.plugins[plugin.plug_id] = plugin
+        trainer.fit(Linear(), Numbers())
+        return trainer
+
+    trainer = fit(1, Keeping("model", 1), Keeping("rng", 2), Keeping("version", 3))
+    assert list(trainer.plugins) == ["model", "rng", "version"]
+    path = helios.find_last_checkpoint(tmp_path / "linear")
+    assert path is not None
+    saved = helios.load_checkpoint(path)
+    assert saved["plugins"] == {"model": {"value": 1}, "rng": {"value": 2}, "version": {"value": 3}}
+    restored = [Keeping("model"), Keeping("rng"), Keeping("version")]
+    fit(2, *restored)
+    assert [plugin.value for plugin in restored] == [1, 2, 3]
+
+
+def test_the_state_of_a_plugin_that_is_gone_is_carried_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DESIGN section 9, "left-over state"."""
+
+    def fit(total_steps: int, *plugins: Plugin) -> str:
+        trainer = make_trainer(
+            total_steps=total_steps, chkpt_root=tmp_path, chkpt_frequency=1, plugins=plugins
+        )
+        trainer.fit(Linear(), Numbers())
+        return capsys.readouterr().err
+
+    assert "carried" not in fit(1, Keeping("gone", 5))
+    assert "plugin that is not there: gone" in fit(2)
+    returned = Keeping("gone")
+    assert "carried" not in fit(3, returned)
+    assert returned.value == 5
+
+
+def test_two_plugins_of_one_id_are_an_error() -> None:
+    """H59."""
+    with pytest.raises(DuplicateError, match="'one' is registered already"):
+        make_trainer(plugins=[Quiet("one"), Quiet("one")])
+    trainer = make_trainer(plugins=[Quiet("one")])
+    with pytest.raises(KeyError):
+        Quiet("one").configure_trainer(trainer)
+
+
+class Doubling(Quiet):
+    """Owns the training batch."""
+
+    def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
+        return batch * 2
+
+
+def test_one_plugin_may_own_a_batch_and_a_second_one_is_an_error() -> None:
+    """H60: checked when fit starts, however a plugin was registered."""
+    seen: list[float] = []
+
+    class Model(Linear):
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            seen.append(batch.item())
+            return super().train_step(batch, state)
+
+    trainer = make_trainer(total_steps=2, plugins=[Doubling("one")])
+    trainer.fit(Model(), Numbers())
+    assert seen == [2.0, 2.0]
+    trainer.plugins["two"] = Doubling("two")
+    with pytest.raises(ArgumentError, match=r"process_training_batch must have one owner"):
+        trainer.fit(Model(), Numbers())
+
+
+def test_batches_are_moved_by_the_model_in_every_phase() -> None:
+    """H61: `batch_to_device(batch, phase)` may be overridden; what it returns is what steps see."""
+    seen: list[tuple[str, Any]] = []
+
+    class Model(Linear):
+        def batch_to_device(self, batch: Any, phase: Phase) -> Any:
+            return {phase: super().batch_to_device(batch, phase)}
+
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            seen.append(("train_step", *batch))
+            return super().train_step(batch[Phase.TRAINING], state)
+
+        def valid_step(self, batch: Any, step: int) -> None:
+            seen.append(("valid_step", *batch))
+
+        def test_step(self, batch: Any, step: int) -> None:
+            seen.append(("test_step", *batch))
+
+    trainer, model = make_trainer(total_steps=1, valid_frequency=1), Model()
+    trainer.fit(model, Numbers(1, 1))
+    trainer.test(model, Numbers())
+    assert seen == [
+        ("train_step", Phase.TRAINING),
+        ("valid_step", Phase.VALIDATION),
+        *[("test_step", Phase.TESTING)] * 2,
+    ]
+
+
+def test_exceptions_that_a_test_lists_pass_without_being_logged(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """H63, C6."""
+
+    class Model(Linear):
+        def test_step(self, batch: Any, step: int) -> None:
+            raise OSError("no disk")
+
+    trainer = make_trainer()
+    with pytest.raises(OSError, match="no disk"):
+        trainer.test(Model(), Numbers())
+    assert "no disk" in capsys.readouterr().err
+    trainer.test_exceptions = [OSError]
+    with pytest.raises(OSError, match="no disk"):
+        trainer.test(Model(), Numbers())
+    assert "no disk" not in capsys.readouterr().err
+
+
+def fit_failing(kind: type[Linear], message: str, **options: Any) -> None:
+    """Train a model and expect an error with its remedy."""
+    with pytest.raises(UsageError, match=message):
+        make_trainer(**options).fit(kind(), Numbers())
+
+
+def test_a_scheduler_that_is_moved_by_hand_as_well_is_an_error() -> None:
+    """DESIGN section 6."""
+
+    class Model(Linear):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+
+        def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+            super().on_training_batch_end(state, should_log)
+            self.scheduler.step()
+
+    fit_failing(Model, r"model\.scheduler was moved outside .* remove your call of step\(\)")
+
+
+def test_several_optimizers_need_another_loop_or_manual_steps() -> None:
+    """DESIGN section 6: the error names YieldLoop."""
+
+    class Model(Linear):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.second = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    fit_failing(Model, r"exactly one optimizer .*'optimizer', 'second'.* YieldLoop")
+
+
+@pytest.mark.parametrize("result", [3.0, "loss", [1], {"score": 1.0}, {"loss": 3.0}])
+def test_a_step_that_returns_something_else_is_an_error(result: Any) -> None:
+    """Issue, "Model"; L25."""
+
+    class Model(Linear):
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            return result
+
+    fit_failing(Model, "train_step must return a scalar loss tensor, a dict with one under 'loss'")
+
+
+def test_a_loss_may_stand_in_a_dict_and_an_empty_table_gets_it() -> None:
+    """H58, L25: `_loss_items` holds the loss where the model has put nothing there."""
+    seen: list[dict[str, Any]] = []
+
+    class Model(Linear):
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            if state.global_iteration == 2:
+                self._loss_items["own"] = torch.tensor(2.0)
+            return {"loss": super().train_step(batch, state), "more": 1}
+
+        def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+            super().on_training_batch_end(state, should_log)
+            seen.append(dict(self._loss_items))
+
+    model = Model()
+    make_trainer(total_steps=2).fit(model, Numbers())
+    assert [list(table) for table in seen] == [["loss"], ["own"]]
+    assert not seen[0]["loss"].requires_grad
+    assert {name: float(total) for name, total in model._running_losses.items()} == {
+        "loss": float(seen[0]["loss"]),
+        "own": 2.0,
+    }
+
+
+def test_options_of_automatic_steps_are_said_to_be_without_effect(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """DESIGN section 6: a model that steps itself clips itself."""
+
+    class Model(Linear):
+        def train_step(self, batch: Any, state: TrainingState) -> None:
+            super().train_step(batch, state).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    make_trainer(clip_norm=1.0).fit(Model(), Numbers())
+    err = capsys.readouterr().err
+    assert err.count("clip_norm=...) has no effect: train_step returns None") == 1
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_one_half_of_the_states_methods_is_an_error(name: str) -> None:
+    """DESIGN section 6."""
+    kind = type("Half", (Linear,), {name: lambda self, *args, **named: {}})
+    with pytest.raises(ArgumentError, match=f"override both .* got {name} only"):
+        make_trainer().fit(kind(), Numbers())
+
+
+def test_loops_are_replaced_by_their_path_and_resume(tmp_path: Path) -> None:
+    """L8, L10, L11, L14: a replaced loop goes on from a checkpoint of the default one."""
+    steps: list[int] = []
+
+    class Announcing(OptimizerLoop):
+        def advance(self, batch: Any) -> None:
+            super().advance(batch)
+            steps.append(self.session.state.global_iteration)
+
+    def fit(total: int, *, replaces: bool) -> Linear:
+        trainer = make_trainer(total_steps=total, chkpt_root=tmp_path, chkpt_frequency=1)
+        if replaces:
+            trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=Announcing())
+        model = Linear()
+        trainer.fit(model, Numbers())
+        return model
+
+    fit(2, replaces=False)
+    weights = fit(5, replaces=True).net.state_dict()
+    assert steps == [3, 4, 5]
+    model = Linear()
+    make_trainer(total_steps=5).fit(model, Numbers())
+    assert all(weights[name].equal(weight) for name, weight in model.net.state_dict().items())
