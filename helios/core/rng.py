@@ -47,7 +47,7 @@ def key(*fields: int | str) -> int:
     if not _FIELD_TYPES.issuperset(map(type, fields)):
         found = sorted({type(field).__name__ for field in fields} - {"int", "str"})
         raise ArgumentTypeError(f"rng.key(...) takes int and str fields only, got {found}.")
-    return int.from_bytes(blake2b(repr(fields).encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(ascii(fields).encode(), digest_size=8).digest(), "little")
 
 
 class KeySeries:
@@ -214,11 +214,13 @@ def reseed(seed: int) -> None:
 def stream(seed: int) -> Iterator[None]:
     """Run a block on the numbers of one key, then restore the generators that were found."""
     found = get_rng_state_dict()
-    reseed(seed)
     try:
+        reseed(seed)
         yield
     finally:
         load_rng_state_dict(found)
+        if found["numpy"] is None:
+            _Default.numpy = None
 
 
 def get_rng_state_dict() -> dict[str, Any]:
@@ -248,7 +250,8 @@ def load_rng_state_dict(state_dict: dict[str, Any]) -> None:
             create_default_numpy_rng()
         get_default_numpy_rng().load_state_dict(state_dict["numpy"])
     if "cuda" in state_dict and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state_dict["cuda"])
+        # A machine with fewer devices than the one that saved: the run uses the first ones.
+        torch.cuda.set_rng_state_all(state_dict["cuda"][: torch.cuda.device_count()])
 
 
 def legacy_numpy_digest() -> bytes:

@@ -68,13 +68,16 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
 
 def _map_container(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
-        items = {name: function(item) for name, item in value.items()}
-        if type(value) is dict:
-            return items
-        same_kind = value.copy()
-        same_kind.update(items)
-        return same_kind
-    if isinstance(value, list | tuple):
+        # dict.copy() of a subclass is a plain dict.
+        table = {} if type(value) is dict else copy.copy(value)
+        for name, item in value.items():
+            table[name] = function(item)
+        return table
+    if isinstance(value, list):
+        members = [] if type(value) is list else copy.copy(value)
+        members[:] = map(function, value)
+        return members
+    if isinstance(value, tuple):
         build = getattr(type(value), "_make", type(value))
         return build(map(function, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -94,10 +94,17 @@ class Engine:
         self._open_micro_batches = state_dict["open_micro_batches"]
 
 
-def _set_deterministic(value: bool) -> None:
+def _determinism() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _set_determinism(value: bool, warn_only: bool) -> None:
     # Even to leave it as it is, torch's switch imports its compiler: 1.5 s of start-up.
-    if value != torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(value)
+    if (value, warn_only) != _determinism():
+        torch.use_deterministic_algorithms(value, warn_only=warn_only)
 
 
 @contextmanager
@@ -112,17 +119,18 @@ def numerics(
         num_threads: intra-op threads of the process; ``None`` keeps the present number.
     """
     threads = torch.get_num_threads()
-    algorithms = torch.are_deterministic_algorithms_enabled()
+    algorithms = _determinism()
     cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)
     try:
         if num_threads is not None and num_threads != threads:
             torch.set_num_threads(num_threads)
-        _set_deterministic(algorithms or is_deterministic)
+        if is_deterministic:
+            _set_determinism(True, warn_only=False)
         torch.backends.cudnn.deterministic |= is_deterministic
         torch.backends.cudnn.benchmark = use_cudnn_benchmark
         yield
     finally:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
-        _set_deterministic(algorithms)
+        _set_determinism(*algorithms)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

@@ -31,18 +31,32 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     """
     signature = inspect.signature(method)
     names = event.parameters
+    for count in reversed(range(len(names) + 1)):
+        if _accepts(signature, names[:count], names[count:]):
+            break
+    else:
+        raise ArgumentTypeError(
+            f"{type(owner).__name__}.{event.name} must take ({', '.join(names)}), but takes "
+            f"{signature}. Correct the parameters of the method."
+        )
+    if count == len(names):
+        return method
+    by_name = names[count:]
+    return lambda *args: method(*args[:count], **dict(zip(by_name, args[count:], strict=True)))
+
+
+def _accepts(
+    signature: inspect.Signature, in_place: tuple[str, ...], by_name: tuple[str, ...]
+) -> bool:
+    """Whether a call binds, and puts no argument where another one's name stands."""
+    places = {name: place for place, name in enumerate(signature.parameters)}
+    if any(places.get(name, place) != place for place, name in enumerate(in_place)):
+        return False
     try:
-        signature.bind(*names)
+        signature.bind(*in_place, **dict.fromkeys(by_name))
     except TypeError:
-        try:
-            signature.bind(**dict.fromkeys(names))
-        except TypeError:
-            raise ArgumentTypeError(
-                f"{type(owner).__name__}.{event.name} must take ({', '.join(names)}), but takes "
-                f"{signature}. Correct the parameters of the method."
-            ) from None
-        return lambda *args: method(**dict(zip(names, args, strict=True)))
-    return method
+        return False
+    return True
 
 
 class Bus:

@@ -113,11 +113,12 @@ EVENTS: dict[str, Event] = {event.name: event for event in _rows()}
 
 def silent(method: Method) -> Method:
     """Mark a base class's method as one that does nothing, so that the bus need not call it."""
-    method.__dict__["_helios_is_silent"] = True
+    # The mark names its method: functools.wraps copies it to overrides, which are not silent.
+    method.__dict__["_helios_silent"] = method
     return method
 
 
 def is_silent(method: Callable[..., object]) -> bool:
     """Whether a method carries the mark of :func:`silent`."""
     function = getattr(method, "__func__", method)
-    return bool(vars(function).get("_helios_is_silent", False))
+    return getattr(function, "_helios_silent", None) is function

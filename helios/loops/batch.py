@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from helios.loops.loop import Loop, require
+from helios.loops.loop import Loop, make_stray_stop, require
 from helios.state import Phase
 
 
@@ -32,8 +32,11 @@ class BatchLoop(Loop):
         """Move, transform and train on the batch of one replica."""
         self._is_done = True
         session = self.session
-        batch = session.move_batch(batch, Phase.TRAINING)
-        batch = session.hooks.transform("process_training_batch", batch, session.state)
+        try:
+            batch = session.move_batch(batch, Phase.TRAINING)
+            batch = session.hooks.transform("process_training_batch", batch, session.state)
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
         self._is_committed = require(self.optimizer_loop).run(batch)
 
     def on_run_end(self) -> bool:

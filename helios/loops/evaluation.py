@@ -15,7 +15,7 @@ import torch
 from helios.core.cuda import DisableCuDNNBenchmarkContext
 from helios.data.source import BatchIterator
 from helios.errors import UsageError
-from helios.loops.loop import Loop
+from helios.loops.loop import Loop, make_stray_stop
 from helios.state import Phase
 
 
@@ -71,15 +71,21 @@ class EvaluationLoop(Loop):
 
     def advance(self, *args: Any) -> None:
         """Evaluate one batch (H54)."""
-        session, step = self.session, self._step
         batch = next(self._open_batches())
+        try:
+            self._process(batch, self._step)
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
+        self.session.display.advance_evaluation()
+        self._step += 1
+
+    def _process(self, batch: Any, step: int) -> None:
+        session = self.session
         session.seed_evaluation(self._pass_number, step)
         batch = session.move_batch(batch, self.phase)
         batch = session.hooks.transform(f"process_{self.noun}_batch", batch, step)
         session.hooks.emit(f"on_{self.noun}_batch_start", step)
         self._evaluate(batch, step)
-        session.display.advance_evaluation()
-        self._step += 1
 
     def on_run_end(self) -> Any:
         """Restore modes, then tell the end of the pass; returns its result."""

@@ -26,6 +26,18 @@ def require(loop: Child | None) -> Child:
     return loop
 
 
+def make_stray_stop(error: StopIteration) -> UsageError:
+    """Make the error for a ``StopIteration`` out of a step, which must not end a loop (L27, L30).
+
+    Taken for the end of the innermost loop, it would drop a batch in silence.
+    """
+    return UsageError(
+        "A StopIteration came out of a step or out of the processing of a batch, where it must not "
+        "end a loop. It comes from next() on an exhausted iterator: catch it there, or begin the "
+        f"iterator anew. ({error!r})"
+    )
+
+
 class _Unattached:
     """Stands for a loop's session until one is attached; an instance's attribute hides it.
 
@@ -96,7 +108,8 @@ class Loop(ABC):
             if present is not None:
                 loop.adopt(present)
             setattr(self, role, loop)
-            loop.attach(vars(self).get("session"))
+            if "session" in vars(self):
+                loop.attach(self.session)
 
     def _check_child(self, role: str, loop: object) -> None:
         if role not in self.roles:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.errors import UsageError
-from helios.loops.loop import Loop
+from helios.loops.loop import Loop, make_stray_stop
 
 _CONTRACT = (
     "train_step must return a scalar loss tensor, a dict with one under 'loss', or None when the "
@@ -17,8 +17,10 @@ _CONTRACT = (
 
 
 def _as_loss(result: Any) -> Tensor | None:
+    if result is None:
+        return None
     loss = result["loss"] if isinstance(result, dict) and "loss" in result else result
-    if loss is None or isinstance(loss, Tensor):
+    if isinstance(loss, Tensor):
         return loss
     raise UsageError(f"{_CONTRACT}, got {type(loss).__name__}.")
 
@@ -38,6 +40,7 @@ class OptimizerLoop(Loop):
         self._is_done = False
         self._is_committed = True
         self._optimizer: Optimizer | None = None
+        self._attribute: tuple[str, Any] = ("", None)
         self._has_begun = False
 
     @property
@@ -54,7 +57,10 @@ class OptimizerLoop(Loop):
         session = self.session
         self._is_done = True
         model = session.model
-        loss = _as_loss(model.train_step(batch, session.state))
+        try:
+            loss = _as_loss(model.train_step(batch, session.state))
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
         if not self._has_begun:
             self._begin(is_manual=loss is None)
         if session.is_manual is not (loss is None):
@@ -92,6 +98,16 @@ class OptimizerLoop(Loop):
             session.warn_of_automatic_options()
 
     def _find_optimizer(self) -> Optimizer:
+        """Return the one optimizer; look again where its attribute holds another object."""
+        attributes = vars(self.session.model)
+        name, holder = self._attribute
+        if self._optimizer is None or attributes.get(name) is not holder:
+            path, self._optimizer = self._discover_optimizer()
+            name = path.partition(".")[0]
+            self._attribute = (name, attributes[name])
+        return self._optimizer
+
+    def _discover_optimizer(self) -> tuple[str, Optimizer]:
         optimizers = self.session.model.discovery.optimizers()
         if len(optimizers) != 1:
             raise UsageError(
@@ -99,11 +115,11 @@ class OptimizerLoop(Loop):
                 f"attribute, found {sorted(optimizers) or 'none'}. For several, let train_step "
                 "do backward and step them itself and return None, or use a YieldLoop."
             )
-        return next(iter(optimizers.values()))
+        return next(iter(optimizers.items()))
 
     def _update(self) -> None:
         session, engine, hooks = self.session, self.session.engine, self.session.hooks
-        optimizer = self._optimizer = self._optimizer or self._find_optimizer()
+        optimizer = self._find_optimizer()
         engine.average_gradients(optimizer)
         hooks.emit("on_optimizer_step_start", optimizer)
         engine.clip_gradients(optimizer)

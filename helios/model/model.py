@@ -37,7 +37,7 @@ _INTERNALS = frozenset(
         "_rank",
         "_trainer",
         "_discovery",
-        "_modes",
+        "_modes_before_eval",
         "unsaved",
         "scheduler_interval",
     )
@@ -99,7 +99,7 @@ class Model(ABC):
         self._running_losses: dict[str, Any] = {}
         self._val_scores: dict[str, Any] = {}
         self._test_scores: dict[str, Any] = {}
-        self._modes: list[tuple[torch.nn.Module, bool]] = []
+        self._modes_before_eval: list[tuple[torch.nn.Module, bool]] = []
         self._discovery = Discovery(self, exclude=_INTERNALS, unsaved=self.unsaved)
 
     @property
@@ -241,15 +241,17 @@ class Model(ABC):
 
     def train(self) -> None:
         """Give back to every network and its parts the mode that :meth:`eval` found (L33)."""
-        for module, is_training in self._modes:
+        for module, is_training in self._modes_before_eval:
             module.training = is_training
-        self._modes = []
+        self._modes_before_eval = []
 
     def eval(self) -> None:
         """Set every network that discovery finds to evaluation mode."""
         networks = self._discovery.modules().values()
-        if not self._modes:
-            self._modes = [(part, part.training) for net in networks for part in net.modules()]
+        if not self._modes_before_eval:
+            self._modes_before_eval = [
+                (part, part.training) for net in networks for part in net.modules()
+            ]
         for network in networks:
             network.eval()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,23 @@ _VALIDATION = "validation:"
 
 def _members(scheduler: LRScheduler) -> tuple[Any, ...]:
     return tuple(vars(scheduler).get("_schedulers", ()))
+
+
+def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
+    for member in _members(scheduler):
+        yield member
+        yield from _inner(member)
+
+
+def _position(scheduler: LRScheduler) -> Any:
+    """Return where a scheduler stands; a chained one stands where its members do."""
+    position, members = vars(scheduler).get("last_epoch"), _members(scheduler)
+    return (position, *map(_position, members)) if members else position
+
+
+def _takes_metric(scheduler: LRScheduler) -> bool:
+    names = list(inspect.signature(scheduler.step).parameters)
+    return bool(names) and names[0] != "epoch"
 
 
 @contextmanager
@@ -36,12 +54,12 @@ class Schedulers:
         intervals: ``{path: "step" | "epoch" | "validation:<metric>"}``, default ``"step"``.
 
     Raises:
-        ArgumentError: for an interval of an unknown scheduler, an unknown interval, or a plateau
-            scheduler without a metric.
+        ArgumentError: for an interval of an unknown scheduler, an unknown interval, or a metric
+            for a scheduler that takes none.
     """
 
     def __init__(self, schedulers: Mapping[str, LRScheduler], intervals: Mapping[str, str]) -> None:
-        inner = {id(member) for outer in schedulers.values() for member in _members(outer)}
+        inner = {id(member) for outer in schedulers.values() for member in _inner(outer)}
         self._schedulers = {
             path: scheduler for path, scheduler in schedulers.items() if id(scheduler) not in inner
         }
@@ -51,6 +69,7 @@ class Schedulers:
             self._check_interval(path, interval)
         self._positions: dict[str, Any] = {}
         self._moved: set[str] = set()
+        self._is_checked = False
         self.remember()
 
     def _check_names(self, intervals: Mapping[str, str]) -> None:
@@ -63,18 +82,30 @@ class Schedulers:
             )
 
     def _check_interval(self, path: str, interval: str) -> None:
-        is_validation = interval.startswith(_VALIDATION) and len(interval) > len(_VALIDATION)
-        if not is_validation and interval not in ("step", "epoch"):
+        is_metric = str(interval).startswith(_VALIDATION) and interval != _VALIDATION
+        if not is_metric and interval not in ("step", "epoch"):
             raise ArgumentError(
                 f'Model.scheduler_interval[{path!r}] must be "step", "epoch" or '
-                f'"validation:<metric>", got {interval!r}.'
+                f'"validation:<metric>", got {interval!r}. Correct the interval.'
             )
-        if isinstance(self._schedulers[path], ReduceLROnPlateau) and not is_validation:
+        scheduler = self._schedulers[path]
+        if is_metric and not _takes_metric(scheduler):
             raise ArgumentError(
-                f"Model.scheduler_interval[{path!r}] must name a metric for a ReduceLROnPlateau, "
-                f'got {interval!r}. Set scheduler_interval = {{{path!r}: "validation:<metric>"}} '
-                "with a key of the validation scores."
+                f'Model.scheduler_interval[{path!r}] must be "step" or "epoch" for a '
+                f"{type(scheduler).__name__}, which takes no metric, got {interval!r}. Correct the "
+                "interval."
             )
+
+    def _check_plateaus(self) -> None:
+        # Not before the first automatic step: a model that steps itself needs no interval.
+        for path, interval in self._intervals.items():
+            is_plateau = isinstance(self._schedulers[path], ReduceLROnPlateau)
+            if is_plateau and interval in ("step", "epoch"):
+                raise ArgumentError(
+                    f"Model.scheduler_interval[{path!r}] must name a metric for a "
+                    f"ReduceLROnPlateau, got {interval!r}. Set scheduler_interval = "
+                    f'{{{path!r}: "validation:<metric>"}} with a key of the validation scores.'
+                )
 
     @property
     def has_intervals_but_step(self) -> bool:
@@ -84,10 +115,17 @@ class Schedulers:
     def remember(self) -> None:
         """Note where the schedulers stand, after they were built or loaded."""
         for path, scheduler in self._schedulers.items():
-            self._positions[path] = vars(scheduler).get("last_epoch")
+            self._positions[path] = _position(scheduler)
 
     def after_step(self) -> None:
-        """Move the schedulers that count optimizer steps."""
+        """Move the schedulers that count optimizer steps.
+
+        Raises:
+            ArgumentError: at the first step, for a plateau scheduler without a metric.
+        """
+        if not self._is_checked:
+            self._check_plateaus()
+            self._is_checked = True
         for path, interval in self._intervals.items():
             if interval == "step":
                 self._move(path)
@@ -117,7 +155,7 @@ class Schedulers:
 
     def _move(self, path: str, *metric: float) -> None:
         scheduler = self._schedulers[path]
-        found = vars(scheduler).get("last_epoch")
+        found = _position(scheduler)
         if found != self._positions[path]:
             raise UsageError(
                 f"The scheduler model.{path} was moved outside of the training loop (it stood at "
@@ -127,4 +165,4 @@ class Schedulers:
         with _no_false_alarm() if path not in self._moved else nullcontext():
             scheduler.step(*metric)  # type: ignore[arg-type]
         self._moved.add(path)
-        self._positions[path] = vars(scheduler).get("last_epoch")
+        self._positions[path] = _position(scheduler)

@@ -197,6 +197,9 @@ class Arguments:
                 rule = "a folder with resume=<path>"
                 raise _fail("chkpt_root", rule, None, "Pass where new checkpoints go.")
         names = (self.allow_changes,) if isinstance(self.allow_changes, str) else self.allow_changes
+        if not isinstance(names, list | tuple | set | frozenset):
+            rule = "a tuple of names"
+            raise _fail("allow_changes", rule, self.allow_changes, "Leave it out for none.")
         unknown = [name for name in names if name not in CHANGEABLE]
         if unknown:
             rule = f"names among {', '.join(CHANGEABLE)}"
@@ -210,8 +213,11 @@ class Arguments:
             if getattr(self, name) is not None:
                 raise _fail(name, "None in this version", getattr(self, name), later)
         for name in ("num_replicas", "nproc"):
-            if getattr(self, name) not in (None, 1):
-                raise _fail(name, "None or 1 in this version", getattr(self, name), later)
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value != 1):
+                raise _fail(name, "None or 1 in this version", value, later)
+        if not isinstance(self.plugins, list | tuple):
+            raise _fail("plugins", "a list of Plugin objects", self.plugins, "Pass [plugin].")
         for plugin in self.plugins:
             if not isinstance(plugin, Plugin):
                 rule = "a list of Plugin objects"
@@ -232,7 +238,8 @@ class Arguments:
             if getattr(self, name) is not None:
                 rule = "None where engine is given"
                 raise _fail(name, rule, getattr(self, name), "Configure the engine instead.")
-        return [] if self.engine.device.index is None else [self.engine.device.index]
+        device = self.engine.device
+        return [device.index or 0] if device.type == "cuda" else []
 
     def _warn(self) -> None:
         useless = {
@@ -240,7 +247,10 @@ class Arguments:
             "run_path": self.run_path is not None and not self.enable_tensorboard,
             "log_path": self.log_path is not None and not self.enable_file_logging,
             "enable_cudnn_benchmark": self.enable_cudnn_benchmark and not self.gpu_ids,
-            "store": self.store is not None and self.chkpt_root is None,
+            "store": self.store is not None and not self.can_save,
+            "import_prefix": self.import_prefix != "" and self.src_root is None,
+            "resume": self.resume == "never" and self.chkpt_root is None,
+            "allow_changes": bool(self.allow_changes) and self.chkpt_root is None,
         }
         for name, is_useless in useless.items():
             if is_useless:

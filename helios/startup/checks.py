@@ -38,6 +38,11 @@ def check_plugins(plugins: dict[str, Plugin]) -> None:
         ArgumentError: if a flag of ``unique_overrides`` claims what is not overridden (H60).
     """
     for name, plugin in plugins.items():
+        if not isinstance(plugin, Plugin):
+            raise ArgumentError(
+                f"Trainer.plugins[{name!r}] must be a Plugin object, got {plugin!r}. Derive it "
+                "from helios.plugins.Plugin."
+            )
         if name != plugin.plug_id:
             raise DuplicateError(
                 f"A plugin must be registered under its own id {plugin.plug_id!r}, got {name!r}."
