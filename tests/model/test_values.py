@@ -65,7 +65,7 @@ _PLAIN = [
     *(torch.float16, torch.device("cpu"), torch.Size([2, 3])),
     *(torch.zeros(3), torch.tensor(2.0), torch.zeros(2, dtype=torch.bfloat16)),
     torch.zeros(2, requires_grad=True),
-    *([1, [2, (3, {"a": 4})]], {1: {2: 3}, (1, "b"): 2}, {1, 2}, frozenset("ab"), deque([1], 3)),
+    *([1, [2, (3, {"a": 4})]], {1: {2: 3}, (1, "b"): 2}, {1, 2}, frozenset((1, 2)), deque([1], 3)),
     *(defaultdict(int, a=1), defaultdict(None), Counter("aab"), OrderedDict(b=1, a=2)),
 ]
 
