@@ -11,6 +11,8 @@ from helios.state import Cursor, TrainingState, TrainingUnit
 class Schedule:
     """The options that decide when something happens; checked by the trainer.
 
+    ``is_by_epoch`` says whether the unit is EPOCH.
+
     A frequency of ``None`` means never. Frequencies and ``total_steps`` count in ``unit``, but
     ``print_frequency`` counts ``current_iteration`` in both units (API section 12).
     """
@@ -23,10 +25,11 @@ class Schedule:
     accumulation_steps: int = 1
     early_stop_cycles: int | None = None
 
-    @property
-    def is_by_epoch(self) -> bool:
-        """Whether the unit is EPOCH."""
-        return self.unit is TrainingUnit.EPOCH
+    is_by_epoch: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # Asked several times in an iteration, so it is an attribute and no property.
+        object.__setattr__(self, "is_by_epoch", self.unit is TrainingUnit.EPOCH)
 
 
 def ends_window(
@@ -52,6 +55,8 @@ def _is_multiple(count: int, frequency: int | None) -> bool:
 
 def is_log_due(schedule: Schedule, state: TrainingState) -> bool:
     """Whether ``on_training_batch_end`` is told to log (H53): on iterations that just moved."""
+    if schedule.print_frequency is None:
+        return False
     has_moved = schedule.is_by_epoch or state.is_step_boundary
     return has_moved and _is_multiple(state.current_iteration, schedule.print_frequency)
 

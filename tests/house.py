@@ -51,7 +51,7 @@ MUTATORS = {
     *("remove", "discard", "clear", "appendleft"),
 }
 MACHINE_PATHS = re.compile(r"(?<![\w.~/-])/(?:root|home|Users|work|workspace|mnt|opt)/[\w.]")
-NOTES = re.compile(r"\b(?:TODO|FIXME|XXX|HACK|WIP)\b|\b(?:sub-?)?agents?\b", re.IGNORECASE)
+NOTES = re.compile(r"\b(?:TODO|FIXME|XXX|HACK|WIP)\b", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)

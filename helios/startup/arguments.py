@@ -259,7 +259,8 @@ class Arguments:
     @property
     def schedule(self) -> Schedule:
         """The options that decide when something happens."""
-        names = [field.name for field in dataclasses.fields(Schedule) if field.name != "unit"]
+        fields = dataclasses.fields(Schedule)
+        names = [field.name for field in fields if field.init and field.name != "unit"]
         return Schedule(unit=self.unit, **{name: getattr(self, name) for name in names})
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from helios.core import rng
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.resume import assert_equal, copy_checkpoint, resume_everywhere
@@ -162,3 +164,32 @@ def test_two_threads_stay_two_threads(tmp_path: Path) -> None:
     train(tmp_path / "run", Setting(total_steps=6), Watcher("watcher"))
     assert seen == [2, 2, 2]
     assert torch.get_num_threads() == 1
+
+
+def test_a_hook_behind_the_safe_point_draws_the_same_numbers(tmp_path: Path) -> None:
+    """H6: the generators go on from where the checkpoint found them, last of all."""
+
+    class Drawing(Plugin):
+        def __init__(self) -> None:
+            super().__init__("drawing")
+            self.drawn: list[tuple[float, float, float]] = []
+
+        def setup(self) -> None:
+            torch.rand(3)
+
+        def on_training_start(self) -> None:
+            random.random()
+
+        def should_training_stop(self) -> bool:
+            numpy = rng.get_default_numpy_rng().generator
+            self.drawn.append((torch.rand(1).item(), random.random(), numpy.normal()))
+            return False
+
+    setting = Setting(total_steps=8, valid_frequency=3)
+    whole = Drawing()
+    train(tmp_path / "whole", setting, whole)
+    (path,) = (tmp_path / "whole").glob("*/*_iter_3.pth")
+    resumed = Drawing()
+    train(copy_checkpoint(path, tmp_path / "resumed"), setting, resumed)
+    assert resumed.drawn == whole.drawn[-len(resumed.drawn) :]
+    assert len(resumed.drawn) == 7

@@ -1,0 +1,599 @@
+"""Names of the historical API, used as scripts for Helios 1 use them (API.md sections 11 to 15).
+
+The classifier below is written in the manner of such scripts: the model steps its own optimizer,
+saves its own state, logs by the package's loggers and fills the tables by hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import helios
+import helios.core as hlc
+import helios.core.logging as hll
+import helios.data as hld
+import helios.model as hlm
+import helios.plugins as hlp
+import helios.trainer as hlt
+from helios.core import rng
+from helios.errors import StateError
+from tests.support.kills import kill_self, run_in_child
+from tests.support.resume import copy_checkpoint
+from tests.support.runs import digest
+
+
+class Points(Dataset):
+    """Points of three classes, with noise of all generators; each knows its index."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        noise = rng.get_default_numpy_rng().generator.normal(size=4).astype("float32")
+        return (
+            torch.sin(torch.arange(4) * (index + 1.0)) + torch.from_numpy(noise),
+            index % 3,
+            index,
+        )
+
+
+class PointsModule(hld.DataModule):
+    """Changes one table of options between the data sets: each keeps a copy."""
+
+    def __init__(self, num_workers: int = 0) -> None:
+        super().__init__()
+        self.num_workers = num_workers
+
+    def prepare_data(self) -> None:
+        self.is_prepared = True
+
+    def setup(self) -> None:
+        params = hld.DataLoaderParams()
+        params.batch_size = 5
+        params.shuffle = True
+        params.drop_last = True
+        params.num_workers = self.num_workers
+        self._train_dataset = self._create_dataset(Points(23), params)
+        params.shuffle = params.drop_last = False
+        self._valid_dataset = self._create_dataset(Points(7), params)
+        self._test_dataset = self._create_dataset(Points(7), {"batch_size": 4, "unknown": 1})
+
+
+@dataclass
+class Best:
+    """A type of the user's own in a checkpoint."""
+
+    accuracy: float = -1.0
+    cycle: int = -1
+
+
+class Classifier(hlm.Model):
+    """A model as Helios 1 wanted them."""
+
+    def __init__(self, kill_at: int = 0) -> None:
+        super().__init__("classifier")
+        self._kill_at = kill_at
+        self._seen: dict[int, tuple[list[int], str]] = {}
+        self._fast_init: list[bool] = []
+
+    def setup(self, fast_init: bool = False) -> None:
+        self._fast_init.append(fast_init)
+        self._net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 3))
+        self._net = self._net.to(self.device)
+        self._best = Best()
+        if fast_init:
+            return
+        self._criterion = nn.CrossEntropyLoss().to(self.device)
+        self._optimizer = torch.optim.SGD(self._net.parameters(), lr=0.1, momentum=0.9)
+        self._scheduler = torch.optim.lr_scheduler.StepLR(self._optimizer, step_size=3, gamma=0.8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "net": self._net.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "best": self._best,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        self._fast_init.append(fast_init)
+        self._net.load_state_dict(state_dict["net"])
+        self._best = state_dict["best"]
+        if not fast_init:
+            self._optimizer.load_state_dict(state_dict["optimizer"])
+            self._scheduler.load_state_dict(state_dict["scheduler"])
+
+    def types_for_safe_load(self) -> list[Any]:
+        return [Best]
+
+    def train(self) -> None:
+        self._net.train()
+
+    def eval(self) -> None:
+        self._net.eval()
+
+    def append_metadata_to_chkpt_name(self, chkpt_name: str) -> str:
+        return f"{chkpt_name}_accuracy_{self._best.accuracy:.2f}"
+
+    def append_to_banner(self, banner: str) -> str:
+        return f"{banner}\nThree classes of points"
+
+    def on_training_start(self) -> None:
+        writer = hlc.get_from_optional(hll.get_tensorboard_writer())
+        writer.add_graph(self._net, torch.zeros(1, 4).to(self.device))
+
+    def train_step(self, batch: Any, state: hlt.TrainingState) -> None:
+        points, labels, ids = batch
+        self._ids = ids.tolist()
+        self._optimizer.zero_grad()
+        loss = self._criterion(self._net(points.to(self.device)), labels.to(self.device))
+        loss.backward()
+        self._optimizer.step()
+        self._loss_items["loss"] = loss
+
+    def on_training_batch_end(self, state: hlt.TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        loss = self._loss_items["loss"]
+        self._scheduler.step()
+        self._seen[state.global_iteration] = self._ids, loss.detach().numpy().tobytes().hex()
+        if state.global_iteration == self._kill_at:
+            kill_self()
+        if should_log:
+            mean = self._running_losses["loss"].item() / state.running_iter
+            hll.get_root_logger().info(
+                f"[{state.global_epoch:3d}] [{state.global_iteration:5d}] loss {loss:.3f}, "
+                f"{mean:.3f}, {state.average_iter_time:.2f} s"
+            )
+            writer = hlc.get_from_optional(hll.get_tensorboard_writer())
+            writer.add_scalar("loss/mean", mean, state.global_iteration)
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        super().on_validation_start(validation_cycle)
+        self._val_scores["total"] = self._val_scores["correct"] = 0
+
+    def valid_step(self, batch: Any, step: int) -> None:
+        points, labels, _ = batch
+        found = self._net(points).argmax(dim=1)
+        self._val_scores["total"] += len(labels)
+        self._val_scores["correct"] += (found == labels).sum().item()
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        super().on_validation_end(validation_cycle)
+        accuracy = self._val_scores["correct"] / self._val_scores["total"]
+        self._val_scores["accuracy"] = accuracy
+        writer = hlc.get_from_optional(hll.get_tensorboard_writer())
+        writer.add_scalar("accuracy", accuracy, validation_cycle)
+
+    def have_metrics_improved(self) -> bool:
+        if self._val_scores["accuracy"] <= self._best.accuracy:
+            return False
+        self._best = Best(self._val_scores["accuracy"], self.trainer.model is self)
+        return True
+
+    def on_training_end(self) -> None:
+        writer = hlc.get_from_optional(hll.get_tensorboard_writer())
+        writer.add_hparams({"lr": 0.1}, {"accuracy": self._val_scores["accuracy"]})
+
+    def on_testing_start(self) -> None:
+        super().on_testing_start()
+        self._test_scores["count"] = 0
+
+    def test_step(self, batch: Any, step: int) -> None:
+        self._test_scores["count"] += len(batch[0])
+
+
+_UNITS: dict[str, dict[str, Any]] = {
+    "epoch": {"total_steps": 3, "valid_frequency": 1, "chkpt_frequency": 1},
+    "iteration": {"total_steps": 12, "valid_frequency": 4, "chkpt_frequency": 3},
+}
+
+
+def make_trainer(folder: Path, unit: str = "epoch", **options: Any) -> hlt.Trainer:
+    """Return a trainer with everything that such a script switches on."""
+    return hlt.Trainer(
+        **{
+            "run_name": "points",
+            "train_unit": unit,
+            "print_frequency": 2,
+            "use_cpu": True,
+            "enable_deterministic": True,
+            "enable_tensorboard": True,
+            "enable_file_logging": True,
+            "enable_progress_bar": True,
+            "chkpt_root": folder / "chkpt",
+            "log_path": folder / "logs",
+            "run_path": folder / "runs",
+            **_UNITS[unit],
+            **options,
+        }
+    )
+
+
+def run_script(folder: Path, unit: str, num_workers: int, kill_at: int = 0) -> dict[str, Any]:
+    """Train as a script of Helios 1 does; return what must be equal."""
+    model = Classifier(kill_at)
+    assert make_trainer(folder, unit).fit(model, PointsModule(num_workers)) is True
+    return {
+        "seen": model._seen,
+        "weights": digest(model.state_dict()["net"]),
+        "optimizer": digest(model.state_dict()["optimizer"]),
+        "scheduler": model.state_dict()["scheduler"],
+        "scores": dict(model._val_scores),
+        "best": model._best,
+    }
+
+
+def points_of(folder: Path) -> list[tuple[str, int, float]]:
+    """Return all scalars below a folder, doubles included; hparams stand in folders of their own."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (run,) = (path for path in folder.iterdir() if path.name.startswith("points_"))
+    return sorted(
+        (value.tag, event.step, value.tensor.float_val[0])
+        for path in run.glob("events.out.tfevents.*")
+        for event in EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+        if value.tensor.float_val
+    )
+
+
+@pytest.mark.parametrize(("unit", "num_workers"), [("epoch", 2), ("iteration", 0)])
+def test_a_script_of_helios_1_is_killed_and_resumes_bit_for_bit(
+    unit: str, num_workers: int, tmp_path: Path
+) -> None:
+    """API sections 11 to 15: the model's own state methods, its own steps, its own logging."""
+    whole = run_script(tmp_path / "whole", unit, num_workers)
+    result = tmp_path / "result"
+    for kill_at in (6, 8):
+        folder = tmp_path / "killed"
+        work = lambda at=kill_at: run_script(folder, unit, num_workers, at)  # noqa: E731
+        assert run_in_child(work, result) == -9
+    resumed = run_script(folder, unit, num_workers)
+    seen = resumed.pop("seen")
+    assert 0 < len(seen) < 12
+    assert seen == {number: whole["seen"][number] for number in seen}
+    assert {name: whole[name] for name in resumed} == resumed
+    assert whole["scores"]["total"] == 7
+    assert points_of(tmp_path / "killed" / "runs") == points_of(tmp_path / "whole" / "runs")
+    (log,) = (tmp_path / "killed" / "logs").glob("points_*.log")
+    assert log.read_text().count("Three classes of points") == 3
+
+
+def test_a_script_of_helios_1_is_tested_on_its_newest_checkpoint(tmp_path: Path) -> None:
+    """H56, API section 12: `fast_init` in `setup` and `load_state_dict`."""
+    whole = run_script(tmp_path, "epoch", 0)
+    model = Classifier()
+    assert make_trainer(tmp_path).test(model, PointsModule()) is True
+    assert model._fast_init == [True, True]
+    assert digest(model._net.state_dict()) == whole["weights"]
+    assert model._test_scores == {"count": 7}
+
+
+def test_metadata_stands_in_the_names_of_checkpoints(tmp_path: Path) -> None:
+    """H21, H22, C2: also in the way of the published sample, which returns the addition only."""
+
+    class Adding(Classifier):
+        def append_metadata_to_chkpt_name(self, chkpt_name: str) -> str:
+            return f"accuracy_{self._val_scores['accuracy']:.2f}"
+
+    make_trainer(tmp_path, total_steps=1).fit(Classifier(), PointsModule())
+    make_trainer(tmp_path, total_steps=2).fit(Adding(), PointsModule())
+    names = sorted(path.name for path in (tmp_path / "chkpt" / "classifier").glob("*.pth"))
+    assert [name[: name.index("_accuracy_")] for name in names] == [
+        "points_epoch_1_iter_4",
+        "points_epoch_2_iter_8",
+    ]
+    newest = hlt.find_last_checkpoint(tmp_path / "chkpt" / "classifier")
+    assert newest is not None
+    assert newest.name == names[1]
+
+
+def test_a_checkpoint_has_the_published_keys_and_loads_safely(tmp_path: Path) -> None:
+    """H18, H24, H26, API section 8."""
+    make_trainer(tmp_path, total_steps=1).fit(Classifier(), PointsModule())
+    path = hlt.find_last_checkpoint(tmp_path / "chkpt" / "classifier")
+    assert path is not None
+    saved = helios.load_checkpoint(path, safe_types=[Best])
+    assert {"training_state", "model", "rng", "version", "log_path", "run_path"} <= set(saved)
+    assert saved["version"] == helios.__version__
+    assert isinstance(saved["training_state"], hlt.TrainingState)
+    assert saved["training_state"].global_iteration == 4
+    assert set(saved["model"]) == {"net", "optimizer", "scheduler", "best"}
+    assert Path(saved["log_path"]).is_file()
+    assert Path(saved["run_path"]).is_dir()
+    plain = make_trainer(tmp_path / "plain", total_steps=1, enable_tensorboard=False, run_path=None)
+    with pytest.raises(RuntimeError, match="tensorboard|optional|get_from_optional"):
+        plain.fit(type("Strict", (Classifier,), {"on_training_start": _demand_a_writer})(), Data())
+
+
+def _demand_a_writer(model: Any) -> None:
+    hlc.get_from_optional(hll.get_tensorboard_writer(), raise_on_empty=True)
+
+
+class Data(PointsModule):
+    """The same under another name."""
+
+
+class Accumulating(hlm.Model):
+    """The published sample of accumulation: backward and step in `on_training_batch_end`."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__("accumulating")
+        self._unit = unit
+        self._accumulation_steps = 2
+
+    def setup(self, fast_init: bool = False) -> None:
+        self._net = nn.Linear(4, 3)
+        self._optimizer = torch.optim.SGD(self._net.parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: hlt.TrainingState) -> None:
+        self._loss_items["loss"] = nn.functional.cross_entropy(self._net(batch[0]), batch[1])
+
+    def on_training_batch_end(self, state: hlt.TrainingState, should_log: bool = False) -> None:
+        self._loss_items["loss"].backward()
+        count = state.current_iteration if self._unit == "epoch" else state.global_iteration
+        if count % self._accumulation_steps == 0:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("unit", "total"), [("epoch", 2), ("iteration", 4)])
+def test_the_published_sample_of_accumulation_resumes(
+    unit: str, total: int, tmp_path: Path
+) -> None:
+    """H37 to H39: which counter a model of Helios 1 takes; its gradients are open between steps."""
+
+    class Requesting(hlp.Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_training_batch_end(self, state: hlt.TrainingState, should_log: bool) -> None:
+            self.trainer.request_checkpoint()
+
+    def train(folder: Path) -> str:
+        trainer = hlt.Trainer(
+            train_unit=unit,
+            total_steps=total,
+            accumulation_steps=2,
+            chkpt_frequency=1,
+            chkpt_root=folder,
+            use_cpu=True,
+            print_banner=False,
+            plugins=[Requesting("requesting")],
+        )
+        model = Accumulating(unit)
+        trainer.fit(model, PointsModule())
+        return digest(model._net.state_dict())
+
+    whole = train(tmp_path / "whole")
+    checkpoints = sorted((tmp_path / "whole").glob("*/*.pth"))
+    assert len(checkpoints) == (8 if unit == "epoch" else 4)
+    for path in checkpoints:
+        if not path.stem.endswith("iter_8"):
+            assert train(copy_checkpoint(path, tmp_path / path.stem)) == whole
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("helios.trainer", "Trainer TrainingState TrainingUnit find_last_checkpoint"),
+        ("helios.model.model", "Model"),
+        ("helios.model", "Model MODEL_REGISTRY create_model find_pretrained_file"),
+        ("helios.data.datamodule", "DataModule DataLoaderParams Dataset DatasetSplit"),
+        ("helios.data", "DataLoaderParams DataModule DatasetSplit DATASET_REGISTRY"),
+        ("helios.data", "COLLATE_FN_REGISTRY create_dataset create_collate_fn create_dataloader"),
+        ("helios.data.samplers", "ResumableSampler ResumableRandomSampler ResumableSamplerType"),
+        ("helios.data.samplers", "ResumableSequentialSampler ResumableDistributedSampler"),
+        ("helios.data.samplers", "SAMPLER_REGISTRY create_sampler"),
+        ("helios.core", "cuda distributed logging rng get_from_optional convert_to_list"),
+        ("helios.core", "ChdirContext AverageTimer Registry update_all_registries"),
+        ("helios.core", "safe_torch_load get_env_info_str"),
+        ("helios.core.rng", "DefaultNumpyRNG get_default_numpy_rng create_default_numpy_rng"),
+        ("helios.core.rng", "seed_rngs get_rng_state_dict load_rng_state_dict get_default_seed"),
+        ("helios.core.cuda", "requires_cuda_support DisableCuDNNBenchmarkContext"),
+        ("helios.core.distributed", "is_using_torchrun init_dist shutdown_dist is_dist_active"),
+        ("helios.core.distributed", "DistributedInfo get_dist_info get_local_rank get_world_size"),
+        ("helios.core.distributed", "get_global_rank get_local_world_size gather_into_tensor"),
+        ("helios.core.distributed", "all_reduce_tensors global_print local_print safe_barrier"),
+        ("helios.core.logging", "RootLogger TensorboardWriter get_default_log_name"),
+        ("helios.core.logging", "create_default_loggers setup_default_loggers get_root_logger"),
+        ("helios.core.logging", "restore_default_loggers flush_default_loggers"),
+        ("helios.core.logging", "close_default_loggers is_root_logger_active"),
+        ("helios.core.logging", "get_tensorboard_writer"),
+        ("helios.plugins", "Plugin UniquePluginOverrides CUDAPlugin PLUGIN_REGISTRY create_plugin"),
+    ],
+)
+def test_names_are_found_where_scripts_import_them(module: str, names: str) -> None:
+    """API sections 1, 12 to 15."""
+    found = vars(importlib.import_module(module))
+    assert [name for name in names.split() if name not in found] == []
+
+
+def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
+    """API section 12, H66: all may be given by position."""
+    historical = {
+        "run_name": "",
+        "train_unit": hlt.TrainingUnit.EPOCH,
+        "total_steps": 0,
+        "valid_frequency": None,
+        "chkpt_frequency": None,
+        "print_frequency": None,
+        "accumulation_steps": 1,
+        "enable_cudnn_benchmark": False,
+        "enable_deterministic": False,
+        "early_stop_cycles": None,
+        "use_cpu": None,
+        "gpus": None,
+        "random_seed": None,
+        "enable_tensorboard": False,
+        "enable_file_logging": False,
+        "capture_warnings": False,
+        "enable_progress_bar": False,
+        "chkpt_root": None,
+        "log_path": None,
+        "run_path": None,
+        "src_root": None,
+        "import_prefix": "",
+        "print_banner": True,
+    }
+    parameters = list(inspect.signature(hlt.Trainer).parameters.values())[: len(historical)]
+    assert {p.name: p.default for p in parameters} == historical
+    assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+
+
+def test_a_trainer_shows_what_it_works_on() -> None:
+    """API section 12; H65: no queue in one process."""
+    seen: list[Any] = []
+
+    class Model(Accumulating):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            seen.append((self.trainer, self.trainer.datamodule.trainer, self.device, self.rank))
+            seen.append((self.is_distributed, torch.device(self.map_loc)))
+
+    trainer = hlt.Trainer(total_steps=1, use_cpu=True, print_banner=False)
+    assert (trainer.model, trainer.datamodule, trainer.plugins, trainer.queue) == (
+        None,
+        None,
+        {},
+        None,
+    )
+    model, data = Model("epoch"), PointsModule()
+    assert trainer.fit(model, data) is True
+    assert (trainer.model, trainer.datamodule) == (model, data)
+    assert (trainer.rank, trainer.local_rank, trainer.gpu_ids, trainer.exit_code) == (0, 0, [], 0)
+    cpu = torch.device("cpu")
+    assert seen == [(trainer, trainer, cpu, 0), (False, cpu)]
+    assert isinstance(data.train_dataset, Points)
+    assert isinstance(data.valid_dataset, Points)
+    assert data.is_prepared
+
+
+def test_the_types_for_safe_loading_are_registered() -> None:
+    """API section 12: the registered set equals the list."""
+    found = torch.serialization.get_safe_globals()
+    try:
+        torch.serialization.clear_safe_globals()
+        hlt.register_trainer_types_for_safe_load()
+        registered = torch.serialization.get_safe_globals()
+        assert set(registered) == set(hlt.get_trainer_safe_types_for_load())
+        assert hlt.TrainingState in registered
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(found)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package of a user that registers a data set, a model and a plugin."""
+    root = tmp_path / "users" / "shapes"
+    root.mkdir(parents=True)
+    for folder in (root.parent, root):
+        (folder / "__init__.py").touch()
+    (root / "parts.py").write_text(
+        "import helios.data as hld, helios.plugins as hlp, torch\n\n"
+        "@hld.DATASET_REGISTRY.register\n"
+        "class ShapesForTest(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n        return 4\n"
+        "    def __getitem__(self, index):\n        return torch.ones(4), index % 3, index\n\n"
+        "@hlp.PLUGIN_REGISTRY.register\n"
+        "class PluginForTest(hlp.Plugin):\n    def setup(self):\n        pass\n"
+    )
+    (root / "broken.py").write_text("raise RuntimeError('it registers nothing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for registry in (hld.DATASET_REGISTRY, hlp.PLUGIN_REGISTRY):
+        monkeypatch.setattr(registry, "_objects", dict(registry))
+    yield root
+    for name in [name for name in sys.modules if name.split(".")[0] == "users"]:
+        del sys.modules[name]
+
+
+def test_registries_are_filled_before_anything_is_set_up(package: Path) -> None:
+    """API section 12: `src_root` and `import_prefix`."""
+
+    class Registered(PointsModule):
+        def setup(self) -> None:
+            assert isinstance(hlp.create_plugin("PluginForTest", "id"), hlp.Plugin)
+            shapes = hld.create_dataset("ShapesForTest")
+            self._train_dataset = self._create_dataset(shapes, hld.DataLoaderParams(batch_size=2))
+
+    trainer = hlt.Trainer(
+        total_steps=1, use_cpu=True, src_root=package, import_prefix="users", print_banner=False
+    )
+    assert trainer.fit(Accumulating("epoch"), Registered())
+    assert "users.shapes.parts" in sys.modules
+    assert "users.shapes.broken" not in sys.modules
+
+
+def test_loggers_are_there_in_every_part_of_a_users_code(tmp_path: Path) -> None:
+    """API section 15: from the first `setup` to the last `on_fit_end`; afterwards a KeyError."""
+
+    class Saying(hlp.Plugin):
+        def setup(self) -> None:
+            hll.get_root_logger().info("a plugin is set up")
+
+        def on_fit_end(self) -> None:
+            hll.get_root_logger().warning("the end of all")
+
+    class Module(PointsModule):
+        def setup(self) -> None:
+            super().setup()
+            hll.get_root_logger().info("data is set up")
+
+        def teardown(self) -> None:
+            hll.get_root_logger().info("data is torn down")
+
+    trainer = make_trainer(tmp_path, total_steps=1, chkpt_root=None, chkpt_frequency=None)
+    Saying("saying").configure_trainer(trainer)
+    trainer.fit(Classifier(), Module())
+    (log,) = (tmp_path / "logs").iterdir()
+    text = log.read_text()
+    places = [
+        text.index(part) for part in ("a plugin is", "data is set", "the end of", "data is t")
+    ]
+    assert places == sorted(places)
+    assert not hll.is_root_logger_active()
+    with pytest.raises(KeyError):
+        hll.get_root_logger()
+    assert hll.get_tensorboard_writer() is None
+
+
+def test_a_state_of_the_users_own_is_given_back_as_it_was_saved(tmp_path: Path) -> None:
+    """API section 13: what `load_state_dict` gets is what `state_dict` returned."""
+    got: list[dict[str, Any]] = []
+
+    class Own(Classifier):
+        def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+            got.append(state_dict)
+            super().load_state_dict(state_dict, fast_init)
+
+    make_trainer(tmp_path, total_steps=1).fit(Own(), PointsModule())
+    make_trainer(tmp_path, total_steps=2).fit(Own(), PointsModule())
+    (state,) = got
+    assert set(state) == {"net", "optimizer", "scheduler", "best"}
+    assert isinstance(state["best"], Best)
+
+
+def test_a_type_that_is_not_declared_is_named_when_it_is_saved(tmp_path: Path) -> None:
+    """H26: the remedy is `types_for_safe_load`."""
+
+    class Undeclared(Classifier):
+        def types_for_safe_load(self) -> list[Any]:
+            return []
+
+    with pytest.raises(StateError, match=r"Best.*types_for_safe_load"):
+        make_trainer(tmp_path, total_steps=1).fit(Undeclared(), PointsModule())
