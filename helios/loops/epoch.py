@@ -11,7 +11,7 @@ from helios import schedule as due
 from helios.core.utils import AverageTimer
 from helios.data.source import BatchIterator
 from helios.errors import UsageError
-from helios.loops.loop import Loop, require
+from helios.loops.loop import Loop, make_stray_stop, require
 from helios.state import Phase
 
 
@@ -28,6 +28,7 @@ class EpochLoop(Loop):
         self._timer = AverageTimer()
         self._is_over = False
         self._is_complete = False
+        self._num_begun = 0
 
     @property
     def done(self) -> bool:
@@ -51,6 +52,7 @@ class EpochLoop(Loop):
         source = self.session.sources[Phase.TRAINING]
         total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
         self._is_over = False
+        self._num_begun = 0
         self._is_complete = total == cursor.batch
         self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         self.session.display.start_epoch(cursor.epoch, total, cursor.batch)
@@ -96,6 +98,7 @@ class EpochLoop(Loop):
         """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
         session = self.session
         self._close_batches()
+        self._refuse_empty_epoch()
         is_cut = session.is_stopping and not self._is_complete
         if not is_cut:
             session.move_epoch_schedulers()
@@ -131,8 +134,18 @@ class EpochLoop(Loop):
         self._close_batches()
         super().teardown()
 
+    def _refuse_empty_epoch(self) -> None:
+        # Epochs without batches would follow each other for ever, or pass for a training.
+        session = self.session
+        if self._num_begun == 0 and session.cursor.batch == 0 and not session.is_stopping:
+            raise UsageError(
+                f"Epoch {session.state.global_epoch} has given no batch at all, as an iterator "
+                "does that can be read once only. Let the data set's __iter__ begin anew."
+            )
+
     def _begin_iteration(self, *, is_last: bool) -> None:
         session, state = self.session, self.session.state
+        self._num_begun += 1
         is_boundary = due.ends_window(
             session.schedule,
             iteration=state.global_iteration + 1,
@@ -169,7 +182,11 @@ class EpochLoop(Loop):
         session = self.session
         if not due.is_validation_due(session.schedule, session.state):
             return False
-        if not require(self.val_loop).run():
+        try:
+            has_run = require(self.val_loop).run()
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
+        if not has_run:
             return False
         session.conclude_validation()
         return True

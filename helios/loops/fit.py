@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helios import schedule as due
 from helios.loops.epoch import EpochLoop
-from helios.loops.loop import Loop, require
+from helios.loops.loop import Loop, make_stray_stop, require
 from helios.state import Phase
 
 
@@ -56,7 +56,10 @@ class FitLoop(Loop):
 
     def advance(self) -> None:
         """Run one epoch."""
-        require(self.epoch_loop).run()
+        try:
+            require(self.epoch_loop).run()
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
         self.session.is_resumed = False
 
     def on_run_end(self) -> str:

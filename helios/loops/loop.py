@@ -32,9 +32,9 @@ def make_stray_stop(error: StopIteration) -> UsageError:
     Taken for the end of the innermost loop, it would drop a batch in silence.
     """
     return UsageError(
-        "A StopIteration came out of a step or out of the processing of a batch, where it must not "
-        "end a loop. It comes from next() on an exhausted iterator: catch it there, or begin the "
-        f"iterator anew. ({error!r})"
+        "A StopIteration came out of a step, the processing of a batch, or a hook that cannot end "
+        "an epoch (on_training_batch_start can). It mostly comes from next() on an exhausted "
+        f"iterator: catch it there, or begin the iterator anew. ({error!r})"
     )
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import helios
 from helios.errors import UsageError
@@ -243,3 +245,52 @@ def test_a_second_fit_of_the_same_model_starts_from_nothing() -> None:
     trainer.fit(model, data)
     assert model.records == first
     assert model._running_losses == running
+
+
+def test_data_that_can_be_read_once_only_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
+    class Once(torch.utils.data.IterableDataset):
+        def __init__(self) -> None:
+            self.samples = iter([(0, torch.zeros(5)), (1, torch.ones(5))] * 3)
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.samples
+
+    class OnceModule(IndexModule):
+        def setup(self) -> None:
+            params = helios.DataLoaderParams(batch_size=2)
+            self._train_dataset = self._create_dataset(Once(), params)
+
+    setting = Setting(chkpt_frequency=None, validates=False)
+    trainer = helios.Trainer("", "iteration", 50, use_cpu=True, print_banner=False)
+    with pytest.raises(UsageError, match="Epoch 2 has given no batch"):
+        trainer.fit(SmallModel(setting), OnceModule(setting))
+
+
+def test_a_hook_may_end_an_epoch(tmp_path: Path) -> None:
+    """L19, K37: StopIteration of on_training_batch_start ends the epoch; its end is told."""
+
+    class Cutting(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            if state.dataset_iter == 2:
+                raise StopIteration
+
+    setting = Setting(unit="epoch", total_steps=2, valid_frequency=None)
+    outcome = train(tmp_path, setting, Cutting("cutting"))
+    assert len(outcome.records) == 4
+    assert _names(outcome).count("on_training_epoch_end") == 2
+
+
+@pytest.mark.parametrize(
+    "event", ["on_training_epoch_start", "on_validation_end", "on_training_epoch_end"]
+)
+def test_a_stray_stop_iteration_is_an_error(event: str, tmp_path: Path) -> None:
+    class Stray(RaiseIn):
+        def _act(self, *args: Any) -> None:
+            raise StopIteration
+
+    setting = Setting(unit="epoch", total_steps=2, valid_frequency=1)
+    with pytest.raises(UsageError, match="StopIteration"):
+        train(tmp_path, setting, Stray(event))

@@ -193,3 +193,44 @@ def test_a_hook_behind_the_safe_point_draws_the_same_numbers(tmp_path: Path) -> 
     train(copy_checkpoint(path, tmp_path / "resumed"), setting, resumed)
     assert resumed.drawn == whole.drawn[-len(resumed.drawn) :]
     assert len(resumed.drawn) == 7
+
+
+_MATRIX = [
+    pytest.param(unit, workers, accumulation, is_manual, validates, scheduler)
+    for unit in ("iteration", "epoch")
+    for workers in (0, 2)
+    for accumulation in (1, 2, 3)
+    for is_manual in (False, True)
+    for validates in (False, True)
+    for scheduler in ("step", "epoch", "plateau")
+    if not (is_manual and scheduler != "step") and (validates or scheduler != "plateau")
+]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("unit", "workers", "accumulation", "is_manual", "validates", "scheduler"), _MATRIX
+)
+def test_the_whole_matrix_resumes_everywhere(
+    unit: str,
+    workers: int,
+    accumulation: int,
+    is_manual: bool,
+    validates: bool,
+    scheduler: str,
+    tmp_path: Path,
+) -> None:
+    setting = Setting(
+        unit=unit,
+        total_steps=3 if unit == "epoch" else 12,
+        num_workers=workers,
+        accumulation=accumulation,
+        is_manual=is_manual,
+        validates=validates,
+        valid_frequency=(1 if unit == "epoch" else 2) if validates else None,
+        scheduler=scheduler,
+        requests=unit == "epoch",
+        chkpt_frequency=3 if workers and unit == "iteration" else 1,
+    )
+    _check(setting, tmp_path)

@@ -21,6 +21,7 @@ from helios.core import rng
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, DuplicateError, UsageError
 from helios.hooks.events import EVENTS, Receiver
+from helios.loops.epoch import EpochLoop
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
@@ -781,3 +782,82 @@ def test_loops_are_replaced_by_their_path_and_resume(tmp_path: Path) -> None:
     model = Linear()
     make_trainer(total_steps=5).fit(model, Numbers())
     assert all(weights[name].equal(weight) for name, weight in model.net.state_dict().items())
+
+
+def test_a_stop_iteration_of_a_hook_ends_the_epoch() -> None:
+    """L19, K37: the events of the epoch's end follow, the end of that batch does not."""
+    seen: list[tuple[str, int]] = []
+
+    class Cutting(Quiet):
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            if state.global_iteration == 2:
+                raise StopIteration
+
+        def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+            seen.append(("batch", state.global_iteration))
+
+        def on_training_epoch_end(self, current_epoch: int) -> None:
+            seen.append(("epoch", current_epoch))
+
+    make_trainer(total_steps=5, plugins=[Cutting()]).fit(Linear(), Numbers())
+    batches = [("batch", number) for number in (3, 4, 5)]
+    assert seen == [("batch", 1), ("epoch", 1), *batches, ("epoch", 2)]
+
+
+class CountingEpochs(EpochLoop):
+    """An epoch loop with state of its own."""
+
+    count = 0
+
+    def advance(self) -> None:
+        super().advance()
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+def test_the_state_of_a_loop_that_is_gone_is_carried_along(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """L35, L36, DESIGN section 9 "left-over state"."""
+
+    def fit(total_steps: int, loop: EpochLoop | None) -> str:
+        trainer = make_trainer(total_steps=total_steps, chkpt_root=tmp_path, chkpt_frequency=1)
+        if loop is not None:
+            trainer.fit_loop.connect(epoch_loop=loop)
+        trainer.fit(Linear(), Numbers())
+        return capsys.readouterr().err
+
+    fit(2, CountingEpochs())
+    assert "loop that is not there: fit.epoch." in fit(3, None)
+    returned = CountingEpochs()
+    assert "not there" not in fit(5, returned)
+    # Two batches of the first run, two of the third; the second one did not count.
+    assert returned.count == 4
+
+
+def test_a_test_restores_no_generators(tmp_path: Path) -> None:
+    """H6, H56: its random numbers follow from the seed, not from the checkpoint."""
+
+    class Model(Linear):
+        def on_testing_start(self) -> None:
+            super().on_testing_start()
+            self.drawn = [draw()]
+
+        def test_step(self, batch: Any, step: int) -> None:
+            self.drawn.append(draw())
+
+        def on_testing_end(self) -> None:
+            self.drawn.append(draw())
+
+    def drawn_in_test(folder: Path) -> list[list[float]]:
+        model = Model()
+        make_trainer(chkpt_root=folder).test(model, Numbers())
+        return model.drawn
+
+    make_trainer(chkpt_root=tmp_path / "trained", chkpt_frequency=1).fit(Linear(), Numbers())
+    assert drawn_in_test(tmp_path / "trained") == drawn_in_test(tmp_path / "empty")
