@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import random
@@ -136,10 +135,12 @@ class Run:
         begin = time.monotonic()
         for iteration, delay in moments:
             self._kill_after(iteration, delay)
+        begun = len(_read_record(self.folder))
         code = self.start().wait(PATIENCE_SECONDS)
         if code:
             raise SystemExit(f"The training failed ({code}); see {self.folder / CONSOLE}.")
         self.lines = _read_record(self.folder)
+        self.last_start = self.lines[begun].iteration
         self.accuracy = json.loads((self.folder / RESULT).read_text())["accuracy"]
         self.seconds = time.monotonic() - begin
 
@@ -241,7 +242,7 @@ def draw(undisturbed: Run, killed: Run, path: Path) -> None:
         axes.set_ylabel("loss")
     upper.set_title("undisturbed")
     lower.set_title(f"killed {len(killed.kills)} times and started again: the same bits")
-    resumes = [first for first, _ in killed.kills[1:]] + [_last_resume(killed)]
+    resumes = [first for first, _ in killed.kills[1:]] + [killed.last_start]
     for (_, last), first in zip(killed.kills, resumes, strict=True):
         lower.axvline(last, color="tab:red", linewidth=1, label="killed")
         lower.axvspan(first, last, color="tab:red", alpha=0.15, label="run again")
@@ -251,12 +252,6 @@ def draw(undisturbed: Run, killed: Run, path: Path) -> None:
     upper.set_yscale("log")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-
-
-def _last_resume(run: Run) -> int:
-    numbers = [line.iteration for line in run.lines]
-    breaks = [now for before, now in itertools.pairwise(numbers) if now != before + 1]
-    return breaks[-1] if breaks else numbers[-1]
 
 
 def demonstrate(folder: Path, num_kills: int, seed: int) -> int:

@@ -45,7 +45,7 @@ FAULTS = (
         "helios/data/source.py",
         "        rng.reseed(self._keys.at(self._batch))",
         "        self._keys.at(self._batch)",
-        f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
+        f"{RESUME}::test_workers_change_no_bit[from 0 to 2 workers]",
     ),
     Fault(
         "no re-seeding before the iteration",
@@ -66,7 +66,7 @@ FAULTS = (
         "helios/core/rng.py",
         "    random.seed(seed)\n    if _Default",
         "    if _Default",
-        f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
+        f"{RESUME}::test_workers_change_no_bit[from 0 to 2 workers]",
     ),
     Fault(
         "later epochs lose their head after a resume",

@@ -19,7 +19,7 @@ _PAGE = _ROOT / "docs" / "coverage.md"
 _ROW = re.compile(r"^\| ([HL]\d+) \| (.*) \| (.*) \|$", re.MULTILINE)
 _CITED = re.compile(r"`([^`]*::[^`]*)`")
 _TEST_ID = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
-_REASON = re.compile(r"\b(?:waits|obsolete): \w+")
+_REASON = re.compile(r"\b(?:waits|obsolete): \S")
 _STATEMENTS = [
     *(f"H{number}" for number in range(1, 67)),
     *(f"L{number}" for number in (*range(1, 21), *range(29, 41))),
