@@ -67,10 +67,22 @@ class FitRun(Run):
         self._start = resume.find_start(
             self.arguments, self.model.save_name, self.model.types_for_safe_load()
         )
+        if self._is_finished():
+            return True
+        self._prepare(stack)
+        # Its tensors are copied where they belong; kept, they would double the state's memory.
+        self._start.forget_payload()
+        self.hooks.emit("on_fit_start")
+        reason = self.loop.run()
+        self.display.close()
+        if self._recorder is not None:
+            self._recorder.finish(reason)
+        _LOGGER.info("The training has ended: %s.", reason)
+        return True
+
+    def _prepare(self, stack: ExitStack) -> None:
         loaded = self._start.loaded
         payload = None if loaded is None else loaded.payload
-        if loaded is not None and self._is_finished():
-            return True
         stack.enter_context(self._numerics(payload))
         # Another run's logs are not this run's to cut back: a branch begins its own.
         logged = None if self._start.is_branch else payload
@@ -81,13 +93,6 @@ class FitRun(Run):
         self.loop.attach(session)
         if payload is not None:
             self._load(session, payload)
-        session.hooks.emit("on_fit_start")
-        reason = self.loop.run()
-        self.display.close()
-        if self._recorder is not None:
-            self._recorder.finish(reason)
-        _LOGGER.info("The training has ended: %s.", reason)
-        return True
 
     @property
     def _name(self) -> str:

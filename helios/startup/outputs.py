@@ -146,6 +146,7 @@ class FitRecorder:
             level=self._level,
             resumed_from=self._start.origin,
             changes=self._start.changes,
+            options=self._options,
         )
 
     def _log_places(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ class Start:
     origin: str | None = None
     is_branch: bool = False
     changes: list[str] = field(default_factory=list)
+
+    def forget_payload(self) -> None:
+        """Let go of the checkpoint's content, once it is loaded."""
+        if self.loaded is not None:
+            self.loaded = replace(self.loaded, payload={})
 
 
 def open_folder(arguments: Arguments, save_name: str) -> RunFolder | None:

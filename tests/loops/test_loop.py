@@ -535,7 +535,7 @@ def test_in_epoch_unit_every_batch_of_a_manual_model_is_a_window(
         (torch.ones(()), "requires_grad=False"),
         (torch.ones(0, requires_grad=True), r"shape \(0,\)"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_any_other_answer_is_an_error_that_says_what_is_expected(answer: Any, words: str) -> None:
     """The issue, L25."""
