@@ -229,8 +229,50 @@ class Trainer:
 
     @property
     def fit_loop(self) -> FitLoop:
-        """The loop over all epochs; replace what is below it by ``connect``."""
+        """The loop over all epochs; assign another one, or ``connect`` what is below it (L13)."""
         return self._fit_loop
+
+    @fit_loop.setter
+    def fit_loop(self, loop: FitLoop) -> None:
+        if not isinstance(loop, FitLoop):
+            raise ArgumentTypeError(f"Trainer.fit_loop must be a FitLoop, got {loop!r}.")
+        loop.adopt(self._fit_loop)
+        self._fit_loop = loop
+
+    @property
+    def validate_loop(self) -> EvaluationLoop:
+        """The loop of :meth:`validate`; assign another one to replace it."""
+        return self._evaluation_loops[Phase.VALIDATION]
+
+    @validate_loop.setter
+    def validate_loop(self, loop: EvaluationLoop) -> None:
+        self._replace_loop(Phase.VALIDATION, loop)
+
+    @property
+    def test_loop(self) -> EvaluationLoop:
+        """The loop of :meth:`test`; assign another one to replace it."""
+        return self._evaluation_loops[Phase.TESTING]
+
+    @test_loop.setter
+    def test_loop(self, loop: EvaluationLoop) -> None:
+        self._replace_loop(Phase.TESTING, loop)
+
+    @property
+    def predict_loop(self) -> EvaluationLoop:
+        """The loop of :meth:`predict`; assign another one to replace it."""
+        return self._evaluation_loops[Phase.PREDICTION]
+
+    @predict_loop.setter
+    def predict_loop(self, loop: EvaluationLoop) -> None:
+        self._replace_loop(Phase.PREDICTION, loop)
+
+    def _replace_loop(self, phase: Phase, loop: EvaluationLoop) -> None:
+        if not isinstance(loop, EvaluationLoop) or loop.phase is not phase:
+            raise ArgumentTypeError(
+                f"The loop for {phase.value} must be an EvaluationLoop whose phase is {phase}, "
+                f"got {loop!r}."
+            )
+        self._evaluation_loops[phase] = loop
 
     def register_plugin(self, plugin: Plugin) -> None:
         """Register a plugin under its id.

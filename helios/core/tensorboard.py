@@ -43,6 +43,7 @@ class TensorboardWriter:
         self._writer: Any = None  # torch's SummaryWriter, which is not annotated
         self._run_path: Path | None = None
         self._suffix = _SUFFIX
+        self._newest_steps: dict[str, int | None] = {}
 
     def setup(self, run_path: Path) -> None:
         """Begin a new event file in the folder of a run, which is made where it is missing."""
@@ -113,6 +114,11 @@ class TensorboardWriter:
         """Add a point to the curve ``tag``."""
         if self._writer is not None:
             self._writer.add_scalar(tag, scalar_value, global_step)
+            self._newest_steps[tag] = global_step
+
+    def has_point(self, tag: str, global_step: int) -> bool:
+        """Whether the newest point of the curve ``tag`` that was added here is that of a step."""
+        return self._newest_steps.get(tag) == global_step
 
     def add_scalars(
         self,

@@ -123,9 +123,10 @@ class EpochLoop(Loop):
         """
         session = self.session
         session.check_limits()
-        if (has_validated or polls_always) and not session.is_stopping:
+        was_stopping = session.is_stopping
+        if has_validated or polls_always:
             session.poll_stop()
-            if session.is_stopping:
+            if session.is_stopping and not was_stopping:
                 session.save_if_asked(is_due=False)
         self._is_over |= session.is_stopping
 

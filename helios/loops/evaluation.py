@@ -187,6 +187,7 @@ class ValidationLoop(EvaluationLoop):
 class TestingLoop(EvaluationLoop):
     """One test pass (H55); its result is True, or None where there is no data."""
 
+    __test__: ClassVar[bool] = False  # else pytest takes the class for a test of its users
     phase = Phase.TESTING
     noun = "testing"
 

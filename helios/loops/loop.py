@@ -204,7 +204,7 @@ class Loop(ABC):
     @final
     def spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
         """Give saved states, by role path, to the loop and all below it."""
-        if path in states:
+        if path in states and type(self).load_state_dict is not Loop.load_state_dict:
             self.load_state_dict(states.pop(path))
         for role, child in self.children().items():
             child.spread_states(f"{path}.{role.removesuffix('_loop')}", states)

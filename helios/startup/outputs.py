@@ -160,12 +160,17 @@ class FitRecorder:
         return places
 
     def log_scalars(self, items: dict[str, Any], state: TrainingState) -> None:
-        """Write the losses of an iteration as scalars ``train/<name>``; reads them from the GPU."""
-        writer = log.get_tensorboard_writer()
-        if writer is not None:
-            for name, loss in items.items():
+        """Write the losses of an iteration as scalars ``train/<name>``; reads them from the GPU.
+
+        A curve that user code has written at this iteration, as scripts of Helios 1 do, is left.
+        """
+        writer, step = log.get_tensorboard_writer(), state.global_iteration
+        if writer is None:
+            return
+        for name, loss in items.items():
+            if not writer.has_point(f"train/{name}", step):
                 value = loss.detach().item() if isinstance(loss, torch.Tensor) else loss
-                writer.add_scalar(f"train/{name}", value, state.global_iteration)
+                writer.add_scalar(f"train/{name}", value, step)
 
     def finish(self, reason: str) -> None:
         """Note in the sidecar of the last checkpoint that the run has come to its end."""

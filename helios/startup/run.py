@@ -91,6 +91,7 @@ class Run(ABC):
         self.display = outputs.open_display(arguments)
         self.sources: dict[Phase, Source] = {}
         self.session: Session | None = None
+        self._settings = ExitStack()
 
     @property
     @abstractmethod
@@ -116,10 +117,9 @@ class Run(ABC):
             capture_warnings=self.arguments.capture_warnings,
         )
         try:
-            with ExitStack() as stack:
-                result = self._run(stack)
-                is_regular = True
-                return result
+            result = self._run(self._settings)
+            is_regular = True
+            return result
         except BaseException as error:
             self._report(error, is_quiet=isinstance(error, passed_through))
             raise
@@ -150,6 +150,8 @@ class Run(ABC):
                 stack.callback(self.hooks.emit, "on_fit_end")
             stack.callback(self.engine.teardown)
             stack.callback(self.display.close)
+            # After the loops: an evaluation that was cut off gives back what it found in training.
+            stack.callback(self._settings.close)
             stack.callback(self.loop.teardown)
             stack.callback(self.show, None)
 

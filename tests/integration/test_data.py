@@ -19,6 +19,7 @@ import helios
 from helios.core import rng
 from helios.data.samplers import ResumableSampler
 from helios.errors import ArgumentError
+from helios.plugins import Plugin
 from tests.data.datasets import join
 from tests.support.resume import copy_checkpoint
 from tests.support.runs import (
@@ -113,12 +114,23 @@ def _plain_loader() -> DataLoader[Any]:
     return DataLoader(IndexData(), batch_size=4, shuffle=True, collate_fn=noisy_collate)
 
 
+class DrawingBetween(Plugin):
+    """Draws where a loader of the user's own begins its next pass."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        torch.rand(3)
+
+
 def test_a_loader_of_the_users_own_trains_without_checkpoints() -> None:
     model = fit(Data(None, _plain_loader()))
     first, second = ids_of(model)[:6], ids_of(model)[6:]
     assert sorted(join(first)) == list(range(NUM_SAMPLES))
     assert second != first[:2]
-    assert model.records == fit(Data(None, _plain_loader())).records
+    again = fit(Data(None, _plain_loader()), plugins=[DrawingBetween("drawing")])
+    assert again.records == model.records
 
 
 def test_a_loader_of_the_users_own_with_checkpoints_is_refused(tmp_path: Path) -> None:
