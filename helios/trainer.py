@@ -224,7 +224,10 @@ class Trainer:
 
     @property
     def exit_code(self) -> int:
-        """What a script should exit with: 0 when the last fit came to its regular end."""
+        """What a script should exit with after fit.
+
+        0 after its regular end, 75 ("try again") after an interruption, 1 after an error.
+        """
         return self._exit_code
 
     @property
@@ -329,8 +332,12 @@ class Trainer:
         run = FitRun(
             self._arguments, self._plugins, model, datamodule, self._show, loop=self._fit_loop
         )
-        is_finished: bool = run.execute(tuple(self._train_exceptions))
-        self._fitted_model = model if run.session is not None else None
+        try:
+            is_finished: bool = run.execute(tuple(self._train_exceptions))
+        except BaseException as error:
+            self._exit_code = 75 if isinstance(error, KeyboardInterrupt) else 1
+            raise
+        self._fitted_model = model
         return is_finished
 
     def validate(self, model: Model, datamodule: DataModule) -> bool:

@@ -122,6 +122,13 @@ class DefaultNumpyRNG:
         if self._is_taken:
             self._settle()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A spawned worker unpickles a data set that holds the package's generator: it must get the
+        # one that is re-seeded there, not a copy that nobody seeds.
+        if self is _Default.numpy:
+            return _receive_default, (self.state_dict(),)
+        return _make_from_state, (self.state_dict(),)
+
     def _settle(self) -> None:
         if self._pending is None:
             return
@@ -142,6 +149,18 @@ class _Default:
     """Holder of the package's default NumPy generator (one a process)."""
 
     numpy: DefaultNumpyRNG | None = None
+
+
+def _make_from_state(state: dict[str, Any]) -> DefaultNumpyRNG:
+    generator = DefaultNumpyRNG()
+    generator.load_state_dict(state)
+    return generator
+
+
+def _receive_default(state: dict[str, Any]) -> DefaultNumpyRNG:
+    if _Default.numpy is None:
+        _Default.numpy = _make_from_state(state)
+    return _Default.numpy
 
 
 def get_default_seed() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -153,4 +154,14 @@ def open_surface(stream: TextIO | None = None) -> Surface:
         stream: where to show; the present ``sys.stderr`` when ``None``.
     """
     stream = sys.stderr if stream is None else stream
-    return Bars(stream) if stream.isatty() else Lines(stream)
+    return Bars(stream) if _is_wide(stream) else Lines(stream)
+
+
+def _is_wide(stream: TextIO) -> bool:
+    """Whether a stream is a terminal with room for bars; some report no columns at all."""
+    if not stream.isatty():
+        return False
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return True

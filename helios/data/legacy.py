@@ -47,7 +47,8 @@ class LegacyWatch:
             _LOGGER.warning(
                 "numpy.random's global generator was moved %s (purpose %r). Helios neither seeds "
                 "nor saves it, so what was drawn from it is not reproducible, and a resumed run "
-                "will differ. Draw from helios.core.rng.get_default_numpy_rng().generator instead.",
+                "will differ, unless you seeded it at the same place. Draw from "
+                "helios.core.rng.get_default_numpy_rng().generator instead.",
                 "in a loader worker" if in_worker else "in the training process",
                 self._purpose,
             )

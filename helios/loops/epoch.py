@@ -28,7 +28,7 @@ class EpochLoop(Loop):
         self._timer = AverageTimer()
         self._is_over = False
         self._is_complete = False
-        self._num_begun = 0
+        self._num_done = 0
 
     @property
     def done(self) -> bool:
@@ -52,7 +52,7 @@ class EpochLoop(Loop):
         source = self.session.sources[Phase.TRAINING]
         total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
         self._is_over = False
-        self._num_begun = 0
+        self._num_done = 0
         self._is_complete = total == cursor.batch
         self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         self.session.display.start_epoch(cursor.epoch, total, cursor.batch)
@@ -138,15 +138,15 @@ class EpochLoop(Loop):
     def _refuse_empty_epoch(self) -> None:
         # Epochs without batches would follow each other for ever, or pass for a training.
         session = self.session
-        if self._num_begun == 0 and session.cursor.batch == 0 and not session.is_stopping:
+        if self._num_done == 0 and session.cursor.batch == 0 and not session.is_stopping:
             raise UsageError(
-                f"Epoch {session.state.global_epoch} has given no batch at all, as an iterator "
-                "does that can be read once only. Let the data set's __iter__ begin anew."
+                f"Epoch {session.state.global_epoch} has come to no batch at all. Either the data "
+                "is an iterator that can be read once only (let its __iter__ begin anew), or a "
+                "hook raises StopIteration at every first batch."
             )
 
     def _begin_iteration(self, *, is_last: bool) -> None:
         session, state = self.session, self.session.state
-        self._num_begun += 1
         is_boundary = due.ends_window(
             session.schedule,
             iteration=state.global_iteration + 1,
@@ -166,6 +166,7 @@ class EpochLoop(Loop):
             session.log_losses()
         session.display.advance(session.model.loss_items, num_samples, state.is_step_boundary)
         session.cursor.advance(num_samples)
+        self._num_done += 1
         state.end_iteration()
         self._timer.record()
         state.average_iter_time = self._timer.get_average_time()

@@ -18,10 +18,12 @@ _LOGGER = logging.getLogger(__name__)
 
 def level_of(arguments: Arguments, engine: Engine, source: Source) -> tuple[str, str]:
     """Return the level of reproducibility (DESIGN section 1), and what bars the way to the next."""
-    if not source.can_resume:
+    if source.level == "none":
         return "none", "the training loader can neither seek nor be saved"
     if engine.device.type != "cpu" and not arguments.enable_deterministic:
         return "order", "enable_deterministic=True makes arithmetic exact on this device"
+    if source.level == "restart":
+        return "restart", "the training loader resumes by a state of its own"
     return "restart", "one replica: there is nothing to spread over processes"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
+
 from helios.core.distributed import launched_world_size
 from helios.errors import ArgumentError, DuplicateError, UsageError
 from helios.hooks.bus import overridden
@@ -9,6 +12,9 @@ from helios.hooks.events import EVENTS
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 
+_LOGGER = logging.getLogger(__name__)
+
+_KNOWN = (*EVENTS, "train_step", "valid_step", "test_step", "predict_step")
 _FLAGS = {
     "training_batch": "process_training_batch",
     "validation_batch": "process_validation_batch",
@@ -53,6 +59,24 @@ def check_plugins(plugins: dict[str, Plugin]) -> None:
                 raise ArgumentError(
                     f"Plugin {name!r} sets unique_overrides.{flag}, but does not override {method}."
                     " Override it, or leave the flag out."
+                )
+
+
+def warn_of_unknown_hooks(owner: object) -> None:
+    """Warn of methods that look like a hook or a step, but are none, and so are never called."""
+    for kind in type(owner).__mro__:
+        if kind.__module__.startswith("helios.") or kind is object:
+            continue
+        for name in vars(kind):
+            close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.75)
+            looks_so = name.startswith(("on_", "process_")) or name.endswith("_step")
+            if looks_so and name not in _KNOWN and close:
+                _LOGGER.warning(
+                    "%s.%s is neither a hook nor a step, and is never called by Helios; did you "
+                    "mean %s?",
+                    kind.__name__,
+                    name,
+                    close[0],
                 )
 
 

@@ -71,7 +71,8 @@ class EvaluationRun(Run):
         name = self.arguments.run_name or self.model.save_name
         outputs.open_logs(self.arguments, name, payload, is_training=False)
         self._set_up_for(payload)
-        self._open_source(self.loop.phase)
+        if self._open_source(self.loop.phase) is None:
+            _LOGGER.warning("%s has nothing to do: the data module has no data for it.", self.verb)
         session = self.session = Session(
             model=self.model,
             engine=self.engine,

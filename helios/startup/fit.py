@@ -56,6 +56,7 @@ class FitRun(Run):
         self._loop = loop
         self._start = resume.Start()
         self._recorder: outputs.FitRecorder | None = None
+        self._has_begun = False
 
     @property
     def loop(self) -> FitLoop:
@@ -68,10 +69,12 @@ class FitRun(Run):
             self.arguments, self.model.save_name, self.model.types_for_safe_load()
         )
         if self._is_finished():
+            self._restore_finished()
             return True
         self._prepare(stack)
         # Its tensors are copied where they belong; kept, they would double the state's memory.
         self._start.forget_payload()
+        self._has_begun = True
         self.hooks.emit("on_fit_start")
         reason = self.loop.run()
         self.display.close()
@@ -126,7 +129,12 @@ class FitRun(Run):
 
     def _build(self) -> Session:
         source = self._open_training_source()
-        self._open_source(Phase.VALIDATION)
+        has_validation = self._open_source(Phase.VALIDATION) is not None
+        if self.arguments.valid_frequency is not None and not has_validation:
+            _LOGGER.warning(
+                "There is no validation data, so valid_frequency and early_stop_cycles have no "
+                "effect. Assign self._valid_dataset in the data module's setup()."
+            )
         level, obstacle = banner.level_of(self.arguments, self.engine, source)
         self._recorder = outputs.FitRecorder(
             self.arguments,
@@ -188,15 +196,14 @@ class FitRun(Run):
             state=state,
             cursor=cursor,
         )
+        self._start.changes += resume.note_limits(self.arguments, payload["options"])
         banner.warn_of_other_machine(payload.get("machine", {}), self.engine)
         session.hooks.emit("on_load_checkpoint", payload)
         session.state, session.cursor, session.is_resumed = state, cursor, True
         session.requests.stop_reason = cursor.stop_reason
         self.engine.load_state_dict(payload["engine"])
         self.model.load_state_dict(payload["model"])
-        for name, table in self.model.tables.items():
-            table.clear()
-            table.update(payload["tables"][name])
+        self._load_tables(payload)
         source.load_state_dict(payload["data"]["state"])
         self._load_plugins(session, payload["plugins"])
         self._load_loops(session, payload["loops"])
@@ -219,7 +226,23 @@ class FitRun(Run):
         session.carried_loops.update(left)
         _warn_of_left_over("loop", list(left))
 
+    def _restore_finished(self) -> None:
+        # A script that uses the model after fit must find it as after the run's own end.
+        loaded = self._start.loaded
+        if loaded is not None:
+            self._set_up(is_inference=True)
+            self.model.load_state_dict(loaded.payload["model"], fast_init=True)
+            self._load_tables(loaded.payload)
+
+    def _load_tables(self, payload: dict[str, Any]) -> None:
+        for name, table in self.model.tables.items():
+            table.clear()
+            table.update(payload["tables"][name])
+
     def _describe_rescue(self) -> str:
+        loaded = self._start.loaded
+        if not self._has_begun:
+            return "" if loaded is None else f"Nothing was trained; {loaded.path} is as it was."
         newest = None if self._recorder is None else self._recorder.newest
         if newest is not None:
             return f"The same command goes on from {newest.name}."

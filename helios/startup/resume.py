@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
-from helios.errors import CheckpointError, RunMismatchError
+from helios.errors import ArgumentError, CheckpointError, RunMismatchError
 from helios.startup.arguments import Arguments
 from helios.state import Cursor, TrainingState
 
@@ -48,10 +48,20 @@ class Start:
 
 
 def open_folder(arguments: Arguments, save_name: str) -> RunFolder | None:
-    """Return the folder of a run, or ``None`` without ``chkpt_root``."""
+    """Return the folder of a run, or ``None`` without ``chkpt_root``.
+
+    Raises:
+        ArgumentError: if a file is in its place.
+    """
     if arguments.chkpt_root is None:
         return None
-    return RunFolder(arguments.chkpt_root / save_name, arguments.store or CheckpointStore())
+    path = arguments.chkpt_root / save_name
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"The run's place, chkpt_root/<save_name>, must be a folder, got the file {path}. "
+            "Move the file away, or give the model another save_name."
+        )
+    return RunFolder(path, arguments.store or CheckpointStore())
 
 
 def find_start(arguments: Arguments, save_name: str, safe_types: list[Any]) -> Start:
@@ -92,8 +102,8 @@ def _start_from_path(folder: RunFolder, path: Path, safe_types: list[Any]) -> St
         return Start(folder, folder.load_newest(safe_types), origin)
     if not path.is_file():
         raise CheckpointError(
-            f"Trainer(resume=...) must be a checkpoint file, but there is none at {path}. "
-            'Correct the path, or leave out resume to go on from the newest of the run ("auto").'
+            f'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
+            f"file at {path}. Correct the path, or leave it out to go on from the newest."
         )
     loaded = folder.load(path, safe_types)
     _move_aside(folder, keep=path)
@@ -143,6 +153,18 @@ def is_extended(arguments: Arguments, stored: Mapping[str, Any]) -> bool:
         return (infinite if now is None else now) > (infinite if before is None else before)
 
     return any(is_raised(now, stored.get(name)) for name, now in limits(arguments).items())
+
+
+def note_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[str]:
+    """Say which limits differ from the checkpoint's; returns them as text, to be recorded."""
+    changes = [
+        f"{name}: {stored.get(name)} -> {now}"
+        for name, now in limits(arguments).items()
+        if stored.get(name) != now
+    ]
+    for text in changes:
+        _LOGGER.info("Changed since the checkpoint: %s.", text)
+    return changes
 
 
 def report_finished(loaded: Loaded, reason: str, say: Callable[..., None]) -> None:

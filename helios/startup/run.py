@@ -17,6 +17,7 @@ from helios.core import logging as log
 from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.data.datamodule import DataModule
+from helios.data.legacy import LegacyWatch
 from helios.data.source import Source, open_source
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError
@@ -27,7 +28,12 @@ from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup import outputs
 from helios.startup.arguments import Arguments
-from helios.startup.checks import check_launch, check_plugins, check_state_methods
+from helios.startup.checks import (
+    check_launch,
+    check_plugins,
+    check_state_methods,
+    warn_of_unknown_hooks,
+)
 from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
@@ -117,6 +123,8 @@ class Run(ABC):
             capture_warnings=self.arguments.capture_warnings,
         )
         try:
+            for owner in (*self.plugins.values(), self.model, self.datamodule):
+                warn_of_unknown_hooks(owner)
             result = self._run(self._settings)
             is_regular = True
             return result
@@ -164,12 +172,15 @@ class Run(ABC):
         for owner in owners:
             owner.device = self.engine.device
             owner.map_loc = str(self.engine.device)
+        watch = LegacyWatch("setup", None)
+        watch.begin()
         for plugin in self.plugins.values():
             plugin.setup()
         self.datamodule.setup()
         for table in self.model.tables.values():
             table.clear()
         self.model.setup(fast_init=is_inference)
+        watch.end()
         self.model.discovery.take_baseline()
 
     def _open_source(self, phase: Phase) -> Source | None:

@@ -13,6 +13,7 @@ from helios.data import create_dataloader
 from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset
 from helios.data.order import Place, PositionalOrder
 from helios.data.samplers import ResumableRandomSampler, ResumableSequentialSampler
+from helios.data.source import open_source
 from tests.data.datasets import Augmented, Indices, draw, join
 
 
@@ -168,3 +169,27 @@ def test_random_is_seeded_with_the_left_overs_of_gauss() -> None:
     first = random.gauss(0, 1)
     keyed[Keyed(1, 0)]
     assert random.gauss(0, 1) == first
+
+
+class HoldsGenerator(torch.utils.data.Dataset):
+    """A data set that keeps the package's generator from its construction on."""
+
+    def __init__(self) -> None:
+        self.numpy = rng.get_default_numpy_rng()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return self.numpy.generator.normal()
+
+
+def test_a_held_generator_is_the_one_that_is_seeded_also_in_spawned_workers() -> None:
+    rng.seed_rngs(3)
+    found = []
+    for workers in ({}, {"num_workers": 1}, {"num_workers": 1, "multiprocessing_context": "spawn"}):
+        loader, sampler = create_dataloader(HoldsGenerator(), batch_size=4, **workers)
+        source = open_source(loader, sampler, run_seed=1, purpose="fetch")
+        found.append([batch.tolist() for batch in source.batches(0)])
+        source.close()
+    assert found[0] == found[1] == found[2]

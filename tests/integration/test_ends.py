@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -262,7 +263,7 @@ def test_data_that_can_be_read_once_only_is_an_error_and_no_endless_loop(tmp_pat
 
     setting = Setting(chkpt_frequency=None, validates=False)
     trainer = helios.Trainer("", "iteration", 50, use_cpu=True, print_banner=False)
-    with pytest.raises(UsageError, match="Epoch 2 has given no batch"):
+    with pytest.raises(UsageError, match="Epoch 2 has come to no batch"):
         trainer.fit(SmallModel(setting), OnceModule(setting))
 
 
@@ -294,3 +295,78 @@ def test_a_stray_stop_iteration_is_an_error(event: str, tmp_path: Path) -> None:
     setting = Setting(unit="epoch", total_steps=2, valid_frequency=1)
     with pytest.raises(UsageError, match="StopIteration"):
         train(tmp_path, setting, Stray(event))
+
+
+def test_the_exit_code_tells_an_end_from_an_interruption_and_an_error() -> None:
+    setting = Setting(validates=False)
+    for error, code in ((KeyboardInterrupt(), 75), (OnPurposeError(), 1)):
+        plugin = RaiseIn("on_training_batch_end")
+        plugin.on_training_batch_end = _raiser(error)
+        trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False, plugins=[plugin])
+        with pytest.raises(type(error)):
+            trainer.fit(SmallModel(setting), IndexModule(setting))
+        assert trainer.exit_code == code
+    trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False)
+    trainer.fit(SmallModel(setting), IndexModule(setting))
+    assert trainer.exit_code == 0
+
+
+def _raiser(error: BaseException) -> Any:
+    def act(state: TrainingState, should_log: bool) -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("unit", ["epoch", "iteration"])
+def test_a_hook_that_ends_every_epoch_at_once_is_an_error_and_no_endless_loop(
+    unit: str, tmp_path: Path
+) -> None:
+    class Cutting(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            raise StopIteration
+
+    with pytest.raises(UsageError, match="come to no batch"):
+        train(tmp_path, Setting(unit=unit, total_steps=3), Cutting("cutting"))
+
+
+def test_a_mistyped_hook_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class Mistyped(SmallModel):
+        def on_train_epoch_end(self, current_epoch: int) -> None:
+            """Never called."""
+
+        def validation_step(self, batch: Any, step: int) -> None:
+            """Never called."""
+
+        def on_my_own(self) -> None:
+            """A helper of the user's: none of our business."""
+
+    setting = Setting()
+    trainer = helios.Trainer(total_steps=0, use_cpu=True, print_banner=False)
+    trainer.fit(Mistyped(setting), IndexModule(setting))
+    said = capsys.readouterr().err
+    assert "did you mean on_training_epoch_end?" in said
+    assert "did you mean valid_step?" in said
+    assert "on_my_own" not in said
+
+
+def test_validation_without_data_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, Setting(total_steps=1, validates=False, valid_frequency=1))
+    assert "no validation data" in capsys.readouterr().err
+
+
+def test_numpys_legacy_generator_in_setup_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    class Drawing(IndexModule):
+        def setup(self) -> None:
+            super().setup()
+            np.random.permutation(3)
+
+    setting = Setting()
+    trainer = helios.Trainer(total_steps=0, use_cpu=True, print_banner=False)
+    trainer.fit(SmallModel(setting), Drawing(setting))
+    assert "numpy.random's global generator was moved" in capsys.readouterr().err

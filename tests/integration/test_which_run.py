@@ -11,7 +11,7 @@ import pytest
 
 import helios
 from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError
-from tests.support.resume import assert_equal
+from tests.support.resume import assert_equal, copy_checkpoint
 from tests.support.runs import IndexModule, Setting, SmallModel, train
 
 _SETTING = Setting(total_steps=8, valid_frequency=None, validates=False)
@@ -200,3 +200,30 @@ def test_a_data_module_without_training_data_is_refused(tmp_path: Path) -> None:
     trainer = helios.Trainer(total_steps=1, use_cpu=True, print_banner=False)
     with pytest.raises(ValueError, match="training data"):
         trainer.fit(SmallModel(_SETTING), Empty(_SETTING))
+
+
+def test_a_model_stands_after_a_finished_run_as_at_its_end(tmp_path: Path) -> None:
+    whole = train(tmp_path, _SETTING)
+    trainer = helios.Trainer(
+        "", "iteration", 8, chkpt_frequency=1, chkpt_root=tmp_path, use_cpu=True, random_seed=5
+    )
+    model = SmallModel(_SETTING)
+    assert trainer.fit(model, IndexModule(_SETTING)) is True
+    for name, weight in model.net.state_dict().items():
+        assert weight.equal(whole.model["objects"]["net"][name])
+    assert model.loss_items["loss"].equal(whole.tables["_loss_items"]["loss"])
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "small").write_text("in the way")
+    with pytest.raises(ValueError, match="must be a folder"):
+        train(tmp_path, _SETTING)
+
+
+def test_a_lowered_total_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, _SETTING)
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    copy_checkpoint(newest.with_name("small_epoch_1_iter_4.pth"), tmp_path / "again")
+    train(tmp_path / "again", _changed(total_steps=3))
+    assert "total_steps: 8 -> 3" in capsys.readouterr().err
