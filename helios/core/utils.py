@@ -97,14 +97,15 @@ class AverageTimer:
         self._window: deque[float] = deque((0.0,) * sliding_window, sliding_window)
         self._num_records = 0
         self._sum = 0.0
+        self._average = 0.0
         self.start()
 
     def start(self) -> None:
         """Begin to measure here; what passed since the last record is not counted."""
         self._last = self._clock()
 
-    def record(self) -> None:
-        """Count the time since the last record, or since :meth:`start`."""
+    def record(self) -> float:
+        """Count the time since the last record, or since :meth:`start`; returns the average."""
         now = self._clock()
         elapsed = now - self._last
         self._last = now
@@ -112,10 +113,12 @@ class AverageTimer:
         self._sum += elapsed - window[0]
         window.append(elapsed)
         self._num_records += 1
+        self._average = self._sum / min(self._num_records, len(window))
+        return self._average
 
     def get_average_time(self) -> float:
         """Return the average in seconds per record; 0.0 before the first one."""
-        return self._sum / (min(self._num_records, len(self._window)) or 1)
+        return self._average
 
 
 def safe_torch_load(f: str | os.PathLike[str] | BinaryIO, **kwargs: Any) -> Any:

@@ -136,7 +136,10 @@ class Bus:
 
     def ask(self, event: str) -> bool:
         """Ask everybody who hears the event; true if any says yes."""
-        answers = [bool(receiver()) for receiver in self._receivers[event]]
+        receivers = self._receivers[event]
+        if not receivers:
+            return False
+        answers = [bool(receiver()) for receiver in receivers]
         return any(answers)
 
     def transform(self, event: str, batch: Any, *args: Any) -> Any:

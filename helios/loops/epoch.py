@@ -62,6 +62,7 @@ class EpochLoop(Loop):
         """Begin the epoch, or go on behind the safe point of a checkpoint taken inside it."""
         session = self.session
         if session.is_in_epoch:
+            session.check_limits()
             self.leave_safe_point(has_validated=self._has_validated_before_resume())
         else:
             session.state.begin_epoch(session.cursor.epoch)
@@ -92,7 +93,7 @@ class EpochLoop(Loop):
             self._close_step()
         elif not self._is_complete:
             session.save_if_asked(is_due=False)
-            self.leave_safe_point(has_validated=False)
+            self._is_over = session.is_stopping
 
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
@@ -115,14 +116,13 @@ class EpochLoop(Loop):
             self.leave_safe_point(has_validated=has_validated, polls_always=True)
 
     def leave_safe_point(self, *, has_validated: bool, polls_always: bool = False) -> None:
-        """Do what follows a safe point: the checks for an end (H30-H33).
+        """Do what follows a safe point: the last poll, and the end if one is due (H30-H33).
 
         Args:
             has_validated: whether a validation took place at this boundary.
             polls_always: whether the stop poll follows without one too, as at an epoch's end.
         """
         session = self.session
-        session.check_limits()
         was_stopping = session.is_stopping
         if has_validated or polls_always:
             session.poll_stop()
@@ -168,8 +168,7 @@ class EpochLoop(Loop):
         session.cursor.advance(num_samples)
         self._num_done += 1
         state.end_iteration()
-        self._timer.record()
-        state.average_iter_time = self._timer.get_average_time()
+        state.average_iter_time = self._timer.record()
 
     def _close_step(self) -> None:
         session = self.session

@@ -40,9 +40,9 @@ class FitLoop(Loop):
         if session.is_resumed:
             session.hooks.emit("on_training_resume", session.state)
             session.restore_randomness()
-        if not session.is_resumed:
+        if not session.is_in_epoch:
             session.check_limits()
-        elif not session.is_in_epoch:
+        if session.is_resumed and not session.is_in_epoch:
             self._leave_epoch_boundary()
 
     def _leave_epoch_boundary(self) -> None:

@@ -13,6 +13,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.session import Session
 
 Child = TypeVar("Child", bound="Loop")
+_HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
 
 
 def require(loop: Child | None) -> Child:
@@ -61,6 +62,17 @@ class Loop(ABC):
 
     roles: ClassVar[tuple[str, ...]] = ()
     session: Session = _Unattached()  # type: ignore[assignment]
+    _overridden: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Find out once which hooks a class overrides: run() calls no others.
+
+        A run of one round, as that of every batch, would else be twice as long.
+        """
+        super().__init_subclass__(**kwargs)
+        cls._overridden = frozenset(
+            name for name in _HOOKS if getattr(cls, name) is not getattr(Loop, name)
+        )
 
     @final
     def children(self) -> dict[str, Loop]:
@@ -129,15 +141,20 @@ class Loop(ABC):
         ``StopIteration`` from an advance ends the loop like ``break`` (L3); other exceptions leave
         at once (L4).
         """
-        if self.skip:
+        overridden = self._overridden
+        if "skip" in overridden and self.skip:
             return self.on_skip()
-        self.reset()
-        self.on_run_start(*args)
+        if "reset" in overridden:
+            self.reset()
+        if "on_run_start" in overridden:
+            self.on_run_start(*args)
         while not self.done:
             try:
-                self.on_advance_start(*args)
+                if "on_advance_start" in overridden:
+                    self.on_advance_start(*args)
                 self.advance(*args)
-                self.on_advance_end()
+                if "on_advance_end" in overridden:
+                    self.on_advance_end()
             except StopIteration:
                 break
         return self.on_run_end()
