@@ -120,8 +120,8 @@ FAULTS = (
     Fault(
         "the poll behind the safe point is skipped after a resume",
         "helios/loops/epoch.py",
-        "            self.leave_safe_point(has_validated=self._has_validated_before_resume())",
-        "            pass",
+        "            self.leave_safe_point(has_validated=has_validated)\n        else:",
+        "            pass\n        else:",
         f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
     ),
     Fault(

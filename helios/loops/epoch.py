@@ -62,8 +62,9 @@ class EpochLoop(Loop):
         """Begin the epoch, or go on behind the safe point of a checkpoint taken inside it."""
         session = self.session
         if session.is_in_epoch:
+            has_validated = self._has_validated_before_resume()
             session.check_limits()
-            self.leave_safe_point(has_validated=self._has_validated_before_resume())
+            self.leave_safe_point(has_validated=has_validated)
         else:
             session.state.begin_epoch(session.cursor.epoch)
             session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
