@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from helios.model.values import (
     LIMIT,
@@ -22,7 +23,7 @@ from helios.model.values import (
     take_digest,
     tensors_in,
 )
-from helios.model.walk import Found, Slot, SlotKey
+from helios.model.walk import Container, Found, Slot, SlotKey
 
 
 class _Value(NamedTuple):
@@ -146,7 +147,7 @@ def _deleted(found: Found, baseline: dict[SlotKey, Digest]) -> dict[str, list[An
         container = found.containers.get(parent)
         if container is None or (parent, key) in found.slots:
             continue
-        if key >= len(container) if isinstance(container, list) else key not in container:
+        if not _holds(container, key):
             deleted.setdefault(parent, []).append(key)
     return deleted
 
@@ -169,11 +170,26 @@ def restore_values(
     for parent, keys in values["deleted"].items():
         for key in reversed(keys):
             if (parent, key) in found.slots:
-                del found.containers[parent][key]
+                _remove(found.containers[parent], key)
 
 
-def _put(container: Any, key: Any, value: Any) -> None:
-    if isinstance(container, list) and key >= len(container):
+def _holds(container: Container, key: Any) -> bool:
+    if isinstance(container, nn.Module):
+        return key in vars(container) or key in dict(container.named_buffers(recurse=False))
+    return key < len(container) if isinstance(container, list) else key in container
+
+
+def _remove(container: Container, key: Any) -> None:
+    if isinstance(container, nn.Module):
+        delattr(container, key)
+    else:
+        del container[key]
+
+
+def _put(container: Container, key: Any, value: Any) -> None:
+    if isinstance(container, nn.Module):
+        setattr(container, key, value)
+    elif isinstance(container, list) and key >= len(container):
         container.append(value)
     else:
         container[key] = value

@@ -23,18 +23,31 @@ from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.model.changes import changes_since, digests_of, restore_values
 from helios.model.parts import (
     Parameters,
-    bare_name,
+    Shape,
+    complete_groups,
     flags_of,
     grads_of,
+    kind_of,
     load_flags,
     load_grads,
     load_state,
     parameters_of,
+    shape_of,
     state_of,
     storages_of,
+    structure_since,
 )
 from helios.model.values import LIMIT, Digest, Identities, storage_of
-from helios.model.walk import Found, Slot, SlotKey, walk
+from helios.model.walk import (
+    Found,
+    Slot,
+    SlotKey,
+    bare_name,
+    enter_modules,
+    is_declared,
+    settled_in,
+    walk,
+)
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
@@ -45,8 +58,15 @@ _TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
 class _Scene:
     """One look at the owner. What lies around a value is sorted only when a value asks for it."""
 
-    def __init__(self, owner: object, exclude: frozenset[str], unsaved: frozenset[str]) -> None:
+    def __init__(
+        self,
+        owner: object,
+        exclude: frozenset[str],
+        unsaved: frozenset[str],
+        settled: dict[str, dict[str, Any]],
+    ) -> None:
         self.found = walk(owner, exclude, unsaved)
+        enter_modules(self.found, settled, unsaved)
         self._owner = owner
         self._exclude = exclude
 
@@ -83,7 +103,9 @@ class _Baseline:
     """What setup made."""
 
     paths: frozenset[str]
+    shapes: dict[str, Shape]
     digests: dict[SlotKey, Digest]
+    settled: dict[str, dict[str, Any]]
 
 
 @final
@@ -140,16 +162,19 @@ class Discovery:
         """Remember what setup made; to be called right after it."""
         scene = self._look()
         digests = digests_of(scene.found, scene, self._identities)
-        self._baseline = _Baseline(scene.paths(), digests)
+        shapes = {path: shape_of(part) for path, part in scene.found.objects.items()}
+        self._baseline = _Baseline(scene.paths(), shapes, digests, settled_in(scene.found))
 
     def capture(self) -> dict[str, Any]:
         """Return the state, by reference: nothing is cloned.
 
         Returns:
-            ``objects``: state dictionaries by path; ``parameters``: tensors that an optimizer moves
-            and no module holds; ``flags``: frozen parameters and submodules in evaluation mode, by
-            module; ``grads``: open gradients by module and parameter; ``values``: plain values that
-            training changed, by the path of what holds them and by key.
+            ``objects``: state dictionaries by path; ``kinds``: names of their classes; ``groups``:
+            names of the parameters in groups that optimizers got after setup; ``parameters``:
+            tensors that an optimizer moves and no module holds; ``flags``: frozen parameters and
+            submodules in evaluation mode, by module; ``grads``: open gradients by module and
+            parameter; ``values``: plain values that training changed, by the path of what holds
+            them (that of a module ends with a slash) and by key.
 
         Raises:
             UsageError: before :meth:`take_baseline`.
@@ -160,13 +185,18 @@ class Discovery:
                 f"The state of the {self._name} cannot be captured before take_baseline() was "
                 "called: what training has changed is known by comparing with what setup() made."
             )
-        scene, baseline = self._look(), self._baseline
+        baseline = self._baseline
+        scene = self._look(baseline.settled)
         changes = changes_since(
             baseline.digests, scene.found, scene, self._identities, frozenset(self._named)
         )
-        self._warn_of_losses(changes.large, changes.others, scene.paths() ^ baseline.paths)
+        groups, misfits = structure_since(baseline.shapes, scene.found, scene.parameters)
+        misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
+        self._warn_of_losses(changes.large, changes.others, misfits)
         return {
             "objects": {path: _state_of(path, part) for path, part in scene.found.objects.items()},
+            "kinds": {path: kind_of(part) for path, part in scene.found.objects.items()},
+            "groups": groups,
             "parameters": {name: part.detach() for name, part in scene.parameters.loose.items()},
             "flags": flags_of(scene.found, scene.parameters),
             "grads": grads_of(scene.parameters),
@@ -197,6 +227,7 @@ class Discovery:
             self._warn_of_untrained(objects, state["objects"])
         else:
             self._check(scene, state)
+            complete_groups(scene.found, state, scene.parameters)
         # Networks first: an object that follows one may look at its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
             if path in state["objects"]:
@@ -219,23 +250,25 @@ class Discovery:
         # What needs no checkpoint takes part in the training all the same.
         return walk(self._owner, self._exclude, frozenset())
 
-    def _look(self) -> _Scene:
-        return _Scene(self._owner, self._exclude, self._unsaved)
+    def _look(self, settled: dict[str, dict[str, Any]] | None = None) -> _Scene:
+        return _Scene(self._owner, self._exclude, self._unsaved, settled or {})
 
     def _warn_of_losses(
-        self, large: Iterable[Slot], others: Iterable[Slot], objects: Iterable[str]
+        self, large: Iterable[Slot], others: Iterable[Slot], misfits: dict[str, str]
     ) -> None:
         """Name in one warning, once each, what a resumed run will not have."""
         large = [slot for slot in large if slot.path not in self._named]
         others = [slot for slot in others if slot.path not in self._named]
-        objects = sorted(path for path in objects if path not in self._named)
+        objects = sorted(misfits.keys() - self._named)
         texts = []
         if others:
             names = ", ".join(f'"{slot.path}"' for slot in others)
             texts.append(
-                f"Training changed {_listed(others)}, which cannot be saved as plain values: a "
-                "resumed run finds there what setup() makes. Give such an object state_dict() and "
-                f"load_state_dict(), or declare that it need not be saved: unsaved = ({names},)."
+                f"Training changed {_listed(others)}, which cannot be saved as plain values "
+                "(an iterator: nothing tells how far it has come): a resumed run finds there what "
+                "setup() makes. Give such an object state_dict() and load_state_dict() and make it "
+                f"an attribute of the {self._name}, or declare that it need not be saved: "
+                f"unsaved = ({names},)."
             )
         if large:
             texts.append(
@@ -245,10 +278,13 @@ class Discovery:
                 "state_dict() and load_state_dict()."
             )
         if objects:
+            names = ", ".join(
+                f"{path}{misfits[path] and f' ({misfits[path]})'}" for path in objects
+            )
             texts.append(
-                f"Networks, optimizers or parameters came or went after setup(): "
-                f"{', '.join(objects)}. A resume from this state will be refused: create all of "
-                "them in setup()."
+                f"Networks, optimizers or parameters came, went or changed their structure after "
+                f"setup(): {names}. A resume from this state will be refused, or finds what "
+                "setup() makes: create all of them in setup()."
             )
         self._named |= {slot.path for slot in (*large, *others)} | set(objects)
         if texts:
@@ -256,10 +292,18 @@ class Discovery:
 
     def _check(self, scene: _Scene, state: dict[str, Any]) -> None:
         """Refuse a state of other objects before anything is changed."""
+        for path, part in scene.found.objects.items():
+            kind = state["kinds"].get(path, kind_of(part))
+            if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
+                raise StateError(
+                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot go on "
+                    "from that state. Build it in setup() as it was when the state was saved."
+                )
         saved = self._declared({*state["objects"], *state["parameters"]})
         present = scene.paths()
         parents = {*state["values"]["changed"], *state["values"]["deleted"]}
-        saved |= self._declared(parents - scene.found.containers.keys())
+        lacking = self._declared(parents - scene.found.containers.keys())
+        saved |= {path.rstrip("/") for path in lacking}
         missing, left_over = sorted(present - saved), sorted(saved - present)
         if missing or left_over:
             raise StateError(
@@ -271,12 +315,7 @@ class Discovery:
 
     def _declared(self, paths: set[str]) -> set[str]:
         """Return the paths that are not declared as unsaved, by themselves or by a parent."""
-        ends = {path: [end for end, mark in enumerate(path) if mark == "."] for path in paths}
-        return {
-            path
-            for path in paths
-            if self._unsaved.isdisjoint([path, *(path[:end] for end in ends[path])])
-        }
+        return {path for path in paths if not is_declared(path, self._unsaved)}
 
     def _warn_of_untrained(self, objects: dict[str, Stateful], saved: dict[str, Any]) -> None:
         untrained = [
@@ -298,7 +337,7 @@ class Discovery:
             return True
         if not parent and key in self._exclude:
             return False
-        path = f"{parent}.{key}" if parent else str(key)
+        path = f"{parent.rstrip('/')}.{key}" if parent else str(key)
         return path not in found.objects and bool(self._declared({path}))
 
 

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
+from helios.errors import StateError
 from helios.model.values import storage_of
-from helios.model.walk import COMPILED, Found
+from helios.model.walk import COMPILED, Found, bare_name, unwrap
 from helios.protocols import Stateful
 
+Shape: TypeAlias = dict[str, object]
+"""What must be there for a state to fit, by name; the class under the empty name."""
 
-def bare_name(name: str) -> str:
-    """Return a name inside a module as it is without ``torch.compile``.
-
-    Example:
-        >>> bare_name("_orig_mod.layer._orig_mod.weight")
-        'layer.weight'
-    """
-    if COMPILED not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part != COMPILED)
+_SHOWN = 3
 
 
 def state_of(value: Stateful) -> dict[str, Any]:
@@ -45,6 +41,8 @@ def load_state(value: Stateful, state: dict[str, Any]) -> None:
     if not isinstance(value, nn.Module):
         # Optimizers and schedulers go on working in the very tensors and lists that they load.
         value.load_state_dict(copy.deepcopy(state))
+        if isinstance(value, Optimizer):
+            _restore_types(value, state)
         return
     names = {bare_name(name): name for name in value.state_dict()}
     saved = _versions(state)
@@ -58,6 +56,143 @@ def load_state(value: Stateful, state: dict[str, Any]) -> None:
         for name, part in state.items()
     }
     value.load_state_dict(_module_state(entries, versions))
+
+
+def _restore_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Undo that torch rounds float32 copies of bfloat16 parameters to their parameter's type."""
+    parameters = [part for group in optimizer.param_groups for part in group["params"]]
+    groups = state.get("param_groups", ())
+    numbers = [number for group in groups for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        loaded = optimizer.state.get(parameter, {})
+        for name, saved in state["state"].get(number, {}).items():
+            if name in loaded:
+                loaded[name] = _typed(loaded[name], saved)
+
+
+def _typed(loaded: Any, saved: Any) -> Any:
+    """Return loaded state with the types of tensors that it was saved with, at any depth."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        fits = loaded.dtype == saved.dtype
+        return loaded if fits else saved.detach().to(loaded.device, copy=True)
+    if type(loaded) is dict and isinstance(saved, dict):
+        return {key: _typed(part, saved.get(key)) for key, part in loaded.items()}
+    if type(loaded) in (list, tuple) and isinstance(saved, list | tuple):
+        return type(loaded)(map(_typed, loaded, saved))
+    return loaded
+
+
+def kind_of(part: object) -> str:
+    """Return the name of an object's class, of that inside for a compiled module."""
+    return type(unwrap(part)).__name__
+
+
+def shape_of(part: Stateful) -> Shape:
+    """Return the classes, parameters and groups of an object; nothing for a lazy module.
+
+    Lazy modules get their sizes and even their class from the first batch.
+    """
+    if isinstance(part, Optimizer):
+        sizes = [len(group["params"]) for group in part.param_groups]
+        return {"": kind_of(part), "sizes of groups": sizes}
+    if not isinstance(part, nn.Module):
+        return {"": kind_of(part)}
+    shape: Shape = {}
+    for name, inner in part.named_modules():
+        if isinstance(inner, LazyModuleMixin):
+            return {}
+        place = bare_name(name)
+        shape[place] = type(inner).__name__
+        prefix = f"{place}." if place else ""
+        for key, parameter in vars(inner).get("_parameters", {}).items():
+            if parameter is not None:
+                shape[f"{prefix}{key}"] = tuple(parameter.shape)
+        shape |= {f"{prefix}{key}": "buffer" for key, _ in _saved_buffers(inner)}
+    return shape
+
+
+def difference(before: Shape, now: Shape) -> str:
+    """Say what differs between two shapes; the empty string where nothing does."""
+    texts = [
+        f"{key or 'class'}: {before.get(key, 'none')}, now {now.get(key, 'none')}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+    ]
+    more = [f"{len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return "; ".join(texts[:_SHOWN] + more)
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of one module, without its submodules, that its state has."""
+    hidden = vars(module).get("_non_persistent_buffers_set", ())
+    for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if key not in hidden:
+            yield key, buffer
+
+
+def structure_since(
+    before: dict[str, Shape], found: Found, parameters: Parameters
+) -> tuple[dict[str, list[list[str]]], dict[str, str]]:
+    """Compare objects with the shapes that they had after setup.
+
+    Args:
+        before: results of :func:`shape_of` by path.
+        found: what is there now.
+        parameters: those that an optimizer may have got in addition.
+
+    Returns:
+        The parameter names in the groups that optimizers got, by path, which a resume can add;
+        and what else no longer fits what setup makes, in words, by path.
+    """
+    groups: dict[str, list[list[str]]] = {}
+    misfits: dict[str, str] = {}
+    for path, part in found.objects.items():
+        known, shape = before.get(path), shape_of(part)
+        if not known or known == shape:
+            continue
+        added = _added_groups(known, part, parameters) if isinstance(part, Optimizer) else None
+        if added is None:
+            misfits[path] = difference(known, shape)
+        else:
+            groups[path] = added
+    return groups, misfits
+
+
+def _added_groups(
+    before: Shape, optimizer: Optimizer, parameters: Parameters
+) -> list[list[str]] | None:
+    """Return the names in the groups after the known ones; ``None`` if any cannot be named."""
+    sizes = before.get("sizes of groups")
+    if not isinstance(sizes, list) or kind_of(optimizer) != before[""]:
+        return None
+    groups = [group["params"] for group in optimizer.param_groups]
+    names = {id(tensor): name for name, tensor in parameters.named().items()}
+    added = [[names.get(id(part), "") for part in group] for group in groups[len(sizes) :]]
+    fits = list(map(len, groups[: len(sizes)])) == sizes
+    return added if fits and all(map(all, added)) else None
+
+
+def complete_groups(found: Found, state: dict[str, Any], parameters: Parameters) -> None:
+    """Give optimizers the groups that they had got when the state was saved.
+
+    Raises:
+        StateError: if a parameter of such a group does not exist.
+    """
+    tensors = parameters.named()
+    for path, part in found.objects.items():
+        if not isinstance(part, Optimizer) or path not in state["groups"]:
+            continue
+        missing = len(state["objects"][path]["param_groups"]) - len(part.param_groups)
+        is_named = any("param_names" in group for group in part.param_groups)
+        for names in state["groups"][path][-missing:] if missing > 0 else ():
+            if unknown := sorted(set(names) - tensors.keys()):
+                raise StateError(
+                    f"{path} had a group of parameters that do not exist: {', '.join(unknown)}. "
+                    "Build the networks in setup() as they were when the state was saved."
+                )
+            members = [(name, tensors[name]) if is_named else tensors[name] for name in names]
+            # Its settings come with the state; only the parameters must be there.
+            part.add_param_group({"params": members})
 
 
 def _versions(state: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +228,14 @@ class Parameters:
     of_modules: dict[str, dict[str, Tensor]]
     loose: dict[str, Tensor]
     leaves: dict[str, Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the parameters of modules by path and name in one."""
+        return {
+            f"{path}.{name}": tensor
+            for path, table in self.of_modules.items()
+            for name, tensor in table.items()
+        }
 
     def tables(self) -> dict[str, dict[str, Tensor]]:
         """Return all tensors that may have a gradient; those in no module under ``""``."""
@@ -140,7 +283,9 @@ def storages_of(found: Found, parameters: Parameters) -> dict[int, str]:
         for name, tensor in table.items()
     }
     for path, module in found.modules().items():
-        named |= {f"{path}.{bare_name(name)}": part for name, part in module.named_buffers()}
+        for name, part in module.named_modules():
+            place = f"{path}.{bare_name(name)}"
+            named |= {f"{place}.{key}": buffer for key, buffer in _saved_buffers(part)}
     storages = {storage_of(tensor): name for name, tensor in reversed(named.items())}
     storages.pop(0, None)
     return storages

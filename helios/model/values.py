@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import datetime
+import io
 import pickle
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -180,7 +181,12 @@ class Identities:
         self._counter = count()
 
     def number(self, value: object) -> int:
-        """Return the number of an object, a new one at its first sight."""
+        """Return the number of an object, a new one at its first sight.
+
+        An iterator gets a new one at every sight: nothing tells how far it has come.
+        """
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            return next(self._counter)
         entry = self._numbers.get(id(value))
         if entry is None or entry[0]() is not value:
             entry = (_refer_to(value), next(self._counter))

@@ -1,12 +1,13 @@
 """One pass over an owner's attributes: objects with state, and the places that hold all the rest.
 
 Lists, tuples and dicts are entered; a container without any object in it stays whole, so that its
-inner aliases do. Modules and other objects are not entered.
+inner aliases do. Objects are not entered; of modules, what ``state_dict`` leaves out is found by
+:func:`enter_modules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -16,11 +17,20 @@ from helios.errors import StateError
 from helios.model.values import ATOMS
 from helios.protocols import Stateful
 
-Container: TypeAlias = dict[Any, Any] | list[Any]
+Container: TypeAlias = dict[Any, Any] | list[Any] | nn.Module
 SlotKey: TypeAlias = tuple[str, Any]
 
 COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it wraps; part of every name inside."""
+
+_OF_TORCH = frozenset(vars(nn.Module())) | {
+    *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
+    *("_load_hook", "_initialize_hook"),
+}
+"""Attributes of modules that torch itself looks after: of all, of recurrent and of lazy ones."""
+
+_WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
+"""Where torch defines modules around modules, whose own attributes are machinery."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,8 @@ class Slot:
     """A place that holds something without a state of its own.
 
     Attributes:
-        parent: path of the container that it lies in; empty for an attribute of the owner.
+        parent: path of the container that it lies in; empty for an attribute of the owner. That
+            of a module ends with a slash.
         key: attribute name, key or index in that container.
         path: where it lies, as messages say it, e.g. ``stuff.count``.
         value: what it holds.
@@ -49,8 +60,8 @@ class Found:
     Attributes:
         objects: objects with state by path, each once.
         slots: all other places, by parent and key.
-        containers: the mutable containers that slots lie in, by path; the owner's own attributes
-            under the empty path.
+        containers: the mutable containers and modules that slots lie in, by path; the owner's own
+            attributes under the empty path.
     """
 
     objects: dict[str, Stateful] = field(default_factory=dict)
@@ -76,6 +87,27 @@ def unwrap(value: object) -> object:
     return value
 
 
+def bare_name(name: str) -> str:
+    """Return a name inside a module as it is without ``torch.compile``.
+
+    Example:
+        >>> bare_name("_orig_mod.layer._orig_mod.weight")
+        'layer.weight'
+    """
+    if COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
+def is_declared(path: str, unsaved: frozenset[str]) -> bool:
+    """Return whether a path, or one that it lies below, is declared as not to be saved."""
+    if not unsaved:
+        return False
+    path = path.rstrip("/")
+    ends = [end for end, mark in enumerate(path) if mark == "."]
+    return not unsaved.isdisjoint([path, *(path[:end] for end in ends)])
+
+
 def walk(owner: object, exclude: frozenset[str], unsaved: frozenset[str]) -> Found:
     """Look through the attributes of an owner, in the order of their names.
 
@@ -94,6 +126,67 @@ def walk(owner: object, exclude: frozenset[str], unsaved: frozenset[str]) -> Fou
     found.containers[""] = attributes
     found.slots = {(slot.parent, slot.key): slot for slot in walker.slots}
     return found
+
+
+def enter_modules(
+    found: Found, settled: Mapping[str, Mapping[str, Any]], unsaved: frozenset[str]
+) -> None:
+    """Add what ``state_dict`` leaves out of modules: plain attributes, non-persistent buffers.
+
+    Args:
+        found: what :func:`walk` returned.
+        settled: immutable members of modules, by parent and key; where a module still holds the
+            very same object there is nothing to look at, which keeps large networks cheap.
+        unsaved: as in :func:`walk`.
+    """
+    seen: set[int] = set()
+    for path, module in found.modules().items():
+        for name, part in module.named_modules():
+            place = f"{path}.{bare_name(name)}" if bare_name(name) else path
+            if id(part) in seen or not _tells_too_little(part) or is_declared(place, unsaved):
+                continue
+            seen.add(id(part))
+            parent = f"{place}/"
+            found.containers[parent] = part
+            known = settled.get(parent, {})
+            for key, value in _left_out(part):
+                is_settled = key in known and known[key] is value
+                if not is_settled and f"{place}.{key}" not in unsaved:
+                    slot = Slot(parent, key, f"{place}.{key}", value, is_settable=True)
+                    found.slots[parent, key] = slot
+
+
+def settled_in(found: Found) -> dict[str, dict[str, Any]]:
+    """Return the members of modules that can change by being replaced only."""
+    settled: dict[str, dict[str, Any]] = {}
+    for slot in found.slots.values():
+        kind = type(slot.value)
+        if slot.parent.endswith("/") and (
+            kind in ATOMS or (kind is tuple and _is_flat(slot.value))
+        ):
+            settled.setdefault(slot.parent, {})[slot.key] = slot.value
+    return settled
+
+
+def _tells_too_little(module: nn.Module) -> bool:
+    # One that writes an extra state says itself what belongs to it.
+    has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    return not has_extra and not type(module).__module__.startswith(_WRAPPERS)
+
+
+def _left_out(module: nn.Module) -> list[tuple[str, Any]]:
+    table = vars(module)
+    parameters, buffers = table["_parameters"], table["_buffers"]
+    hidden = table["_non_persistent_buffers_set"] & buffers.keys()
+    return [
+        *((key, buffers[key]) for key in sorted(hidden)),
+        *(
+            (key, table[key])
+            for key in sorted(table.keys() - _OF_TORCH)
+            # Pruning and the older norms compute such a weight from what is saved.
+            if f"{key}_orig" not in parameters and f"{key}_v" not in parameters
+        ),
+    ]
 
 
 @final

@@ -278,7 +278,6 @@ def test_what_does_not_change_is_passed_over_in_silence(said: list[str]) -> None
         package=logging,
         logger=logging.getLogger("x"),
         lock=threading.Lock(),
-        steps=(n for n in "ab"),
         data=torch.utils.data.TensorDataset(torch.zeros(2)),
     )
     owner.method, owner.data.tensors = owner.__init__, (torch.ones(2),)

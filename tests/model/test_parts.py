@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,104 @@ def test_the_gradient_of_a_leaf_that_is_stepped_by_hand_comes_back() -> None:
     again = resumed(make, discovery.capture())
     assert again.weight.requires_grad
     assert bits([again.weight, again.weight.grad]) == bits([owner.weight, owner.weight.grad])
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_float32_state_of_bfloat16_parameters_is_not_rounded(kind: type) -> None:
+    class Master(torch.optim.SGD):
+        """Keeps an exact copy of each parameter and a counter."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["master"] = parameter.float()
+                    state["inner"] = {"m": [torch.zeros(1)]} if kind is dict else [torch.zeros(1)]
+                    state["count"] = torch.zeros(1, dtype=torch.int64)
+                state["master"].add_(1e-5)
+                inner = state["inner"]["m"] if kind is dict else state["inner"]
+                inner[0].add_(1e-5)
+                state["count"].add_(257)
+                parameter.copy_(state["master"])
+
+    def make() -> Any:
+        torch.manual_seed(1)
+        net = nn.Linear(2, 2).bfloat16()
+        return Owner(net=net, optimizer=Master(net.parameters(), lr=0.1))
+
+    owner = make()
+    discovery = started(owner)
+    for _ in range(3):
+        owner.optimizer.step()
+    state = discovery.capture()
+    again = resumed(make, copy.deepcopy(state))
+    assert bits(again.optimizer.state_dict()) == bits(state["objects"]["optimizer"])
+    before = bits(state["objects"]["optimizer"])
+    again.optimizer.step()
+    assert bits(state["objects"]["optimizer"]) == before, "the state is no part of what runs on"
+    owner.optimizer.step()
+    assert bits(again.optimizer.state_dict()) == bits(owner.optimizer.state_dict())
+
+
+def _two(*, is_named: bool = False, backbone: str = "backbone") -> Any:
+    torch.manual_seed(4)
+    owner = Owner(head=nn.Linear(2, 1), **{backbone: nn.Linear(2, 2)})
+    params = owner.head.named_parameters() if is_named else owner.head.parameters()
+    owner.optimizer = torch.optim.Adam(params, lr=0.1)
+    return owner
+
+
+def _step_both(owner: Any) -> None:
+    owner.optimizer.zero_grad()
+    owner.head(owner.backbone(torch.ones(3, 2))).sum().backward()
+    owner.optimizer.step()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_groups_that_an_optimizer_got_in_training_are_resumed(
+    is_named: bool, said: list[str]
+) -> None:
+    def make() -> Any:
+        return _two(is_named=is_named)
+
+    owner = make()
+    discovery = started(owner)
+    _step_both(owner)
+    named = owner.backbone.named_parameters()
+    for name, part in named:
+        owner.optimizer.add_param_group(
+            {"params": [(name, part)] if is_named else [part], "lr": 0.01, "tag": name}
+        )
+    _step_both(owner)
+    state = copy.deepcopy(discovery.capture())
+    assert state["groups"] == {"optimizer": [["backbone.weight"], ["backbone.bias"]]}
+    again = make()
+    other = started(again)
+    other.restore(state)
+    assert bits(other.capture()) == bits(state)
+    _step_both(owner)
+    _step_both(again)
+    assert bits(other.capture()) == bits(discovery.capture())
+    assert not said
+
+
+def test_a_group_of_parameters_that_do_not_exist_is_refused_by_name() -> None:
+    owner = _two()
+    discovery = started(owner)
+    owner.optimizer.add_param_group({"params": owner.backbone.weight})
+    state = discovery.capture()
+    state["groups"]["optimizer"] = [["elsewhere.weight"]]
+    with pytest.raises(StateError, match=r"do not exist: elsewhere\.weight"):
+        started(_two()).restore(state)
+
+
+def test_setup_may_build_the_groups_itself_from_now_on() -> None:
+    owner = _two()
+    discovery = started(owner)
+    owner.optimizer.add_param_group({"params": owner.backbone.parameters()})
+    _step_both(owner)
+    again = _two()
+    again.optimizer.add_param_group({"params": again.backbone.parameters()})
+    started(again).restore(discovery.capture())
+    assert bits(again.optimizer.state_dict()) == bits(owner.optimizer.state_dict())
