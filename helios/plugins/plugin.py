@@ -49,11 +49,16 @@ class Plugin(ABC):
     Plugins hear every event of :data:`helios.hooks.events.EVENTS` whose method they define, before
     the model does; with ``monitor = True`` they hear the ends of validations and epochs after it.
 
+    Attributes:
+        monitor: hear the end events after the model.
+        unsaved: names of attributes that training changes and that no checkpoint needs.
+
     Args:
         plug_id: the plugin's name, unique in a trainer; its state is saved under it.
     """
 
     monitor: bool = False
+    unsaved: tuple[str, ...] = ()
 
     def __init__(self, plug_id: str) -> None:
         self._plug_id = plug_id

@@ -21,6 +21,7 @@ from helios.session import Session
 from helios.startup import banner, outputs, resume
 from helios.startup.arguments import Arguments
 from helios.startup.run import Run
+from helios.startup.watch import PluginWatch
 from helios.state import Cursor, Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -144,6 +145,7 @@ class FitRun(Run):
             options=resume.identity(self.arguments, source.description)
             | resume.limits(self.arguments),
             machine=banner.machine(self.engine),
+            watch=PluginWatch(self.plugins, self.model),
         )
         loaded = self._start.loaded
         banner.show_banner(

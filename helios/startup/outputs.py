@@ -15,6 +15,7 @@ from helios.core.progress import Display, create_display
 from helios.model.model import Model
 from helios.startup.arguments import Arguments
 from helios.startup.resume import Start
+from helios.startup.watch import PluginWatch
 from helios.state import TrainingState
 from helios.version import __version__
 
@@ -82,6 +83,7 @@ class FitRecorder:
         level: the level of reproducibility that the run reaches.
         options: what defines the run and what ends it.
         machine: what the bits of arithmetic depend on, besides the run.
+        watch: looks after plugins at the first checkpoint.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class FitRecorder:
         level: str,
         options: dict[str, Any],
         machine: dict[str, str],
+        watch: PluginWatch,
     ) -> None:
         self._arguments = arguments
         self._model = model
@@ -100,6 +103,7 @@ class FitRecorder:
         self._level = level
         self._options = options
         self._machine = machine
+        self._watch = watch
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
 
     @property
@@ -117,6 +121,7 @@ class FitRecorder:
         folder = self._start.folder
         if folder is None:
             return
+        self._watch.look()
         state = snapshot["training_state"]
         epoch, iteration = state["global_epoch"], state["global_iteration"]
         payload = {

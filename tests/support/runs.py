@@ -223,6 +223,8 @@ def _describe(argument: Any) -> Any:
 class EventLog(Plugin):
     """Hears every event, and notes how many were told before each checkpoint."""
 
+    unsaved = ("events", "saves")
+
     def __init__(self) -> None:
         super().__init__("event-log")
         self.events: list[tuple[Any, ...]] = []
