@@ -83,6 +83,15 @@ class Trainer:
             call and moves present files to ``before-<date>/``; a path goes on from that file.
         allow_changes: what of the run's definition may differ from the checkpoint's, by name.
 
+    Attributes:
+        model: the model of the last call of fit, validate, test or predict.
+        datamodule: the data module of the last call.
+        local_rank: rank of this process on its machine.
+        rank: global rank of this process; 0 where there is one (C9).
+        plugins: the plugins by id; ``trainer.plugins[id] = plugin`` registers one.
+        train_exceptions: types that pass through :meth:`fit` without being logged.
+        test_exceptions: types that pass through :meth:`test` and its kin without being logged.
+
     Raises:
         ArgumentError: for a value that breaks a rule; the message names the argument, the rule,
             the value and a remedy (a ``ValueError``).
@@ -130,16 +139,16 @@ class Trainer:
         options = locals()
         del options["self"]
         self._arguments = Arguments(**options)
-        self._train_exceptions: list[type[BaseException]] = []
-        self._test_exceptions: list[type[BaseException]] = []
-        self._plugins: dict[str, Plugin] = {}
+        self.train_exceptions: list[type[BaseException]] = []
+        self.test_exceptions: list[type[BaseException]] = []
+        self.plugins: dict[str, Plugin] = {}
         self._session: Session | None = None
-        self._model: Model | None = None
-        self._datamodule: DataModule | None = None
+        self.model: Model | None = None
+        self.datamodule: DataModule | None = None
         self._fitted_model: Model | None = None
         self._exit_code = 0
-        self._local_rank = 0
-        self._rank = 0
+        self.local_rank = 0
+        self.rank = 0
         self._fit_loop: FitLoop = FitLoop(EpochLoop(BatchLoop(OptimizerLoop()), ValidationLoop()))
         self._evaluation_loops: dict[Phase, EvaluationLoop] = {
             Phase.VALIDATION: ValidationLoop(),
@@ -150,72 +159,9 @@ class Trainer:
             self.register_plugin(plugin)
 
     @property
-    def model(self) -> Model | None:
-        """The model of the last call of fit, validate, test or predict."""
-        return self._model
-
-    @model.setter
-    def model(self, value: Model | None) -> None:
-        self._model = value
-
-    @property
-    def datamodule(self) -> DataModule | None:
-        """The data module of the last call."""
-        return self._datamodule
-
-    @datamodule.setter
-    def datamodule(self, value: DataModule | None) -> None:
-        self._datamodule = value
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return self._local_rank
-
-    @local_rank.setter
-    def local_rank(self, value: int) -> None:
-        self._local_rank = value
-
-    @property
-    def rank(self) -> int:
-        """Global rank of this process; 0 where there is one (C9)."""
-        return self._rank
-
-    @rank.setter
-    def rank(self, value: int) -> None:
-        self._rank = value
-
-    @property
     def gpu_ids(self) -> list[int]:
         """Ids of the GPUs in use; empty on the CPU."""
         return self._arguments.gpu_ids
-
-    @property
-    def train_exceptions(self) -> list[type[BaseException]]:
-        """Types that pass through :meth:`fit` without being logged."""
-        return self._train_exceptions
-
-    @train_exceptions.setter
-    def train_exceptions(self, value: list[type[BaseException]]) -> None:
-        self._train_exceptions = value
-
-    @property
-    def test_exceptions(self) -> list[type[BaseException]]:
-        """Types that pass through :meth:`test` and its kin without being logged."""
-        return self._test_exceptions
-
-    @test_exceptions.setter
-    def test_exceptions(self, value: list[type[BaseException]]) -> None:
-        self._test_exceptions = value
-
-    @property
-    def plugins(self) -> dict[str, Plugin]:
-        """The plugins by id; ``trainer.plugins[id] = plugin`` registers one."""
-        return self._plugins
-
-    @plugins.setter
-    def plugins(self, value: dict[str, Plugin]) -> None:
-        self._plugins = value
 
     @property
     def queue(self) -> None:
@@ -283,12 +229,12 @@ class Trainer:
         Raises:
             DuplicateError: if the id is taken (a ``KeyError``, H59).
         """
-        if plugin.plug_id in self._plugins:
+        if plugin.plug_id in self.plugins:
             raise DuplicateError(
                 f"A plugin must have an id of its own, but {plugin.plug_id!r} is registered "
                 "already. Pass another plug_id."
             )
-        self._plugins[plugin.plug_id] = plugin
+        self.plugins[plugin.plug_id] = plugin
 
     def request_checkpoint(self) -> None:
         """Ask for a checkpoint at the next safe point (DESIGN R4).
@@ -330,10 +276,10 @@ class Trainer:
         self._take(model, datamodule)
         self._exit_code = 0
         run = FitRun(
-            self._arguments, self._plugins, model, datamodule, self._show, loop=self._fit_loop
+            self._arguments, self.plugins, model, datamodule, self._show, loop=self._fit_loop
         )
         try:
-            is_finished: bool = run.execute(tuple(self._train_exceptions))
+            is_finished: bool = run.execute(tuple(self.train_exceptions))
         except BaseException as error:
             self._exit_code = 75 if isinstance(error, KeyboardInterrupt) else 1
             raise
@@ -363,14 +309,14 @@ class Trainer:
         self._take(model, datamodule)
         run = EvaluationRun(
             self._arguments,
-            self._plugins,
+            self.plugins,
             model,
             datamodule,
             self._show,
             loop=self._evaluation_loops[phase],
             is_trained=self._fitted_model is model,
         )
-        return run.execute(tuple(self._test_exceptions))
+        return run.execute(tuple(self.test_exceptions))
 
     def _show(self, session: Session | None) -> None:
         self._session = session
@@ -382,8 +328,8 @@ class Trainer:
             raise ArgumentTypeError(
                 f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
             )
-        self._model, self._datamodule = model, datamodule
-        owners: list[Model | DataModule | Plugin] = [model, datamodule, *self._plugins.values()]
+        self.model, self.datamodule = model, datamodule
+        owners: list[Model | DataModule | Plugin] = [model, datamodule, *self.plugins.values()]
         for owner in owners:
             owner.trainer = self
 

@@ -31,10 +31,10 @@ _INTERNALS = frozenset(
     (
         *TABLES,
         "_save_name",
-        "_is_distributed",
-        "_map_loc",
+        "is_distributed",
+        "map_loc",
         "_device",
-        "_rank",
+        "rank",
         "_trainer",
         "_discovery",
         "_modes_before_eval",
@@ -72,6 +72,9 @@ class Model(ABC):
 
     Attributes:
         unsaved: names of attributes that training changes and that no checkpoint needs.
+        is_distributed: whether several processes train.
+        map_loc: location that weights of a checkpoint are mapped to.
+        rank: local rank of this process.
         scheduler_interval: when schedulers move in automatic mode, ``{name: "step" | "epoch" |
             "validation:<metric>"}``; default ``"step"``.
 
@@ -90,10 +93,10 @@ class Model(ABC):
                 f"a folder), got {save_name!r}."
             )
         self._save_name = save_name
-        self._is_distributed = False
-        self._map_loc: str | dict[str, str] = ""
+        self.is_distributed = False
+        self.map_loc: str | dict[str, str] = ""
         self._device: torch.device | None = None
-        self._rank = 0
+        self.rank = 0
         self._trainer: Trainer | None = None
         self._loss_items: dict[str, Any] = {}
         self._running_losses: dict[str, Any] = {}
@@ -106,24 +109,6 @@ class Model(ABC):
     def save_name(self) -> str:
         """Name of the run's folder under ``chkpt_root``."""
         return self._save_name
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether several processes train."""
-        return self._is_distributed
-
-    @is_distributed.setter
-    def is_distributed(self, value: bool) -> None:
-        self._is_distributed = value
-
-    @property
-    def map_loc(self) -> str | dict[str, str]:
-        """Location that weights of a checkpoint are mapped to."""
-        return self._map_loc
-
-    @map_loc.setter
-    def map_loc(self, value: str | dict[str, str]) -> None:
-        self._map_loc = value
 
     @property
     def device(self) -> torch.device:
@@ -139,15 +124,6 @@ class Model(ABC):
     @device.setter
     def device(self, value: torch.device) -> None:
         self._device = value
-
-    @property
-    def rank(self) -> int:
-        """Local rank of this process."""
-        return self._rank
-
-    @rank.setter
-    def rank(self, value: int) -> None:
-        self._rank = value
 
     @property
     def trainer(self) -> Trainer:

@@ -52,6 +52,11 @@ class Plugin(ABC):
     Attributes:
         monitor: hear the end events after the model.
         unsaved: names of attributes that training changes and that no checkpoint needs.
+        is_distributed: whether several processes train.
+        map_loc: location that weights of a checkpoint are mapped to.
+        device: device of the training.
+        rank: local rank of this process.
+        trainer: the trainer, once one runs.
 
     Args:
         plug_id: the plugin's name, unique in a trainer; its state is saved under it.
@@ -63,11 +68,11 @@ class Plugin(ABC):
     def __init__(self, plug_id: str) -> None:
         self._plug_id = plug_id
         self._unique_overrides = UniquePluginOverrides()
-        self._is_distributed = False
-        self._map_loc: str | dict[str, str] = ""
-        self._device = torch.device("cpu")
-        self._rank = 0
-        self._trainer: Trainer | None = None
+        self.is_distributed = False
+        self.map_loc: str | dict[str, str] = ""
+        self.device = torch.device("cpu")
+        self.rank = 0
+        self.trainer: Trainer | None = None
 
     @property
     def plug_id(self) -> str:
@@ -78,51 +83,6 @@ class Plugin(ABC):
     def unique_overrides(self) -> UniquePluginOverrides:
         """What the plugin claims for itself alone."""
         return self._unique_overrides
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether several processes train."""
-        return self._is_distributed
-
-    @is_distributed.setter
-    def is_distributed(self, value: bool) -> None:
-        self._is_distributed = value
-
-    @property
-    def map_loc(self) -> str | dict[str, str]:
-        """Location that weights of a checkpoint are mapped to."""
-        return self._map_loc
-
-    @map_loc.setter
-    def map_loc(self, value: str | dict[str, str]) -> None:
-        self._map_loc = value
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the training."""
-        return self._device
-
-    @device.setter
-    def device(self, value: torch.device) -> None:
-        self._device = value
-
-    @property
-    def rank(self) -> int:
-        """Local rank of this process."""
-        return self._rank
-
-    @rank.setter
-    def rank(self, value: int) -> None:
-        self._rank = value
-
-    @property
-    def trainer(self) -> Trainer | None:
-        """The trainer, once the plugin is registered."""
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, value: Trainer | None) -> None:
-        self._trainer = value
 
     def configure_trainer(self, trainer: Trainer) -> None:
         """Register in a trainer; called by users. Extend it to add exception types and the like."""
