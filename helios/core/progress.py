@@ -148,7 +148,7 @@ class _Rate:
 
 @dataclasses.dataclass
 class _Training:
-    """Counters of a training, and where and when this session of it began."""
+    """Counters of a training, and where and when this start of it began."""
 
     unit: TrainingUnit
     total: float

@@ -32,7 +32,7 @@ class Start:
         loaded: the checkpoint to go on from; ``None`` for a first start.
         origin: the path of ``resume=<path>`` that the run goes back to, if any.
         is_branch: whether this is the first start from that path.
-        changes: what was allowed to differ, in all sessions of the run.
+        changes: what was allowed to differ, in all starts of the run.
     """
 
     folder: RunFolder | None = None

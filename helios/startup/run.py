@@ -140,8 +140,8 @@ class Run(ABC):
         if isinstance(error, KeyboardInterrupt):
             _LOGGER.warning("Interrupted. %s", self._describe_rescue())
         elif not is_quiet:
-            rescue = self._describe_rescue()
-            _LOGGER.error("%s ended by an error. %s", self.verb, rescue, exc_info=error)
+            text = f"{self.verb} ended by an error. {self._describe_rescue()}".rstrip()
+            _LOGGER.error("%s", text, exc_info=error)
 
     def _describe_rescue(self) -> str:
         return ""

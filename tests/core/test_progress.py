@@ -1,4 +1,4 @@
-"""The display of progress: on a terminal, elsewhere, and off (H44; issue 2, Logging)."""
+"""The display of progress: on a terminal, elsewhere, and off (H44)."""
 
 from __future__ import annotations
 

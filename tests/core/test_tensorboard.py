@@ -1,4 +1,4 @@
-"""Event files over a resume: no point is doubled, and none is lost (issue 2, Logging)."""
+"""Event files over a resume: no point is doubled, and none is lost."""
 
 from __future__ import annotations
 

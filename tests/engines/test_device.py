@@ -164,7 +164,7 @@ def ones() -> torch.Tensor:
     ids=lambda value: type(value).__name__,
 )
 def test_tensors_move_out_of_any_container_which_keeps_its_type(batch: Any, get: Any) -> None:
-    """E7, and the issue: nested tensors, dicts, lists, tuples, named tuples, dataclasses."""
+    """E7: nested tensors, dicts, lists, tuples, named tuples, dataclasses."""
     moved = move_to_device(batch, META)
     assert get(moved).device == META
     assert get(moved).shape == (2,)

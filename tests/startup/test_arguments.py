@@ -246,7 +246,7 @@ def test_a_prefix_of_imports_must_be_a_string(tmp_path: Path) -> None:
 
 
 def test_a_save_needs_a_folder() -> None:
-    """H19, the issue, "Trainer"."""
+    """H19: both a folder and a frequency."""
     assert "chkpt_frequency" in check_refusal("chkpt_root", None, chkpt_frequency=1)
 
 
@@ -302,7 +302,7 @@ def test_a_gpu_that_is_demanded_without_cuda_is_an_error() -> None:
 def test_one_process_uses_one_gpu(
     monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, ids: list[int]
 ) -> None:
-    """H46, the issue: several processes come later, so the first one of all is taken."""
+    """H46; several processes come later, so the first one of all is taken."""
     set_gpus(monkeypatch, 2)
     assert make(gpus=gpus).gpu_ids == ids
     assert make(use_cpu=True).gpu_ids == []
