@@ -8,6 +8,7 @@ Each class is also the built-in exception that users of the historical API expec
     ├── ArgumentTypeError (TypeError)         an argument has the wrong type
     ├── DuplicateError (KeyError)             a name is taken already
     ├── UsageError (RuntimeError)             a call or a result that the contract forbids
+    │   └── LossNotProvidedError              a step that needs a loss gave none
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or left over
     └── CheckpointError (RuntimeError)        a checkpoint that cannot be used
         ├── DamagedCheckpointError            its bytes or its sidecar are not what was written
@@ -40,6 +41,10 @@ class DuplicateError(HeliosError, KeyError):
 
 class UsageError(HeliosError, RuntimeError):
     """User code did something, or returned something, that the contract forbids."""
+
+
+class LossNotProvidedError(UsageError):
+    """A training step gave no loss, and backward was needed (R29)."""
 
 
 class StateError(HeliosError, RuntimeError):

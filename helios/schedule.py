@@ -57,22 +57,25 @@ def is_log_due(schedule: Schedule, state: TrainingState) -> bool:
     """Whether ``on_training_batch_end`` is told to log (H53): on iterations that just moved."""
     if schedule.print_frequency is None:
         return False
-    has_moved = schedule.is_by_epoch or state.is_step_boundary
+    has_moved = schedule.is_by_epoch or (state.is_step_boundary and state.is_step_committed)
     return has_moved and _is_multiple(state.current_iteration, schedule.print_frequency)
 
 
-def _count(schedule: Schedule, state: TrainingState) -> int:
-    return state.global_epoch if schedule.is_by_epoch else state.current_iteration
+def _is_due(schedule: Schedule, state: TrainingState, frequency: int | None) -> bool:
+    if schedule.is_by_epoch:
+        return _is_multiple(state.global_epoch, frequency)
+    # A step that was left out took its count back: what was due at that count is done already.
+    return state.is_step_committed and _is_multiple(state.current_iteration, frequency)
 
 
 def is_validation_due(schedule: Schedule, state: TrainingState) -> bool:
     """Whether a validation follows this boundary: a step, or the end of an epoch (H29, H40)."""
-    return _is_multiple(_count(schedule, state), schedule.valid_frequency)
+    return _is_due(schedule, state, schedule.valid_frequency)
 
 
 def is_save_due(schedule: Schedule, state: TrainingState) -> bool:
     """Whether the counters ask for a checkpoint at this boundary (H20)."""
-    return _is_multiple(_count(schedule, state), schedule.chkpt_frequency)
+    return _is_due(schedule, state, schedule.chkpt_frequency)
 
 
 def is_out_of_patience(schedule: Schedule, state: TrainingState) -> bool:

@@ -7,9 +7,9 @@ A session holds no order of things (loops do) and opens no file: snapshots go ou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,10 @@ from helios.core.progress import Display
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.hooks.bus import Bus
+from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
+from helios.model.trace import Trace
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
@@ -37,6 +39,17 @@ def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def as_numbers(scores: Mapping[str, Any]) -> dict[str, float]:
+    """Return those scores that are single numbers, as such."""
+    numbers = {}
+    for name, score in scores.items():
+        if isinstance(score, torch.Tensor) and score.numel() == 1:
+            score = score.item()
+        if isinstance(score, int | float):
+            numbers[str(name)] = float(score)
+    return numbers
+
+
 class Recorder(Protocol):
     """Where a session's results go: checkpoints and scalars."""
 
@@ -44,8 +57,13 @@ class Recorder(Protocol):
         """Write a snapshot as a checkpoint; one that is committed is not written again."""
         ...
 
-    def log_scalars(self, items: dict[str, Any], state: TrainingState) -> None:
-        """Write the losses of an iteration."""
+    @property
+    def logs_scalars(self) -> bool:
+        """Whether scalars are written anywhere."""
+        ...
+
+    def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
+        """Write numbers of an iteration, by name."""
         ...
 
 
@@ -55,6 +73,7 @@ class Requests:
 
     is_checkpoint_wanted: bool = False
     stop_reason: str = ""
+    interruption: str = ""
 
 
 @dataclass
@@ -68,7 +87,8 @@ class Session:
         display: the progress bars.
         seed: the run's seed.
         schedule: the options that decide when something happens.
-        sources: the data of each phase; a phase without data is missing.
+        sources: the data of each phase, one source for each loader; a phase without data is
+            missing.
         plugins: by id, in order of registration.
         schedulers: the learning-rate schedulers; ``None`` outside of fit.
         recorder: where checkpoints and scalars go; ``None`` outside of fit.
@@ -83,6 +103,8 @@ class Session:
         carried_loops: states of loops that are gone, by role path; saved again, unread.
         train_keys: the keys of the iterations.
         saved_randomness: the generators of the checkpoint, until the training goes on.
+        is_sanity_check: whether a trial validation runs, which must leave no trace (C17).
+        context: what hooks may see of all this.
     """
 
     model: Model
@@ -91,8 +113,8 @@ class Session:
     display: Display
     seed: int
     schedule: Schedule = field(default_factory=Schedule)
-    sources: dict[Phase, Source] = field(default_factory=dict)
-    plugins: dict[str, Plugin] = field(default_factory=dict)
+    sources: dict[Phase, list[Source]] = field(default_factory=dict)
+    plugins: Mapping[str, Plugin] = field(default_factory=dict)
     schedulers: Schedulers | None = None
     recorder: Recorder | None = None
     can_save: bool = False
@@ -106,10 +128,40 @@ class Session:
     carried_plugins: dict[str, Any] = field(default_factory=dict)
     carried_loops: dict[str, Any] = field(default_factory=dict)
     saved_randomness: dict[str, Any] | None = None
+    is_sanity_check: bool = False
+    context: Context = field(init=False)
     train_keys: rng.KeySeries = field(init=False)
 
     def __post_init__(self) -> None:
+        self.context = Context(self)
         self.train_keys = rng.KeySeries(self.seed, "train", suffix=(0,))
+
+    @property
+    def training_source(self) -> Source:
+        """The data of the training."""
+        return self.sources[Phase.TRAINING][0]
+
+    @property
+    def is_manual_mode(self) -> bool:
+        """Whether the model is known to step its optimizers itself."""
+        return bool(self.is_manual)
+
+    def find_optimizers(self) -> dict[str, Any]:
+        """Return the optimizers of the model, by attribute path."""
+        return self.model.discovery.optimizers()
+
+    def find_schedulers(self) -> dict[str, Any]:
+        """Return the learning-rate schedulers of the model, by attribute path."""
+        return self.model.discovery.schedulers()
+
+    def find_loader(self) -> Any:
+        """Return the loader of the present phase; the first one of several, ``None`` for none."""
+        sources = self.sources.get(self.phase)
+        return sources[0].loader if sources else None
+
+    def indices_of(self, place: Cursor) -> list[Any] | None:
+        """Return the indices of the samples of a training batch; ``None`` if nobody knows them."""
+        return self.training_source.indices(place.epoch, batch=place.batch, sample=place.sample)
 
     def move_batch(self, batch: Any, phase: Phase) -> Any:
         """Return a batch on the device, by the model's rule."""
@@ -118,13 +170,45 @@ class Session:
             return batch
         return self.model.batch_to_device(batch, phase)
 
+    @property
+    def sanity_steps(self) -> int:
+        """Batches of the trial validation that plugins ask for (C17)."""
+        return max((plugin.sanity_steps for plugin in self.plugins.values()), default=0)
+
+    @property
+    def trial_length(self) -> int | None:
+        """The most batches of each loader while a trial validation runs, else ``None``."""
+        return self.sanity_steps if self.is_sanity_check else None
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Run a trial validation; what it has changed is put back (K14)."""
+        self.hooks.emit("on_sanity_check_start")
+        requests = replace(self.requests)
+        trace = Trace([self.model, *self.plugins.values()])
+        self.is_sanity_check = True
+        try:
+            yield
+        finally:
+            self.is_sanity_check = False
+            trace.erase()
+            self.requests = requests
+        self.hooks.emit("on_sanity_check_end")
+
     def seed_iteration(self) -> None:
         """Set the random numbers of the present iteration (DESIGN R2)."""
         rng.reseed(self.train_keys.at(self.state.global_iteration))
 
-    def seed_evaluation(self, pass_number: int, step: int) -> None:
-        """Set the random numbers of one batch of an evaluation."""
-        rng.reseed(rng.key(self.seed, self.phase.value, pass_number, step))
+    def seed_evaluation(self, pass_number: int, step: int, loader: int = 0) -> None:
+        """Set the random numbers of one batch of an evaluation.
+
+        Args:
+            pass_number: number of the pass.
+            step: number of the batch in its loader.
+            loader: number of the loader.
+        """
+        which = (loader,) if loader else ()
+        rng.reseed(rng.key(self.seed, self.phase.value, pass_number, step, *which))
 
     @contextmanager
     def entering(self, phase: Phase, pass_number: int) -> Iterator[None]:
@@ -151,12 +235,30 @@ class Session:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the run ends at the next safe point."""
+        """Whether the run comes to its regular end at the next safe point."""
         return bool(self.requests.stop_reason)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run breaks off at the next safe point, unfinished."""
+        return bool(self.requests.interruption) and not self.is_stopping
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether no batch follows the next safe point, for either reason."""
+        return bool(self.requests.stop_reason or self.requests.interruption)
+
+    def request_checkpoint(self) -> None:
+        """Ask for a checkpoint at the next safe point (DESIGN R4)."""
+        self.requests.is_checkpoint_wanted = True
 
     def request_stop(self, reason: str) -> None:
         """Ask for the end of the run at the next safe point; the first reason counts."""
         self.requests.stop_reason = self.requests.stop_reason or reason
+
+    def interrupt(self, reason: str) -> None:
+        """Ask for a checkpoint and an early return at the next safe point."""
+        self.requests.interruption = self.requests.interruption or reason
 
     def poll_stop(self) -> None:
         """Ask plugins and model whether the training should stop (H32)."""
@@ -177,10 +279,26 @@ class Session:
         if self.limit:
             self.request_stop(self.limit)
 
-    def log_losses(self) -> None:
-        """Write the losses of the present batch."""
+    def log(self, scalars: Mapping[str, Any]) -> None:
+        """Log numbers by name, as of the present iteration; reads tensors from their device."""
+        is_written = self.recorder is not None and self.recorder.logs_scalars
+        if self.is_sanity_check or not (is_written or self.hooks.is_heard("on_log")):
+            return
+        numbers = {
+            name: float(value.detach() if isinstance(value, torch.Tensor) else value)
+            for name, value in scalars.items()
+        }
         if self.recorder is not None:
-            self.recorder.log_scalars(self.model.loss_items, self.state)
+            self.recorder.log_scalars(numbers, self.state)
+        self.hooks.emit("on_log", numbers, self.state)
+
+    def log_losses(self) -> None:
+        """Log the losses of the present batch."""
+        self.log({f"train/{name}": loss for name, loss in self.model.loss_items.items()})
+
+    def log_scores(self) -> None:
+        """Log the validation scores that are single numbers."""
+        self.log({f"valid/{name}": score for name, score in as_numbers(self.model.metrics).items()})
 
     def move_epoch_schedulers(self) -> None:
         """Move the schedulers that count epochs, in automatic mode."""
@@ -191,6 +309,7 @@ class Session:
         """Count a validation, move what follows its metrics, and ask for an improvement (H30)."""
         if self.schedulers is not None and not self.is_manual:
             self.schedulers.after_validation(self.model.metrics)
+        self.log_scores()
         self.state.end_validation()
         self.state.record_improvement(has_improved=bool(self.model.have_metrics_improved()))
 
@@ -210,7 +329,7 @@ class Session:
         """The safe point: write a checkpoint if one is due, requested or final (DESIGN R4)."""
         if self.is_stopping and not self.limit:
             self.cursor.stop(self.requests.stop_reason)
-        is_wanted = is_due or self.requests.is_checkpoint_wanted or self.is_stopping
+        is_wanted = is_due or self.requests.is_checkpoint_wanted or self.is_leaving
         self.requests.is_checkpoint_wanted = False
         if is_wanted and self.can_save and self.recorder is not None:
             snapshot = self.snapshot()
@@ -219,7 +338,7 @@ class Session:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state, by reference: plain dictionaries of tensors, numbers, strings."""
-        source = self.sources[Phase.TRAINING]
+        source = self.training_source
         return {
             "training_state": self.state.dict(),
             "cursor": self.cursor.dict(),

@@ -56,6 +56,8 @@ class TrainingState:
         average_iter_time: seconds per iteration, averaged over the last 200.
         running_iter: iterations since the last validation.
         is_step_boundary: whether the present batch is the last of its accumulation window.
+        is_step_committed: whether the window that ends with the present batch made its update.
+        global_step: optimizer updates that were made since the start of the run, in both units.
     """
 
     current_iteration: int = 0
@@ -67,6 +69,8 @@ class TrainingState:
     average_iter_time: float = 0.0
     running_iter: int = 0
     is_step_boundary: bool = False
+    is_step_committed: bool = True
+    global_step: int = 0
 
     def dict(self) -> dict[str, Any]:
         """Return the fields as a plain dictionary."""
@@ -82,8 +86,19 @@ class TrainingState:
         self.global_iteration += 1
         self.running_iter += 1
         self.is_step_boundary = is_boundary
+        self.is_step_committed = True
         if is_boundary or unit is TrainingUnit.EPOCH:
             self.current_iteration += 1
+
+    def withdraw_step(self, unit: TrainingUnit) -> None:
+        """Take back the step that was counted for a window whose update was not made (R26)."""
+        if self.is_step_committed and unit is TrainingUnit.ITERATION:
+            self.current_iteration -= 1
+        self.is_step_committed = False
+
+    def end_step(self) -> None:
+        """Count the update of a window, after its last hook, if it was made."""
+        self.global_step += self.is_step_committed
 
     def end_iteration(self) -> None:
         """Count a completed batch of the epoch, after its last hook."""
@@ -112,12 +127,14 @@ class Cursor:
         batch: number of the next batch in that epoch, from 0.
         sample: position of that batch's first sample in the epoch's global order.
         stop_reason: why the run ends after this safe point; empty while it goes on.
+        step: number of the next optimizer update in that epoch, from 0.
     """
 
     epoch: int = 0
     batch: int = 0
     sample: int = 0
     stop_reason: str = ""
+    step: int = 0
 
     def dict(self) -> dict[str, Any]:
         """Return the fields as a plain dictionary."""
@@ -128,6 +145,10 @@ class Cursor:
         self.batch += 1
         self.sample += num_samples
 
+    def end_step(self) -> None:
+        """Move past one update of the epoch."""
+        self.step += 1
+
     def next_epoch(self) -> None:
         """Move to the first batch of the next epoch."""
         self.restart_epoch()
@@ -137,6 +158,7 @@ class Cursor:
         """Move back to the first batch of the present epoch."""
         self.batch = 0
         self.sample = 0
+        self.step = 0
 
     def stop(self, reason: str) -> None:
         """Note that the run ends at the present safe point."""

@@ -16,7 +16,7 @@ from helios.checkpoint.layout import find_last_checkpoint
 from helios.checkpoint.store import CheckpointStore
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
-from helios.errors import ArgumentTypeError, DuplicateError, UsageError
+from helios.errors import ArgumentTypeError, UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
@@ -29,6 +29,7 @@ from helios.session import Session
 from helios.startup.arguments import Arguments
 from helios.startup.evaluate import EvaluationRun
 from helios.startup.fit import FitRun
+from helios.startup.registration import PluginTable
 from helios.state import Phase, TrainingState, TrainingUnit
 
 __all__ = [
@@ -141,7 +142,7 @@ class Trainer:
         self._arguments = Arguments(**options)
         self.train_exceptions: list[type[BaseException]] = []
         self.test_exceptions: list[type[BaseException]] = []
-        self.plugins: dict[str, Plugin] = {}
+        self.plugins = PluginTable()
         self._session: Session | None = None
         self.model: Model | None = None
         self.datamodule: DataModule | None = None
@@ -224,16 +225,13 @@ class Trainer:
         self._evaluation_loops[phase] = loop
 
     def register_plugin(self, plugin: Plugin) -> None:
-        """Register a plugin under its id.
+        """Register a plugin under its id; ``trainer.plugins[id] = plugin`` does the same.
 
         Raises:
             DuplicateError: if the id is taken (a ``KeyError``, H59).
+            ArgumentTypeError: if a method's parameters are not those of its event.
+            ArgumentError: if it overrides a ``process_*_batch`` that another one owns.
         """
-        if plugin.plug_id in self.plugins:
-            raise DuplicateError(
-                f"A plugin must have an id of its own, but {plugin.plug_id!r} is registered "
-                "already. Pass another plug_id."
-            )
         self.plugins[plugin.plug_id] = plugin
 
     def request_checkpoint(self) -> None:
@@ -242,7 +240,7 @@ class Trainer:
         Raises:
             UsageError: outside of fit.
         """
-        self._running_session("request_checkpoint").requests.is_checkpoint_wanted = True
+        self._running_session("request_checkpoint").request_checkpoint()
 
     def request_stop(self, reason: str = "request_stop was called") -> None:
         """Ask for the regular end of the run at the next safe point.
@@ -267,7 +265,8 @@ class Trainer:
             datamodule: its data.
 
         Returns:
-            True when the run has come to its regular end, now or earlier.
+            True when the run has come to its regular end, now or earlier; False after an
+            interruption (a time limit), from which the same command goes on.
 
         Raises:
             HeliosError: for what is named in ``helios.errors``.
@@ -283,6 +282,7 @@ class Trainer:
         except BaseException as error:
             self._exit_code = 75 if isinstance(error, KeyboardInterrupt) else 1
             raise
+        self._exit_code = 0 if is_finished else 75
         self._fitted_model = model
         return is_finished
 

@@ -38,7 +38,7 @@ class ForeignSource(Source):
     """
 
     def __init__(self, loader: Iterable[Any], sampler: Any, run_seed: int, purpose: str) -> None:
-        self._loader = loader
+        self.loader = loader
         self._run_seed = run_seed
         self._purpose = purpose
         self._stateful = loader if isinstance(loader, Stateful) else None
@@ -51,7 +51,7 @@ class ForeignSource(Source):
     @property
     def description(self) -> dict[str, Any]:
         """What the data is, as far as it can be seen."""
-        loader = self._loader
+        loader = self.loader
         found: dict[str, Any] = {"loader": type(loader).__qualname__}
         if isinstance(loader, DataLoader):
             found["dataset"] = type(loader.dataset).__qualname__
@@ -76,8 +76,8 @@ class ForeignSource(Source):
         place = Place(self._run_seed, self._purpose, epoch, batch, sample)
         self._watch.begin()
         if self._length is not None:
-            return _CountedBatches(self._loader, place, self._watch, self._length)
-        return _ProbedBatches(self._loader, place, self._watch, self)
+            return _CountedBatches(self.loader, place, self._watch, self._length)
+        return _ProbedBatches(self.loader, place, self._watch, self)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the loader's length, where it can be trusted."""
@@ -99,7 +99,7 @@ class ForeignSource(Source):
             return
         if self._stateful is None or "loader" not in state_dict:
             raise StateError(
-                f"{type(self._loader).__name__} and the checkpoint must agree on the loader's "
+                f"{type(self.loader).__name__} and the checkpoint must agree on the loader's "
                 f"state: the checkpoint holds {sorted(state_dict) or 'nothing'}. Use the loader "
                 "that the run was started with."
             )
@@ -119,9 +119,9 @@ class ForeignSource(Source):
 
     def close(self) -> None:
         """End persistent workers."""
-        if isinstance(self._loader, DataLoader):
-            end_workers(self._loader._iterator)  # noqa: SLF001 - PyTorch has no public way
-            self._loader._iterator = None  # noqa: SLF001
+        if isinstance(self.loader, DataLoader):
+            end_workers(self.loader._iterator)  # noqa: SLF001 - PyTorch has no public way
+            self.loader._iterator = None  # noqa: SLF001
 
 
 def _find_listeners(loader: Any, sampler: Any) -> list[HasEpoch]:

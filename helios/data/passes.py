@@ -36,7 +36,15 @@ class BatchIterator(ABC):
 
 
 class Source(ABC):
-    """The data of one phase, over all its passes."""
+    """The data of one loader, over all its passes.
+
+    Attributes:
+        name: which of several loaders of a phase it is; empty where there is one.
+        loader: the loader.
+    """
+
+    name: str = ""
+    loader: Any
 
     @property
     @abstractmethod
@@ -66,6 +74,10 @@ class Source(ABC):
     @abstractmethod
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the batches of a whole pass that goes on at a place; ``None`` if unknown."""
+
+    def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
+        """Return the indices of one batch's samples; ``None`` where they cannot be known."""
+        return None
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -51,8 +51,10 @@ class KeyedSource(Source):
         purpose: name of the fetching streams.
     """
 
+    loader: KeyedLoader
+
     def __init__(self, loader: KeyedLoader, run_seed: int, purpose: str) -> None:
-        self._loader = loader
+        self.loader = loader
         self._run_seed = run_seed
         self._purpose = purpose
         self._watch = LegacyWatch(purpose, loader.flag)
@@ -77,25 +79,25 @@ class KeyedSource(Source):
         """Begin a pass; nothing before its place is fetched."""
         place = Place(self._run_seed, self._purpose, epoch, batch, sample)
         self._watch.begin()
-        if self._loader.num_workers:
-            return _WorkerBatches(self._loader, place, self._watch)
-        return _LocalBatches(self._loader, place, self._watch)
+        if self.loader.num_workers:
+            return _WorkerBatches(self.loader, place, self._watch)
+        return _LocalBatches(self.loader, place, self._watch)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the batches of a whole pass that goes on at a place."""
-        return self._loader.batches.num_batches(batch=batch, sample=sample)
+        return self.loader.batches.num_batches(batch=batch, sample=sample)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a user's sampler had when the epoch began; empty without one."""
-        return self._loader.batches.order.state_dict()
+        return self.loader.batches.order.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give a user's sampler its state back."""
-        self._loader.batches.order.load_state_dict(state_dict)
+        self.loader.batches.order.load_state_dict(state_dict)
 
     def close(self) -> None:
         """End persistent workers."""
-        self._loader.end_workers()
+        self.loader.end_workers()
 
 
 def _describe(loader: KeyedLoader) -> dict[str, Any]:

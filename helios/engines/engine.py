@@ -5,8 +5,8 @@ An engine decides nothing: the optimizer loop calls it in the order of DESIGN se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.engines.device import move_to_device
+from helios.engines.precision import Precision
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -22,12 +23,13 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 class Engine:
-    """One process on one device, in the precision of the parameters.
+    """One process on one device.
 
     Args:
         device: where the training runs.
         clip_norm: largest 2-norm of the gradients of a step.
         clip_value: largest magnitude of an element of them.
+        precision: the type in which the steps of the model compute.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class Engine:
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
+        precision: Precision = Precision.FP32,
     ) -> None:
         self.device = device
+        self._precision = precision
         self._clip_norm = clip_norm
         self._clip_value = clip_value
         self._open_micro_batches = 0
@@ -52,14 +56,30 @@ class Engine:
         """Return a batch with its tensors on the device."""
         return move_to_device(batch, self.device)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add a micro-batch's gradients to those of the window."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context in which the steps of the model run."""
+        return self._precision.autocast(self.device)
+
+    def count_micro_batch(self) -> None:
+        """Count a micro-batch of the open window; before its first backward."""
         self._open_micro_batches += 1
+
+    def close_window(self) -> None:
+        """Begin a new window; after its last update."""
+        self._open_micro_batches = 0
+
+    def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+        """Add a micro-batch's gradients to those of the window.
+
+        Args:
+            loss: the loss.
+            inputs: the only parameters that get gradients; ``None`` for all.
+        """
+        loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
 
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Divide the summed gradients by the micro-batches really in the window."""
-        count, self._open_micro_batches = self._open_micro_batches, 0
+        count = self._open_micro_batches
         if count > 1:
             gradients = [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
             if gradients:

@@ -1,20 +1,37 @@
 """Who hears what: the receivers of every event, found once, so that an unheard event costs nothing.
 
 Three verbs: ``emit`` tells all, ``ask`` is true if any says yes, ``transform`` hands a batch
-through its one owner.
+through its one owner. A plugin's exception says which plugin raised it, and in which event.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import EVENTS, Event, Receiver, Verb, is_silent
 
 _LOGGER = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class HasId(Protocol):
+    """Anything that is known by an id, as plugins are."""
+
+    @property
+    def plug_id(self) -> str:
+        """The id."""
+        ...
+
+
+def name_of(owner: object) -> str:
+    """Return how messages call a receiver."""
+    kind = type(owner).__name__
+    return f"plugin {owner.plug_id!r} ({kind})" if isinstance(owner, HasId) else kind
 
 
 def overridden(owner: object, event: Event) -> Callable[..., Any] | None:
@@ -31,18 +48,23 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     """
     signature = inspect.signature(method)
     names = event.parameters
+    whole = names + event.optional
+    if _accepts(signature, names, ()) and _accepts(signature, whole, ()):
+        return method
     for count in reversed(range(len(names) + 1)):
         if _accepts(signature, names[:count], names[count:]):
             break
     else:
+        may_take = f", and may take {', '.join(event.optional)}" if event.optional else ""
         raise ArgumentTypeError(
-            f"{type(owner).__name__}.{event.name} must take ({', '.join(names)}), but takes "
-            f"{signature}. Correct the parameters of the method."
+            f"{type(owner).__name__}.{event.name} must take ({', '.join(names)}){may_take}, but "
+            f"takes {signature}. Correct the parameters of the method."
         )
-    if count == len(names):
-        return method
     by_name = names[count:]
-    return lambda *args: method(*args[:count], **dict(zip(by_name, args[count:], strict=True)))
+    last = len(names)
+    if not by_name and not event.optional:
+        return method
+    return lambda *args: method(*args[:count], **dict(zip(by_name, args[count:last], strict=True)))
 
 
 def _accepts(
@@ -90,60 +112,126 @@ class Bus:
             Receiver.ENGINE: (engine,),
             Receiver.MONITOR: monitors,
         }
-        self._receivers = {
-            event.name: tuple(self._find(event, groups)) for event in EVENTS.values()
-        }
-
-    @staticmethod
-    def _find(
-        event: Event, groups: dict[Receiver, Sequence[object]]
-    ) -> Iterable[Callable[..., Any]]:
-        heard = []
-        late = groups[Receiver.MONITOR] if Receiver.MONITOR in event.receivers else ()
-        for group in event.receivers:
-            for owner in groups[group]:
-                if group is Receiver.PLUGIN and any(owner is monitor for monitor in late):
-                    continue
-                method = overridden(owner, event)
-                if method is not None:
-                    heard.append(_caller(owner, method, event))
-        if event.verb is Verb.TRANSFORM and len(heard) > 1:
-            raise ArgumentError(
-                f"{event.name} must have one owner, but {len(heard)} plugins override it. "
-                "Remove one of them."
+        check_owners(plugins)
+        self._owners: dict[str, tuple[object, ...]] = {}
+        self._receivers: dict[str, tuple[Callable[..., Any], ...]] = {}
+        for event in EVENTS.values():
+            owners = _find_owners(event, groups)
+            self._owners[event.name] = tuple(owner for owner, _ in owners)
+            self._receivers[event.name] = tuple(
+                _caller(owner, method, event) for owner, method in owners
             )
-        return heard
 
     def is_heard(self, event: str) -> bool:
         """Whether anybody hears an event."""
         return bool(self._receivers[event])
 
+    def hearers(self, event: str) -> list[str]:
+        """Return who hears an event, in the order of the calls."""
+        return [name_of(owner) for owner in self._owners[event]]
+
     def emit(self, event: str, *args: Any) -> None:
         """Tell everybody who hears the event."""
-        for receiver in self._receivers[event]:
-            receiver(*args)
+        receivers = self._receivers[event]
+        try:
+            for receiver in receivers:
+                receiver(*args)
+        except BaseException as error:
+            self._note(error, event, receivers.index(receiver))
+            raise
 
     def emit_to_all(self, event: str, *args: Any) -> None:
         """Tell everybody who hears the event, also when one of them raises; log what is raised.
 
         For the ways out: an error of one must not keep the others from being torn down.
         """
-        for receiver in self._receivers[event]:
+        for owner, receiver in zip(self._owners[event], self._receivers[event], strict=True):
             try:
                 receiver(*args)
             except Exception:
-                _LOGGER.exception("%s failed in %s.", event, receiver)
+                _LOGGER.exception("%s failed in %s.", event, name_of(owner))
 
     def ask(self, event: str) -> bool:
         """Ask everybody who hears the event; true if any says yes."""
         receivers = self._receivers[event]
         if not receivers:
             return False
-        answers = [bool(receiver()) for receiver in receivers]
-        return any(answers)
+        says_yes = False
+        try:
+            for receiver in receivers:
+                says_yes |= bool(receiver())
+        except BaseException as error:
+            self._note(error, event, receivers.index(receiver))
+            raise
+        return says_yes
+
+    def call(self, event: str, *args: Any) -> Any:
+        """Call the one who does the work of an event; returns what it returns."""
+        (receiver,) = self._receivers[event]
+        return receiver(*args)
 
     def transform(self, event: str, batch: Any, *args: Any) -> Any:
         """Hand a batch through the owner of the event, if it has one."""
         for receiver in self._receivers[event]:
-            batch = receiver(batch, *args)
+            try:
+                batch = receiver(batch, *args)
+            except BaseException as error:
+                self._note(error, event, 0)
+                raise
         return batch
+
+    def _note(self, error: BaseException, event: str, place: int) -> None:
+        """Say in the error's traceback which plugin raised it, and in which event."""
+        owner = self._owners[event][place]
+        if not isinstance(owner, HasId):
+            return
+        text = f"Raised by {name_of(owner)} in {event}."
+        if sys.version_info >= (3, 11):
+            error.add_note(text)
+        else:
+            _LOGGER.error("%s", text)
+
+
+def check_receiver(plugin: object) -> None:
+    """Check the methods of a plugin when it registers.
+
+    Raises:
+        ArgumentTypeError: for a method whose parameters are not those of the table.
+    """
+    for event in EVENTS.values():
+        method = overridden(plugin, event)
+        if Receiver.PLUGIN in event.receivers and method is not None:
+            _caller(plugin, method, event)
+
+
+def check_owners(plugins: Sequence[object]) -> None:
+    """Check that each batch has at most one plugin that processes it (H60).
+
+    Raises:
+        ArgumentError: if two plugins override the same ``process_*_batch``.
+    """
+    for event in EVENTS.values():
+        if event.verb is Verb.TRANSFORM:
+            owners = [name_of(p) for p in plugins if overridden(p, event) is not None]
+            if len(owners) > 1:
+                raise ArgumentError(
+                    f"{event.name} must have one owner, but {' and '.join(owners)} override it. "
+                    "Remove one of them, or let one call the other."
+                )
+
+
+def _find_owners(
+    event: Event, groups: dict[Receiver, Sequence[object]]
+) -> list[tuple[object, Callable[..., Any]]]:
+    if event.verb is Verb.CALL and event.name in ("setup", "prepare_data"):
+        return []
+    heard = []
+    late = groups[Receiver.MONITOR] if Receiver.MONITOR in event.receivers else ()
+    for group in event.receivers:
+        for owner in groups[group]:
+            if group is Receiver.PLUGIN and any(owner is monitor for monitor in late):
+                continue
+            method = overridden(owner, event)
+            if method is not None:
+                heard.append((owner, method))
+    return heard

@@ -20,6 +20,7 @@ class Verb(Enum):
     EMIT = "tell all"
     ASK = "any says yes"
     TRANSFORM = "the one owner maps a batch"
+    CALL = "called, not told: the one who writes it does the work"
 
 
 class Receiver(Enum):
@@ -51,6 +52,8 @@ class Event:
         receivers: who may hear it, in the order of the calls.
         moment: when it is told.
         verb: how it is told.
+        optional: names of arguments that follow, for methods that take them (L32).
+        scope: the channel whose beginning or end it is, if any (R1).
     """
 
     name: str
@@ -58,57 +61,166 @@ class Event:
     receivers: tuple[Receiver, ...]
     moment: str
     verb: Verb = Verb.EMIT
+    optional: tuple[str, ...] = ()
+    scope: str = ""
 
 
-def _rows() -> tuple[Event, ...]:
-    pme, pm = (P, M, E), (P, M)
-    state, step, cycle = ("state",), ("step",), ("validation_cycle",)
-    ask, transform = Verb.ASK, Verb.TRANSFORM
+def _start_rows() -> tuple[Event, ...]:
+    call, pdme = Verb.CALL, (P, D, M, E)
     return (
-        Event("on_load_checkpoint", ("checkpoint",), (P, D, E, M), "before a state is loaded"),
-        Event("on_checkpoint_loaded", (), (P, D, E, M), "after all state is loaded"),
-        Event("on_fit_start", (), pm, "everything is set up and loaded"),
-        Event("on_training_start", (), pme, "once, before model.train()"),
+        Event("prepare_data", (), (D,), "once, before anything is set up", call),
+        Event("setup", (), (P, D, M), "everything is built", call),
+        Event("on_load_checkpoint", ("checkpoint",), pdme, "before a state is loaded"),
+        Event("on_checkpoint_loaded", (), pdme, "after all state is loaded"),
+        Event("on_fit_start", (), (P, M), "everything is set up and loaded"),
+        Event("on_sanity_check_start", (), (P,), "a first start; some plugin has sanity_steps"),
+        Event("on_sanity_check_end", (), (P,), "what the trial has changed was put back"),
+    )
+
+
+def _training_rows() -> tuple[Event, ...]:
+    pme, pm, pmme = (P, M, E), (P, M), (P, M, MONITOR, E)
+    state, optimizer, context = ("state",), ("optimizer",), ("context",)
+    loop, epoch, step, batch = "on_loop", "on_epoch", "on_step", "on_batch"
+    forward, backward, update = "on_model_forward", "on_model_backward", "on_optimizer_step"
+    return (
+        Event("on_training_start", (), pme, "once, before model.train()", scope=loop),
         Event("on_training_resume", state, pm, "after on_training_start, at every resume"),
-        Event("on_training_epoch_start", ("current_epoch",), pme, "an epoch begins; from 1"),
-        Event("on_training_step_start", state, pm, "first micro-batch of a window"),
-        Event("on_training_batch_start", state, pme, "a batch was fetched, counters have moved"),
-        Event("process_training_batch", ("batch", "state"), (P,), "batch on device", transform),
-        Event("on_backward_start", ("loss",), pm, "automatic mode: before backward"),
-        Event("on_backward_end", (), pm, "automatic mode: after backward"),
-        Event("on_optimizer_step_start", ("optimizer",), pm, "gradients final, not yet clipped"),
-        Event("on_before_zero_grad", ("optimizer",), pm, "right after step and schedulers"),
-        Event("on_optimizer_step_end", ("optimizer", "committed"), pm, "gradients are gone"),
-        Event("on_training_batch_end", ("state", "should_log"), pme, "the batch is done"),
-        Event("on_training_step_end", ("state", "committed"), pm, "last micro-batch of a window"),
-        Event("should_training_stop", (), pm, "after a batch, a validation, an epoch", ask),
-        Event("on_validation_start", cycle, pme, "after model.eval(); cycles from 0"),
-        Event("on_validation_batch_start", step, pme, "a batch was fetched; from 0"),
-        Event("process_validation_batch", ("batch", "step"), (P,), "batch on device", transform),
-        Event("on_validation_batch_end", step, pme, "after valid_step"),
-        Event("on_validation_end", cycle, (P, M, MONITOR, E), "modes are restored"),
-        Event("on_save_checkpoint", ("checkpoint",), (P, D, E, M), "a snapshot was taken"),
-        Event("on_training_epoch_end", ("current_epoch",), (P, M, MONITOR, E), "an epoch ends"),
-        Event("on_training_end", (), pme, "the run is finished"),
-        Event("on_testing_start", (), pme, "after model.eval()"),
-        Event("on_testing_batch_start", step, pme, "a batch was fetched; from 0"),
-        Event("process_testing_batch", ("batch", "step"), (P,), "batch on device", transform),
-        Event("on_testing_batch_end", step, pme, "after test_step"),
-        Event("on_testing_end", (), pme, "all batches are done"),
-        Event("on_predicting_start", (), pme, "after model.eval()"),
-        Event("on_predicting_batch_start", step, pme, "a batch was fetched; from 0"),
-        Event("process_predicting_batch", ("batch", "step"), (P,), "batch on device", transform),
-        Event("on_predicting_batch_end", ("step", "prediction"), pme, "after predict_step"),
-        Event("on_predicting_end", (), pme, "all batches are done"),
+        Event(
+            "on_training_epoch_start",
+            ("current_epoch",),
+            pme,
+            "an epoch begins; from 1; not again after a resume inside it",
+            scope=epoch,
+        ),
+        Event("on_training_step_start", state, pm, "first micro-batch of a window", scope=step),
+        Event(
+            "on_training_batch_start",
+            state,
+            pme,
+            "a batch was fetched, counters have moved",
+            scope=batch,
+        ),
+        Event(
+            "process_training_batch",
+            ("batch", "state"),
+            (P,),
+            "the batch is on the device",
+            Verb.TRANSFORM,
+        ),
+        Event("on_forward_start", context, pm, "before every step, in all phases", scope=forward),
+        Event("train_step", ("batch", "state"), (M,), "the training step", Verb.CALL),
+        Event("on_forward_end", context, pm, "outputs and loss are there", scope=forward),
+        Event(
+            "on_backward_start", ("loss",), pm, "automatic mode: before backward", scope=backward
+        ),
+        Event("on_backward_end", (), pm, "automatic mode: after backward", scope=backward),
+        Event(
+            "on_optimizer_step_start",
+            optimizer,
+            pm,
+            "automatic mode: gradients are final, not yet clipped",
+            scope=update,
+        ),
+        Event("on_before_zero_grad", optimizer, pm, "right after step and schedulers"),
+        Event(
+            "on_optimizer_step_end",
+            ("optimizer", "committed"),
+            pm,
+            "gradients are gone",
+            scope=update,
+        ),
+        Event(
+            "on_training_batch_end",
+            ("state", "should_log"),
+            pme,
+            "the batch is done",
+            scope=batch,
+        ),
+        Event(
+            "on_training_step_end",
+            ("state", "committed"),
+            pm,
+            "last micro-batch of a window",
+            scope=step,
+        ),
+        Event("on_log", ("scalars", "state"), pm, "numbers are logged: losses, scores, monitors"),
+        Event("should_training_stop", (), pm, "after a batch, a validation, an epoch", Verb.ASK),
+        Event("on_training_epoch_end", ("current_epoch",), pmme, "an epoch ends", scope=epoch),
+        Event("on_save_checkpoint", ("checkpoint",), (P, D, M, E), "a snapshot was taken"),
+        Event("on_training_end", (), pme, "the run is finished", scope=loop),
+    )
+
+
+def _evaluation_rows(noun: str, step: str, cycle: tuple[str, ...] = ()) -> tuple[Event, ...]:
+    pme, index, batch = (P, M, E), ("dataloader_idx",), "on_batch"
+    is_validation = noun == "validation"
+    loop = "" if is_validation else "on_loop"
+    result = ("step", "prediction") if noun == "predicting" else ("step",)
+    return (
+        Event(f"on_{noun}_start", cycle, pme, "after model.eval()", scope=loop),
+        Event(
+            f"process_{noun}_batch",
+            ("batch", "step"),
+            (P,),
+            "a batch was fetched and is on the device",
+            Verb.TRANSFORM,
+            optional=index,
+        ),
+        Event(
+            f"on_{noun}_batch_start",
+            ("step",),
+            pme,
+            "the batch is ready; from 0 in each loader",
+            optional=index,
+            scope=batch,
+        ),
+        Event(step, ("batch", "step"), (M,), "without gradients", Verb.CALL, optional=index),
+        Event(f"on_{noun}_batch_end", result, pme, f"after {step}", optional=index, scope=batch),
+        Event(
+            f"on_{noun}_end",
+            cycle,
+            (P, M, MONITOR, E) if is_validation else pme,
+            "modes are restored",
+            scope=loop,
+        ),
+    )
+
+
+def _end_rows() -> tuple[Event, ...]:
+    return (
         Event("on_exception", ("exception",), (P, D, M, E), "an exception leaves the training"),
-        Event("on_fit_end", (), pm, "after the engine's teardown"),
+        Event("on_fit_end", (), (P, M), "after the engine's teardown"),
         Event(
             "teardown", (), (D, P, M), "always, also after an exception; the engine's was before"
         ),
     )
 
 
+def _rows() -> tuple[Event, ...]:
+    improved = Event("have_metrics_improved", (), (M,), "after a validation", Verb.CALL)
+    return (
+        *_start_rows(),
+        *_training_rows(),
+        *_evaluation_rows("validation", "valid_step", ("validation_cycle",)),
+        improved,
+        *_evaluation_rows("testing", "test_step"),
+        *_evaluation_rows("predicting", "predict_step"),
+        *_end_rows(),
+    )
+
+
 EVENTS: dict[str, Event] = {event.name: event for event in _rows()}
+
+CHANNELS = (
+    "on_loop",
+    "on_epoch",
+    "on_step",
+    "on_batch",
+    "on_model_forward",
+    "on_model_backward",
+    "on_optimizer_step",
+)
 
 
 def silent(method: Method) -> Method:

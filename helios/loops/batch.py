@@ -17,7 +17,6 @@ class BatchLoop(Loop):
         super().__init__()
         self.optimizer_loop = optimizer_loop
         self._is_done = False
-        self._is_committed = True
 
     @property
     def done(self) -> bool:
@@ -37,8 +36,4 @@ class BatchLoop(Loop):
             batch = session.hooks.transform("process_training_batch", batch, session.state)
         except StopIteration as error:
             raise make_stray_stop(error) from error
-        self._is_committed = require(self.optimizer_loop).run(batch)
-
-    def on_run_end(self) -> bool:
-        """Return whether the last update was committed."""
-        return self._is_committed
+        require(self.optimizer_loop).run(batch)

@@ -49,7 +49,7 @@ class EpochLoop(Loop):
     def reset(self) -> None:
         """Open the data at the cursor; nothing is replayed or skipped through (DESIGN R1)."""
         cursor = self.session.cursor
-        source = self.session.sources[Phase.TRAINING]
+        source = self.session.training_source
         total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
         self._is_over = False
         self._num_done = 0
@@ -79,9 +79,10 @@ class EpochLoop(Loop):
         session.seed_iteration()
         if is_new_window:
             hooks.emit("on_training_step_start", state)
+        session.context.begin_batch(batch)
         hooks.emit("on_training_batch_start", state)
-        is_committed = require(self.batch_loop).run(batch)
-        self._end_iteration(batches.num_samples, is_committed=is_committed)
+        require(self.batch_loop).run(batch)
+        self._end_iteration(batches.num_samples)
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary do what is due there."""
@@ -94,13 +95,16 @@ class EpochLoop(Loop):
             self._close_step()
         elif not self._is_complete:
             session.save_if_asked(is_due=False)
-            self._is_over = session.is_stopping
+            self._is_over = session.is_leaving
 
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
         session = self.session
         self._close_batches()
         self._refuse_empty_epoch()
+        if self._is_left_unfinished:
+            session.display.end_epoch()
+            return
         is_cut = session.is_stopping and not self._is_complete
         if not is_cut:
             session.move_epoch_schedulers()
@@ -129,7 +133,16 @@ class EpochLoop(Loop):
             session.poll_stop()
             if session.is_stopping and not was_stopping:
                 session.save_if_asked(is_due=False)
-        self._is_over |= session.is_stopping
+        self._is_over |= session.is_leaving
+
+    @property
+    def _is_left_unfinished(self) -> bool:
+        """Whether the run was interrupted at a safe point inside the epoch.
+
+        By epochs the end of the epoch is a safe point itself, and is reached first.
+        """
+        is_at_its_end = self.session.schedule.is_by_epoch and self._is_complete
+        return self.session.is_interrupted and self._is_over and not is_at_its_end
 
     def teardown(self) -> None:
         """End the workers of an epoch that an error has left open."""
@@ -157,12 +170,16 @@ class EpochLoop(Loop):
         )
         state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
 
-    def _end_iteration(self, num_samples: int, *, is_committed: bool) -> None:
+    def _end_iteration(self, num_samples: int) -> None:
         session, state, hooks = self.session, self.session.state, self.session.hooks
         should_log = due.is_log_due(session.schedule, state)
         hooks.emit("on_training_batch_end", state, should_log)
+        session.context.end_batch()
         if state.is_step_boundary:
-            hooks.emit("on_training_step_end", state, is_committed)
+            hooks.emit("on_training_step_end", state, state.is_step_committed)
+            state.end_step()
+            if state.is_step_committed:
+                session.cursor.end_step()
         if should_log:
             session.log_losses()
         session.display.advance(session.model.loss_items, num_samples, state.is_step_boundary)

@@ -13,29 +13,37 @@ from typing import Any, ClassVar
 import torch
 
 from helios.core.cuda import DisableCuDNNBenchmarkContext
-from helios.data.source import BatchIterator
+from helios.data.source import BatchIterator, Source
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
+from helios.loops.step import end_forward, take_step
+from helios.model.processor import Processed
 from helios.state import Phase
+
+_END = object()
 
 
 class EvaluationLoop(Loop):
-    """Base of the loops that evaluate.
+    """Base of the loops that evaluate: over one loader, or several in their order (L32).
 
     Attributes:
         phase: what the loop does.
         noun: the part of its events' names that names the phase.
+        step_name: the model's step.
     """
 
     phase: ClassVar[Phase]
     noun: ClassVar[str]
+    step_name: ClassVar[str]
 
     def __init__(self) -> None:
         super().__init__()
+        self._sources: list[Source] = []
         self._batches: BatchIterator | None = None
         self._randomness = ExitStack()
         self._modes = ExitStack()
         self._step = 0
+        self._loader = 0
         self._pass_number = 0
 
     @property
@@ -48,15 +56,20 @@ class EvaluationLoop(Loop):
         """Whether the data is exhausted; the batches say so by ``StopIteration``."""
         return False
 
+    @property
+    def source(self) -> Source:
+        """The data of the present loader."""
+        return self._sources[self._loader]
+
     def reset(self) -> None:
         """Begin a pass."""
-        self._step = 0
+        self._sources = self.session.sources[self.phase]
+        self._step = self._loader = 0
         self._pass_number = self.session.state.validation_cycles
 
     def on_run_start(self, *args: Any) -> None:
         """Set evaluation mode, then tell that the pass starts."""
         session, enter = self.session, self._modes.enter_context
-        source = session.sources[self.phase]
         is_inside_fit = session.phase is Phase.TRAINING
         self._randomness.enter_context(session.entering(self.phase, self._pass_number))
         enter(torch.no_grad() if is_inside_fit else torch.inference_mode())
@@ -64,28 +77,64 @@ class EvaluationLoop(Loop):
         self._modes.callback(session.model.train)
         session.model.eval()
         self._modes.callback(session.display.end_evaluation)
-        session.display.start_evaluation(self.phase.value, source.num_batches())
+        session.display.start_evaluation(self.phase.value, self._count_batches())
         self._tell_start()
-        self._batches = source.batches(self._pass_number)
-        self._modes.callback(self._batches.close)
+        self._modes.callback(self._close_batches)
+        self._open_batches()
 
     def advance(self, *args: Any) -> None:
-        """Evaluate one batch (H54)."""
-        batch = next(self._open_batches())
+        """Evaluate one batch (H54), or go on to the next loader."""
+        if self._batches is None:
+            raise UsageError(f"{type(self).__name__} was advanced before it was started.")
+        is_enough = self._step == self.session.trial_length
+        batch = _END if is_enough else next(self._batches, _END)
+        if batch is _END:
+            self._next_loader()
+            return
+        which = (self._loader,) if len(self._sources) > 1 else ()
         try:
-            self._process(batch, self._step)
+            self._process(batch, self._step, *which)
         except StopIteration as error:
             raise make_stray_stop(error) from error
         self.session.display.advance_evaluation()
         self._step += 1
 
-    def _process(self, batch: Any, step: int) -> None:
-        session = self.session
-        session.seed_evaluation(self._pass_number, step)
+    def _count_batches(self) -> int | None:
+        counts = [source.num_batches() for source in self._sources]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+    def _open_batches(self) -> None:
+        self._batches = self.source.batches(self._pass_number)
+
+    def _close_batches(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def _next_loader(self) -> None:
+        self._close_batches()
+        if self._loader + 1 == len(self._sources):
+            raise StopIteration
+        self._loader += 1
+        self._step = 0
+        self._open_batches()
+
+    def _process(self, batch: Any, step: int, *which: int) -> None:
+        session, hooks, noun = self.session, self.session.hooks, self.noun
+        session.seed_evaluation(self._pass_number, step, *which)
         batch = session.move_batch(batch, self.phase)
-        batch = session.hooks.transform(f"process_{self.noun}_batch", batch, step)
-        session.hooks.emit(f"on_{self.noun}_batch_start", step)
-        self._evaluate(batch, step)
+        batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
+        session.context.begin_batch(batch)
+        hooks.emit(f"on_{noun}_batch_start", step, *which)
+        result = take_step(session, self.step_name, batch, step, *which)
+        end_forward(session, result, result.loss if isinstance(result, Processed) else None)
+        self._take(result)
+        hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
+        session.context.end_batch()
+
+    def _shown(self, result: Any) -> tuple[Any, ...]:
+        """Return what the end of a batch is told about the step's result."""
+        return ()
 
     def on_run_end(self) -> Any:
         """Restore modes, then tell the end of the pass; returns its result."""
@@ -97,15 +146,9 @@ class EvaluationLoop(Loop):
 
     def teardown(self) -> None:
         """Close a pass that an error has left open."""
-        self._batches = None
         self._modes.close()
         self._randomness.close()
         super().teardown()
-
-    def _open_batches(self) -> BatchIterator:
-        if self._batches is None:
-            raise UsageError(f"{type(self).__name__} was advanced before it was started.")
-        return self._batches
 
     def _tell_start(self) -> None:
         self.session.hooks.emit(f"on_{self.noun}_start")
@@ -114,8 +157,8 @@ class EvaluationLoop(Loop):
         self.session.hooks.emit(f"on_{self.noun}_end")
 
     @abstractmethod
-    def _evaluate(self, batch: Any, step: int) -> None:
-        """Evaluate one batch that lies on the device, and tell that it is done."""
+    def _take(self, result: Any) -> None:
+        """Take the result of one step."""
 
     @abstractmethod
     def _conclude(self) -> Any:
@@ -133,12 +176,18 @@ class Totals:
         self._step_name = step_name
         self._totals: dict[str, tuple[Any, Any]] = {}
 
-    def add(self, result: Any) -> None:
+    def add(self, result: Any, suffix: str = "") -> None:
         """Add the result of one step.
+
+        Args:
+            result: what the step returned; of a batch processor the loss counts, as ``"loss"``.
+            suffix: is appended to the names, so that each of several loaders has its own.
 
         Raises:
             UsageError: if it is neither ``None`` nor ``{name: (sum, weight)}``.
         """
+        if isinstance(result, Processed):
+            result = None if result.loss is None else {"loss": (result.loss.detach(), 1)}
         if result is None:
             return
         if not isinstance(result, dict) or not all(
@@ -149,8 +198,8 @@ class Totals:
                 f"got {result!r}."
             )
         for name, item in result.items():
-            total, weight = self._totals.get(name, (0.0, 0.0))
-            self._totals[name] = (total + item[0], weight + item[1])
+            total, weight = self._totals.get(name + suffix, (0.0, 0.0))
+            self._totals[name + suffix] = (total + item[0], weight + item[1])
 
     def write(self, scores: dict[str, Any]) -> None:
         """Write the ratio of each total into a table, as a number."""
@@ -158,16 +207,39 @@ class Totals:
             scores[name] = float(total) / float(weight) if weight else float("nan")
 
 
-class ValidationLoop(EvaluationLoop):
-    """One validation pass; its result is True, or None where there is no data."""
-
-    phase = Phase.VALIDATION
-    noun = "validation"
+class ScoringLoop(EvaluationLoop):
+    """Base of the passes whose steps return scores; the result is True, or None without data."""
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
-        self._totals = Totals("valid_step")
+        self._totals = Totals(self.step_name)
+
+    @property
+    @abstractmethod
+    def scores(self) -> dict[str, Any]:
+        """The table of the model that takes the scores."""
+
+    def _take(self, result: Any) -> None:
+        suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
+        self._totals.add(result, suffix)
+
+    def _conclude(self) -> bool:
+        self._totals.write(self.scores)
+        return True
+
+
+class ValidationLoop(ScoringLoop):
+    """One validation pass."""
+
+    phase = Phase.VALIDATION
+    noun = "validation"
+    step_name = "valid_step"
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The validation scores."""
+        return self.session.model.metrics
 
     def _tell_start(self) -> None:
         self.session.hooks.emit("on_validation_start", self._pass_number)
@@ -175,31 +247,16 @@ class ValidationLoop(EvaluationLoop):
     def _tell_end(self) -> None:
         self.session.hooks.emit("on_validation_end", self._pass_number)
 
-    def _evaluate(self, batch: Any, step: int) -> None:
-        self._totals.add(self.session.model.valid_step(batch, step))
-        self.session.hooks.emit("on_validation_batch_end", step)
 
-    def _conclude(self) -> bool:
-        self._totals.write(self.session.model.metrics)
-        return True
-
-
-class TestingLoop(EvaluationLoop):
-    """One test pass (H55); its result is True, or None where there is no data."""
+class TestingLoop(ScoringLoop):
+    """One test pass (H55)."""
 
     __test__: ClassVar[bool] = False  # else pytest takes the class for a test of its users
     phase = Phase.TESTING
     noun = "testing"
+    step_name = "test_step"
 
-    def reset(self) -> None:
-        """Begin a pass with empty totals."""
-        super().reset()
-        self._totals = Totals("test_step")
-
-    def _evaluate(self, batch: Any, step: int) -> None:
-        self._totals.add(self.session.model.test_step(batch, step))
-        self.session.hooks.emit("on_testing_batch_end", step)
-
-    def _conclude(self) -> bool:
-        self._totals.write(self.session.model.test_scores)
-        return True
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The test scores."""
+        return self.session.model.test_scores

@@ -20,11 +20,14 @@ class FitLoop(Loop):
     @property
     def done(self) -> bool:
         """Whether the run is to end."""
-        return self.session.is_stopping and not self.session.is_in_epoch
+        return self.session.is_leaving and not self.session.is_in_epoch
 
     def on_run_start(self) -> None:
         """Tell that the training starts or goes on (C13), and enter where it stands."""
         session, cursor = self.session, self.session.cursor
+        session.context.start_epoch = cursor.epoch
+        session.context.start_step = session.state.global_step
+        self._check_sanity()
         session.hooks.emit("on_training_start")
         session.model.train()
         session.display.start_training(
@@ -32,7 +35,7 @@ class FitLoop(Loop):
             total_steps=session.schedule.total_steps,
             epoch=cursor.epoch,
             done_in_epoch=cursor.batch,
-            num_batches=session.sources[Phase.TRAINING].num_batches(
+            num_batches=session.training_source.num_batches(
                 batch=cursor.batch, sample=cursor.sample
             ),
             steps_done=session.state.current_iteration,
@@ -54,6 +57,14 @@ class FitLoop(Loop):
             has_validated=has_validated, polls_always=session.schedule.is_by_epoch
         )
 
+    def _check_sanity(self) -> None:
+        """Run a few batches of validation before a first start, if a plugin asks for it (C17)."""
+        session, val_loop = self.session, require(self.epoch_loop).val_loop
+        steps = session.sanity_steps
+        if steps and not session.is_resumed and Phase.VALIDATION in session.sources:
+            with session.trying():
+                require(val_loop).run()
+
     def advance(self) -> None:
         """Run one epoch."""
         try:
@@ -63,6 +74,7 @@ class FitLoop(Loop):
         self.session.is_resumed = False
 
     def on_run_end(self) -> str:
-        """Tell that the run is finished; returns the reason."""
-        self.session.hooks.emit("on_training_end")
+        """Tell that the run is finished; returns the reason, empty after an interruption."""
+        if not self.session.is_interrupted:
+            self.session.hooks.emit("on_training_end")
         return self.session.requests.stop_reason

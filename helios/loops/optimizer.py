@@ -9,27 +9,7 @@ from torch.optim import Optimizer
 
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
-
-_CONTRACT = (
-    "train_step must return a scalar loss tensor, a dict with one under 'loss', or None when the "
-    "model does backward and steps its optimizers itself"
-)
-
-
-def _as_loss(result: Any) -> Tensor | None:
-    if result is None:
-        return None
-    loss = result["loss"] if isinstance(result, dict) and "loss" in result else result
-    if isinstance(loss, Tensor):
-        return loss
-    raise UsageError(f"{_CONTRACT}, got {type(loss).__name__}.")
-
-
-def _make_loss_error(loss: Tensor) -> UsageError:
-    return UsageError(
-        f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="
-        f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
-    )
+from helios.loops.step import end_forward, loss_of, take_step
 
 
 class OptimizerLoop(Loop):
@@ -38,7 +18,6 @@ class OptimizerLoop(Loop):
     def __init__(self) -> None:
         super().__init__()
         self._is_done = False
-        self._is_committed = True
         self._optimizer: Optimizer | None = None
         self._attribute: tuple[str, Any] = ("", None)
         self._has_begun = False
@@ -53,33 +32,57 @@ class OptimizerLoop(Loop):
         self._is_done = False
 
     def advance(self, batch: Any) -> None:
-        """Run the step; in automatic mode do backward and, at a boundary, the update."""
-        session = self.session
+        """Run the step; in automatic mode do backward and, at a boundary, the update.
+
+        Raises:
+            UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
+        """
         self._is_done = True
-        model = session.model
         try:
-            loss = _as_loss(model.train_step(batch, session.state))
+            self._train(batch)
         except StopIteration as error:
             raise make_stray_stop(error) from error
-        if not self._has_begun:
-            self._begin(is_manual=loss is None)
-        if session.is_manual is not (loss is None):
-            raise self._make_mode_error()
+
+    def _train(self, batch: Any) -> None:
+        session = self.session
+        result = take_step(session, "train_step", batch, session.state)
+        loss = loss_of(result)
+        end_forward(session, result, loss)
+        self._settle_mode(is_manual=loss is None)
         if loss is None:
             return
-        if not loss.requires_grad or loss.numel() != 1:
-            raise _make_loss_error(loss)
-        if not model.loss_items:
-            model.loss_items["loss"] = loss.detach()
-        session.hooks.emit("on_backward_start", loss)
-        session.engine.backward(loss)
-        session.hooks.emit("on_backward_end")
+        session.engine.count_micro_batch()
+        self._backward(loss)
         if session.state.is_step_boundary:
-            self._update()
+            if not self._update(self._find_optimizer()):
+                session.state.withdraw_step(session.schedule.unit)
+            session.engine.close_window()
 
-    def on_run_end(self) -> bool:
-        """Return whether the last update was committed."""
-        return self._is_committed
+    def _settle_mode(self, *, is_manual: bool) -> None:
+        """Know the mode from the first step on.
+
+        Raises:
+            UsageError: if a later step is of the other mode.
+        """
+        if not self._has_begun:
+            self._begin(is_manual=is_manual)
+        if self.session.is_manual is not is_manual:
+            raise self._make_mode_error()
+
+    def _backward(self, loss: Tensor, inputs: list[Tensor] | None = None) -> None:
+        """Do backward, between its events.
+
+        Args:
+            loss: the loss.
+            inputs: the only parameters that get gradients; ``None`` for all.
+        """
+        session = self.session
+        losses = session.model.loss_items
+        if not losses:
+            losses["loss"] = loss.detach()
+        session.hooks.emit("on_backward_start", loss)
+        session.engine.backward(loss, inputs)
+        session.hooks.emit("on_backward_end")
 
     def _make_mode_error(self) -> UsageError:
         before, now = ("None", "a loss")[:: 1 if self.session.is_manual else -1]
@@ -117,18 +120,31 @@ class OptimizerLoop(Loop):
             )
         return next(iter(optimizers.items()))
 
-    def _update(self) -> None:
-        session, engine, hooks = self.session, self.session.engine, self.session.hooks
-        optimizer = self._find_optimizer()
+    def _update(self, optimizer: Optimizer, schedules_of: Optimizer | None = None) -> bool:
+        """Make an update, unless a hook has asked to leave it out (C10); returns whether it was.
+
+        Args:
+            optimizer: the optimizer to step.
+            schedules_of: the optimizer whose schedulers move; ``None`` for all of them.
+        """
+        session, context = self.session, self.session.context
+        engine, hooks = session.engine, session.hooks
         engine.average_gradients(optimizer)
+        context.stepping_optimizer = optimizer
         hooks.emit("on_optimizer_step_start", optimizer)
-        engine.clip_gradients(optimizer)
-        self._is_committed = engine.optimizer_step(optimizer)
-        if session.schedulers is not None and self._is_committed:
-            session.schedulers.after_step()
+        if context.take_skip():
+            is_committed = False
+        else:
+            engine.clip_gradients(optimizer)
+            is_committed = engine.optimizer_step(optimizer)
+        context.is_optimizer_step_committed = is_committed
+        if session.schedulers is not None and is_committed:
+            session.schedulers.after_step(schedules_of)
         hooks.emit("on_before_zero_grad", optimizer)
         engine.zero_grad(optimizer)
-        hooks.emit("on_optimizer_step_end", optimizer, self._is_committed)
+        hooks.emit("on_optimizer_step_end", optimizer, is_committed)
+        context.stepping_optimizer = None
+        return is_committed
 
     def teardown(self) -> None:
         """Forget the optimizer of this training."""

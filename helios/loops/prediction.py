@@ -9,21 +9,27 @@ from helios.state import Phase
 
 
 class PredictionLoop(EvaluationLoop):
-    """One prediction pass; its result is the list of predictions, a batch each."""
+    """One prediction pass.
+
+    Its result is the list of predictions, a batch each; with several loaders a list of such lists,
+    one for each loader (L34).
+    """
 
     phase = Phase.PREDICTION
     noun = "predicting"
+    step_name = "predict_step"
 
     def reset(self) -> None:
         """Begin a pass without predictions."""
         super().reset()
-        self._predictions: list[Any] = []
+        self._predictions: list[list[Any]] = [[] for _ in self._sources]
 
-    def _evaluate(self, batch: Any, step: int) -> None:
-        prediction = self.session.model.predict_step(batch, step)
-        self.session.hooks.emit("on_predicting_batch_end", step, prediction)
-        self._predictions.append(prediction)
+    def _take(self, result: Any) -> None:
+        self._predictions[self._loader].append(result)
+
+    def _shown(self, result: Any) -> tuple[Any, ...]:
+        return (result,)
 
     def _conclude(self) -> list[Any]:
         predictions, self._predictions = self._predictions, []
-        return predictions
+        return predictions if len(self._sources) > 1 else predictions[0]

@@ -7,7 +7,7 @@ event or a step that a loop calls; a base method that does nothing is marked, an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from helios.engines.device import move_to_device
 from helios.errors import ArgumentError, UsageError
 from helios.hooks.events import silent
 from helios.model.discovery import Discovery
+from helios.model.processor import BatchProcessor, Processed
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Model(ABC):
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
         rank: local rank of this process.
+        batch_processor: a :class:`BatchProcessor` that stands in for the steps; ``None`` for none.
         scheduler_interval: when schedulers move in automatic mode, ``{name: "step" | "epoch" |
             "validation:<metric>"}``; default ``"step"``.
 
@@ -83,6 +85,7 @@ class Model(ABC):
     """
 
     unsaved: tuple[str, ...] = ()
+    batch_processor: BatchProcessor | None = None
     scheduler_interval: Mapping[str, str] = {}
 
     def __init__(self, save_name: str) -> None:
@@ -208,6 +211,12 @@ class Model(ABC):
         """Return the banner that is shown at start, with additions."""
         return banner
 
+    def _process(self, batch: Any, *, is_evaluating: bool) -> Processed | None:
+        processor = self.batch_processor
+        if processor is None:
+            return None
+        return processor.process(self, batch, is_evaluating=is_evaluating)
+
     def batch_to_device(self, batch: Any, phase: Phase) -> Any:
         """Return a batch with its tensors on the device (DESIGN section 5, "A batch").
 
@@ -251,14 +260,17 @@ class Model(ABC):
         """Clear the table of losses."""
         self._loss_items.clear()
 
-    def train_step(self, batch: Any, state: TrainingState) -> Tensor | dict[str, Any] | None:
-        """Train on one batch (C12).
+    def train_step(
+        self, batch: Any, state: TrainingState
+    ) -> Tensor | dict[str, Any] | Processed | Iterator[Any] | None:
+        """Train on one batch (C12); by default as :attr:`batch_processor` does.
 
         Returns:
             A scalar loss, or a dict with the loss under ``"loss"``: Helios does backward and steps
-            the one optimizer and its schedulers. ``None``: the model did all that itself.
+            the one optimizer and its schedulers. ``None``: the model did all that itself. A
+            generator of losses where a ``YieldLoop`` is connected.
         """
-        return None
+        return self._process(batch, is_evaluating=False)
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         """Add the losses to the running losses, on their device (H58)."""
@@ -275,14 +287,16 @@ class Model(ABC):
     def on_validation_batch_start(self, step: int) -> None:
         """Hear that a validation batch starts; steps count from 0."""
 
-    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | None:
-        """Validate one batch, without gradients.
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | Processed | None:
+        """Validate one batch, without gradients; by default as :attr:`batch_processor` does.
+
+        Where there are several loaders, a step that takes ``dataloader_idx`` too is told which.
 
         Returns:
             ``None``, or ``{name: (sum, weight)}``: the ratio of the totals stands in the scores
-            before :meth:`on_validation_end`.
+            before :meth:`on_validation_end`, under ``<name>/<loader>`` with several loaders.
         """
-        return None
+        return self._process(batch, is_evaluating=True)
 
     @silent
     def on_validation_batch_end(self, step: int) -> None:
@@ -309,9 +323,9 @@ class Model(ABC):
     def on_testing_batch_start(self, step: int) -> None:
         """Hear that a test batch starts; steps count from 0."""
 
-    def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | None:
+    def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | Processed | None:
         """Test one batch, without gradients; returns as :meth:`valid_step` does."""
-        return None
+        return self._process(batch, is_evaluating=True)
 
     @silent
     def on_testing_batch_end(self, step: int) -> None:
@@ -322,7 +336,16 @@ class Model(ABC):
         """Hear that a test has ended."""
 
     def predict_step(self, batch: Any, step: int) -> Any:
-        """Return the prediction for one batch, without gradients."""
+        """Return the prediction for one batch, without gradients.
+
+        By default the outputs of :attr:`batch_processor`.
+
+        Raises:
+            UsageError: without a processor.
+        """
+        processed = self._process(batch, is_evaluating=True)
+        if processed is not None:
+            return processed.outputs
         raise UsageError(
             f"{type(self).__name__}.predict_step(batch, step) must be defined for Trainer.predict."
         )

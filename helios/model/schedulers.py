@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from helios.errors import ArgumentError, UsageError
@@ -117,8 +118,11 @@ class Schedulers:
         for path, scheduler in self._schedulers.items():
             self._positions[path] = _position(scheduler)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer | None = None) -> None:
         """Move the schedulers that count optimizer steps.
+
+        Args:
+            optimizer: move only those of this optimizer, which has just stepped.
 
         Raises:
             ArgumentError: at the first step, for a plateau scheduler without a metric.
@@ -127,7 +131,8 @@ class Schedulers:
             self._check_plateaus()
             self._is_checked = True
         for path, interval in self._intervals.items():
-            if interval == "step":
+            is_meant = optimizer is None or self._schedulers[path].optimizer is optimizer
+            if interval == "step" and is_meant:
                 self._move(path)
 
     def after_epoch(self) -> None:

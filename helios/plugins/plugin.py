@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from helios.core.registry import Registry
+from helios.errors import UsageError
+from helios.hooks.context import Context
 from helios.hooks.events import silent
-from helios.state import TrainingState
+from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:
     from helios.model.model import Model
@@ -51,6 +54,8 @@ class Plugin(ABC):
 
     Attributes:
         monitor: hear the end events after the model.
+        sanity_steps: batches of a trial validation before the training; 0 for none (C17).
+        batch_limits: the most batches of a pass, by phase, for a quick trial.
         unsaved: names of attributes that training changes and that no checkpoint needs.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
@@ -63,6 +68,8 @@ class Plugin(ABC):
     """
 
     monitor: bool = False
+    sanity_steps: int = 0
+    batch_limits: Mapping[Phase, int] = {}
     unsaved: tuple[str, ...] = ()
 
     def __init__(self, plug_id: str) -> None:
@@ -73,6 +80,25 @@ class Plugin(ABC):
         self.device = torch.device("cpu")
         self.rank = 0
         self.trainer: Trainer | None = None
+        self._context: Context | None = None
+
+    @property
+    def context(self) -> Context:
+        """What the plugin may see of the run: the model, the counters, the present batch.
+
+        Raises:
+            UsageError: before ``setup`` of the model, and after the end of the run.
+        """
+        if self._context is None:
+            raise UsageError(
+                f"Plugin {self._plug_id!r} has no context yet: a run sets it after setup(). Use it "
+                "in events, such as on_fit_start."
+            )
+        return self._context
+
+    @context.setter
+    def context(self, value: Context | None) -> None:
+        self._context = value
 
     @property
     def plug_id(self) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Mapping
 
 from helios.core.distributed import launched_world_size
-from helios.errors import ArgumentError, DuplicateError, UsageError
+from helios.errors import ArgumentError, UsageError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
@@ -36,23 +37,13 @@ def check_launch() -> None:
         )
 
 
-def check_plugins(plugins: dict[str, Plugin]) -> None:
-    """Check the plugins as they are when a run starts, however they were registered.
+def check_plugins(plugins: Mapping[str, Plugin]) -> None:
+    """Check the flags of plugins, which may be set until a run starts.
 
     Raises:
-        DuplicateError: if one is registered under another id than its own.
         ArgumentError: if a flag of ``unique_overrides`` claims what is not overridden (H60).
     """
     for name, plugin in plugins.items():
-        if not isinstance(plugin, Plugin):
-            raise ArgumentError(
-                f"Trainer.plugins[{name!r}] must be a Plugin object, got {plugin!r}. Derive it "
-                "from helios.plugins.Plugin."
-            )
-        if name != plugin.plug_id:
-            raise DuplicateError(
-                f"A plugin must be registered under its own id {plugin.plug_id!r}, got {name!r}."
-            )
         for flag, method in _FLAGS.items():
             claims = getattr(plugin.unique_overrides, flag)
             if claims and overridden(plugin, EVENTS[method]) is None:

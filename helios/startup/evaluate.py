@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -37,7 +37,7 @@ class EvaluationRun(Run):
     def __init__(
         self,
         arguments: Arguments,
-        plugins: dict[str, Plugin],
+        plugins: Mapping[str, Plugin],
         model: Model,
         datamodule: DataModule,
         show: Callable[[Session | None], None],
@@ -73,7 +73,7 @@ class EvaluationRun(Run):
         self._set_up_for(payload)
         if self._open_source(self.loop.phase) is None:
             _LOGGER.warning("%s has nothing to do: the data module has no data for it.", self.verb)
-        session = self.session = Session(
+        session = Session(
             model=self.model,
             engine=self.engine,
             hooks=self.hooks,
@@ -83,13 +83,18 @@ class EvaluationRun(Run):
             plugins=self.plugins,
             phase=self.loop.phase,
         )
+        self._take_session(session)
         if loaded is not None:
             session.state = TrainingState(**loaded.payload["training_state"])
             session.cursor = Cursor(**loaded.payload["cursor"])
+            self._load_plugins(loaded.payload["plugins"])
             _LOGGER.info("%s of %s.", self.verb, loaded.path.name)
-        self.show(session)
-        self.loop.attach(session)
         return self.loop.run()
+
+    def _load_plugins(self, states: dict[str, Any]) -> None:
+        for name, state in states.items():
+            if name in self.plugins:
+                self.plugins[name].load_state_dict(state)
 
     def _set_up_for(self, payload: dict[str, Any] | None) -> None:
         if payload is None and self._is_trained:
@@ -99,9 +104,6 @@ class EvaluationRun(Run):
         self._set_up(is_inference=True)
         if payload is not None:
             self.model.load_state_dict(payload["model"], fast_init=True)
-            for name, state in payload["plugins"].items():
-                if name in self.plugins:
-                    self.plugins[name].load_state_dict(state)
             return
         if type(self.model).load_for_testing is Model.load_for_testing:
             _LOGGER.warning(

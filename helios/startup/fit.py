@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -46,7 +46,7 @@ class FitRun(Run):
     def __init__(
         self,
         arguments: Arguments,
-        plugins: dict[str, Plugin],
+        plugins: Mapping[str, Plugin],
         model: Model,
         datamodule: DataModule,
         show: Callable[[Session | None], None],
@@ -79,6 +79,13 @@ class FitRun(Run):
         self.hooks.emit("on_fit_start")
         reason = self.loop.run()
         self.display.close()
+        if self.session is not None and self.session.is_interrupted:
+            _LOGGER.warning(
+                "The training was interrupted: %s. %s",
+                self.session.requests.interruption,
+                self._describe_rescue(),
+            )
+            return False
         if self._recorder is not None:
             self._recorder.finish(reason)
         _LOGGER.info("The training has ended: %s.", reason)
@@ -92,9 +99,8 @@ class FitRun(Run):
         logged = None if self._start.is_branch else payload
         outputs.open_logs(self.arguments, self._name, logged, is_training=True)
         self._set_up(is_inference=False)
-        session = self.session = self._build()
-        self.show(session)
-        self.loop.attach(session)
+        session = self._build()
+        self._take_session(session)
         if payload is not None:
             self._load(session, payload)
 
@@ -188,7 +194,7 @@ class FitRun(Run):
     def _load(self, session: Session, payload: dict[str, Any]) -> None:
         state = TrainingState(**payload["training_state"])
         cursor = Cursor(**payload["cursor"])
-        source = self.sources[Phase.TRAINING]
+        source = session.training_source
         if resume.is_extended(self.arguments, payload["options"]):
             cursor.go_on()
         self._start.changes += resume.reconcile(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from helios.checkpoint import layout
 from helios.checkpoint.store import Sidecar
 from helios.core import logging as log
 from helios.core.progress import Display, create_display
 from helios.model.model import Model
+from helios.session import as_numbers
 from helios.startup.arguments import Arguments
 from helios.startup.resume import Start
 from helios.startup.watch import PluginWatch
@@ -60,17 +60,6 @@ def open_logs(
             run_path=run_path if arguments.enable_tensorboard else None,
             marks=stored.get("events", {}) if is_training else None,
         )
-
-
-def as_metrics(scores: dict[str, Any]) -> dict[str, float]:
-    """Return the plain numbers among validation scores, for a sidecar."""
-    metrics = {}
-    for name, score in scores.items():
-        if isinstance(score, torch.Tensor) and score.numel() == 1:
-            score = score.item()
-        if isinstance(score, int | float):
-            metrics[str(name)] = float(score)
-    return metrics
 
 
 class FitRecorder:
@@ -147,7 +136,7 @@ class FitRecorder:
             num_replicas=1,
             epoch=epoch,
             iteration=iteration,
-            metrics=as_metrics(self._model.metrics),
+            metrics=as_numbers(self._model.metrics),
             level=self._level,
             resumed_from=self._start.origin,
             changes=self._start.changes,
@@ -164,18 +153,22 @@ class FitRecorder:
             places |= {"run_path": str(writer.run_path), "events": writer.mark()}
         return places
 
-    def log_scalars(self, items: dict[str, Any], state: TrainingState) -> None:
-        """Write the losses of an iteration as scalars ``train/<name>``; reads them from the GPU.
+    @property
+    def logs_scalars(self) -> bool:
+        """Whether there are event files."""
+        return log.get_tensorboard_writer() is not None
+
+    def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
+        """Write numbers into the event files, by name.
 
         A curve that user code has written at this iteration, as scripts of Helios 1 do, is left.
         """
         writer, step = log.get_tensorboard_writer(), state.global_iteration
         if writer is None:
             return
-        for name, loss in items.items():
-            if not writer.has_point(f"train/{name}", step):
-                value = loss.detach().item() if isinstance(loss, torch.Tensor) else loss
-                writer.add_scalar(f"train/{name}", value, step)
+        for name, value in scalars.items():
+            if not writer.has_point(name, step):
+                writer.add_scalar(name, value, step)
 
     def finish(self, reason: str) -> None:
         """Note in the sidecar of the last checkpoint that the run has come to its end."""

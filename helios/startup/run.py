@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -73,7 +73,7 @@ class Run(ABC):
     def __init__(
         self,
         arguments: Arguments,
-        plugins: dict[str, Plugin],
+        plugins: Mapping[str, Plugin],
         model: Model,
         datamodule: DataModule,
         show: Callable[[Session | None], None],
@@ -95,7 +95,7 @@ class Run(ABC):
             engine=self.engine,
         )
         self.display = outputs.open_display(arguments)
-        self.sources: dict[Phase, Source] = {}
+        self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
         self._settings = ExitStack()
 
@@ -150,9 +150,11 @@ class Run(ABC):
         # A stack runs all of these, last first, also when one of them raises.
         with ExitStack() as stack:
             stack.callback(log.close_default_loggers)
+            stack.callback(self._forget_session)
             stack.callback(self.loop.attach, None)
-            for source in self.sources.values():
-                stack.callback(source.close)
+            for sources in self.sources.values():
+                for source in sources:
+                    stack.callback(source.close)
             stack.callback(self.hooks.emit_to_all, "teardown")
             if is_regular and self.session is not None and self.session.phase is Phase.TRAINING:
                 stack.callback(self.hooks.emit, "on_fit_end")
@@ -162,6 +164,18 @@ class Run(ABC):
             stack.callback(self._settings.close)
             stack.callback(self.loop.teardown)
             stack.callback(self.show, None)
+
+    def _take_session(self, session: Session) -> None:
+        """Hand the session to all who may see it."""
+        self.session = session
+        self.show(session)
+        for plugin in self.plugins.values():
+            plugin.context = session.context
+        self.loop.attach(session)
+
+    def _forget_session(self) -> None:
+        for plugin in self.plugins.values():
+            plugin.context = None
 
     def _set_up(self, *, is_inference: bool) -> None:
         arguments = self.arguments
@@ -202,5 +216,5 @@ class Run(ABC):
                 f"The data of {phase.value} must hold at least one batch, got none. Check the data "
                 "set's length, the batch size and drop_last."
             )
-        self.sources[phase] = source
+        self.sources[phase] = [source]
         return source

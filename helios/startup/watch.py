@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,7 @@ class PluginWatch:
         model: whose networks and optimizers a plugin may hold without owning them.
     """
 
-    def __init__(self, plugins: dict[str, Plugin], model: Model) -> None:
+    def __init__(self, plugins: Mapping[str, Plugin], model: Model) -> None:
         self._model = model
         self._plugins = {
             name: plugin
@@ -74,7 +75,7 @@ class PluginWatch:
         return [
             key
             for key, value in vars(plugin).items()
-            if key not in plugin.unsaved
+            if key not in (*plugin.unsaved, "_context")
             and (
                 _digest(value) != before.get(key)
                 or (isinstance(value, nn.Module | Optimizer) and id(value) not in borrowed)

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.core import rng
-from helios.hooks.events import EVENTS, Receiver
+from helios.hooks.events import EVENTS, Receiver, Verb
 from helios.plugins import Plugin
 from helios.state import Cursor, TrainingState
 
@@ -235,7 +235,7 @@ class EventLog(Plugin):
 
 
 for _event in EVENTS.values():
-    if Receiver.PLUGIN in _event.receivers and not _event.name.startswith("process_"):
+    if Receiver.PLUGIN in _event.receivers and _event.verb in (Verb.EMIT, Verb.ASK):
         setattr(EventLog, _event.name, _make_listener(_event.name))
 
 

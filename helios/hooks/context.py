@@ -1,0 +1,287 @@
+"""What hooks may see of a run: one live object, the same from its start to its end (R23).
+
+Loops move its fields; everything else is read where it lives. Plugins have it as ``self.context``,
+and every :class:`helios.plugins.HookContext` gets it as its argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from helios.errors import UsageError
+from helios.schedule import Schedule
+from helios.state import Cursor, Phase, TrainingState, TrainingUnit
+
+
+class RunView(Protocol):
+    """What a context reads of a session, and what it asks of it."""
+
+    model: Any
+    engine: Any
+    state: TrainingState
+    cursor: Cursor
+    schedule: Schedule
+    phase: Phase
+    is_sanity_check: bool
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether the run goes on inside an epoch."""
+        ...
+
+    @property
+    def is_manual_mode(self) -> bool:
+        """Whether the model steps its optimizers itself."""
+        ...
+
+    def find_optimizers(self) -> dict[str, Any]:
+        """Return the optimizers of the model."""
+        ...
+
+    def find_schedulers(self) -> dict[str, Any]:
+        """Return the learning-rate schedulers of the model."""
+        ...
+
+    def find_loader(self) -> Any:
+        """Return the loader of the phase."""
+        ...
+
+    def indices_of(self, place: Cursor) -> list[Any] | None:
+        """Return the indices of the samples of a training batch."""
+        ...
+
+    def log(self, scalars: Mapping[str, Any]) -> None:
+        """Log numbers by name."""
+        ...
+
+    def request_checkpoint(self) -> None:
+        """Ask for a checkpoint."""
+        ...
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the regular end."""
+        ...
+
+    def interrupt(self, reason: str) -> None:
+        """Ask for an early return."""
+        ...
+
+
+class Context:
+    """The live object that hooks get.
+
+    Ids count from 0 and rise after the end hooks of what they number (C13, R25); the counters of
+    :attr:`state` are the published ones, from 1.
+
+    Attributes:
+        batch: the present batch: as it came for the batch's hooks, transformed for the forward
+            ones (R31); ``None`` between batches.
+        model_outputs: what the present step returned, or its batch processor's outputs.
+        attached_loss: the present loss with its graph, for the loops; hooks read :attr:`loss`.
+        stepping_optimizer: the optimizer that steps; ``None`` outside an optimizer step.
+        is_optimizer_step_committed: whether the last update was made; ``None`` before the first.
+        exception: what ended the run, for exits of contexts; ``None`` while all is well (R16).
+        resumed: whether the scope was begun before this start of the run, in another process.
+        start_epoch: epoch in which this start of the run began, from 0.
+        start_step: optimizer steps that were made before this start.
+    """
+
+    def __init__(self, run: RunView) -> None:
+        self._run = run
+        self.batch: Any = None
+        self.model_outputs: Any = None
+        self.attached_loss: Tensor | None = None
+        self.stepping_optimizer: Any = None
+        self.is_optimizer_step_committed: bool | None = None
+        self.exception: BaseException | None = None
+        self.resumed = False
+        self.start_epoch = 0
+        self.start_step = 0
+        self._skip_reason = ""
+
+    def begin_batch(self, batch: Any) -> None:
+        """Show a new batch; for the loops."""
+        self.batch = batch
+
+    def end_batch(self) -> None:
+        """Let go of the batch and all that was computed from it; for the loops."""
+        self.batch = self.model_outputs = self.attached_loss = None
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The present loss, detached; ``None`` before there is one, and in manual steps (R7)."""
+        return None if self.attached_loss is None else self.attached_loss.detach()
+
+    @property
+    def model(self) -> Any:
+        """The user's model."""
+        return self._run.model
+
+    @property
+    def engine(self) -> Any:
+        """The engine: the device and what it does."""
+        return self._run.engine
+
+    @property
+    def state(self) -> TrainingState:
+        """The counters, as users know them."""
+        return self._run.state
+
+    @property
+    def phase(self) -> Phase:
+        """What the run is doing now; a validation inside fit is ``Phase.VALIDATION``."""
+        return self._run.phase
+
+    @property
+    def is_sanity_check(self) -> bool:
+        """Whether the present validation is a trial before the training, that leaves no trace."""
+        return self._run.is_sanity_check
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether the run goes on from a checkpoint that was taken inside an epoch."""
+        return self._run.is_in_epoch
+
+    @property
+    def epoch_id(self) -> int:
+        """Number of the epoch, from 0."""
+        return self._run.cursor.epoch
+
+    @property
+    def step_id(self) -> int:
+        """Number of the present optimizer step in its epoch, from 0."""
+        return self._run.cursor.step
+
+    @property
+    def global_step_id(self) -> int:
+        """Number of the present optimizer step in the run, from 0."""
+        return self._run.state.global_step
+
+    @property
+    def micro_step_id(self) -> int:
+        """Number of the present batch in its epoch, from 0."""
+        return self._run.cursor.batch
+
+    @property
+    def global_micro_step_id(self) -> int:
+        """Number of the present batch in the run, from 0."""
+        return max(self._run.state.global_iteration - 1, 0)
+
+    @property
+    def window_index(self) -> int:
+        """Number of the present batch in its accumulation window, from 0."""
+        schedule = self._run.schedule
+        if not schedule.is_by_epoch:
+            return self.global_micro_step_id % schedule.accumulation_steps
+        if self._run.is_manual_mode:
+            return 0
+        return self._run.cursor.batch % schedule.accumulation_steps
+
+    @property
+    def max_epoch(self) -> float | None:
+        """The epochs that the run is to have; ``None`` where steps are counted."""
+        schedule = self._run.schedule
+        return schedule.total_steps if schedule.unit is TrainingUnit.EPOCH else None
+
+    @property
+    def max_step(self) -> float | None:
+        """The optimizer steps that the run is to have; ``None`` where epochs are counted."""
+        schedule = self._run.schedule
+        return schedule.total_steps if schedule.unit is TrainingUnit.ITERATION else None
+
+    @property
+    def dataloader(self) -> Any:
+        """The loader of the phase, for its properties; its data is the loop's to read."""
+        return self._run.find_loader()
+
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        """The optimizers of the model, by attribute path."""
+        return self._run.find_optimizers()
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that steps, or the model's only one; ``None`` where there are several."""
+        return self.stepping_optimizer or _only(self.optimizers)
+
+    @property
+    def lr_schedulers(self) -> dict[str, Any]:
+        """The learning-rate schedulers of the model, by attribute path."""
+        return self._run.find_schedulers()
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The model's only learning-rate scheduler; ``None`` where there are none or several."""
+        return _only(self.lr_schedulers)
+
+    @property
+    def is_optimizer_step_boundary(self) -> bool:
+        """Whether the present batch is the last of its window."""
+        return self._run.state.is_step_boundary
+
+    @property
+    def place(self) -> Cursor:
+        """Where the present training batch lies in the data: a copy, to be kept if wanted."""
+        return dataclasses.replace(self._run.cursor)
+
+    def indices_of(self, place: Cursor | None = None) -> list[Any] | None:
+        """Return the indices of the samples of a training batch; ``None`` if nobody knows them.
+
+        They are computed anew from the place, so that nothing is kept for it in every iteration.
+
+        Args:
+            place: what :attr:`place` was in that batch; the present batch if left out.
+        """
+        return self._run.indices_of(place or self._run.cursor)
+
+    def log(self, scalars: Mapping[str, Any]) -> None:
+        """Log numbers by name, as of the present iteration: to TensorBoard and all who log.
+
+        Args:
+            scalars: numbers, or tensors of one element, by name, such as ``"train/loss"``.
+        """
+        self._run.log(scalars)
+
+    def request_checkpoint(self) -> None:
+        """Ask for a checkpoint at the next safe point (DESIGN R4)."""
+        self._run.request_checkpoint()
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for the regular end of the run at the next safe point."""
+        self._run.request_stop(reason)
+
+    def interrupt(self, reason: str) -> None:
+        """Ask for a checkpoint and an early return at the next safe point; the run is not finished.
+
+        ``fit`` returns False then, with exit code 75, and the same command goes on.
+        """
+        self._run.interrupt(reason)
+
+    def skip_step(self, reason: str) -> None:
+        """Leave out the present update: for use in ``on_optimizer_step_start`` and before.
+
+        Its gradients are thrown away; schedulers and, in ITERATION unit, ``current_iteration`` do
+        not move.
+
+        Raises:
+            UsageError: in manual steps: the model makes the update itself.
+        """
+        if self._run.is_manual_mode:
+            raise UsageError(
+                "Context.skip_step() must be called in automatic mode, but train_step returns None "
+                "and steps itself. Leave out the step there, or return the loss."
+            )
+        self._skip_reason = self._skip_reason or reason
+
+    def take_skip(self) -> str:
+        """Return why the present update is left out, empty if it is not; for the loops."""
+        reason, self._skip_reason = self._skip_reason, ""
+        return reason
+
+
+def _only(found: Mapping[str, Any]) -> Any:
+    return next(iter(found.values())) if len(found) == 1 else None

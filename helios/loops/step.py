@@ -1,0 +1,73 @@
+"""One call of a model's step, between the events of the forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from helios.errors import UsageError
+from helios.model.processor import Processed
+from helios.session import Session
+
+_CONTRACT = (
+    "train_step must return a scalar loss tensor, a dict with one under 'loss', or None when the "
+    "model does backward and steps its optimizers itself"
+)
+
+
+def take_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
+    """Run a step of the model on a batch that lies on the device; returns what it returned.
+
+    Args:
+        session: the run.
+        step: the name of the step, such as ``"train_step"``.
+        batch: the batch; a batch processor's transforms are applied to it here (R31).
+        args: what the step gets besides the batch.
+    """
+    batch = begin_forward(session, batch)
+    with session.engine.autocast():
+        return session.hooks.call(step, batch, *args)
+
+
+def begin_forward(session: Session, batch: Any) -> Any:
+    """Tell that a forward pass begins; returns the batch as the processor's transforms leave it."""
+    context, processor = session.context, session.model.batch_processor
+    if processor is not None:
+        batch = processor.transform(batch)
+    context.batch = batch
+    session.hooks.emit("on_forward_start", context)
+    return batch
+
+
+def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
+    """Tell that a forward pass has ended; its outputs and its loss are to be seen."""
+    context = session.context
+    context.model_outputs = result.outputs if isinstance(result, Processed) else result
+    context.attached_loss = loss
+    session.hooks.emit("on_forward_end", context)
+
+
+def loss_of(result: Any) -> Tensor | None:
+    """Return the loss in what a training step returned; ``None`` for a manual step.
+
+    Raises:
+        UsageError: if it is nothing that a step may return, or no loss to do backward on.
+    """
+    if result is None:
+        return None
+    loss = result
+    if isinstance(result, Processed):
+        loss = result.loss
+        if loss is None:
+            return None
+    elif isinstance(result, dict) and "loss" in result:
+        loss = result["loss"]
+    if not isinstance(loss, Tensor):
+        raise UsageError(f"{_CONTRACT}, got {type(loss).__name__}.")
+    if not loss.requires_grad or loss.numel() != 1:
+        raise UsageError(
+            f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="
+            f"{loss.requires_grad}. Reduce it (loss.mean()) and do not detach it."
+        )
+    return loss

@@ -1,0 +1,160 @@
+"""A batch processor: a second way to write a step, as one function of model and batch (R27-R33).
+
+A model that names one as ``self.batch_processor`` needs no steps of its own. The loops do backward
+and the update; the processor does neither (R33).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor
+
+from helios.errors import ArgumentTypeError, LossNotProvidedError, UsageError
+
+if TYPE_CHECKING:
+    from helios.model.model import Model
+
+Transform = Callable[[Any], Any]
+Forward = Callable[["Model", Any], tuple[Any, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Processed:
+    """What a processor made of a batch.
+
+    Attributes:
+        outputs: the outputs of the model; hooks find them as ``context.model_outputs``.
+        loss: the scalar loss; ``None`` where there is none.
+    """
+
+    outputs: Any
+    loss: Tensor | None
+
+
+class BatchProcessor(ABC):
+    """Base of all batch processors.
+
+    Args:
+        need_backward: whether training does backward on the loss; with False the processor, or
+            somebody else, updates the model, as in a manual step.
+        transforms: a function, or several in their order, that map a batch before the forward
+            pass. Hooks of the batch see it before, those of the forward pass after them (R31).
+
+    Raises:
+        ArgumentTypeError: for a transform that cannot be called.
+    """
+
+    def __init__(
+        self, need_backward: bool = True, transforms: Transform | Sequence[Transform] | None = None
+    ) -> None:
+        self._need_backward = need_backward
+        self._is_evaluating = False
+        self._transforms = _as_list(transforms)
+
+    @staticmethod
+    def from_callable(
+        function: Forward,
+        need_backward: bool = True,
+        transforms: Transform | Sequence[Transform] | None = None,
+    ) -> BatchProcessor:
+        """Return a processor whose forward pass is a plain function (R30).
+
+        Args:
+            function: takes the model and a batch, returns ``(outputs, loss)``.
+            need_backward: see the class.
+            transforms: see the class.
+
+        Raises:
+            ArgumentTypeError: for something that cannot be called.
+        """
+        if not callable(function):
+            raise ArgumentTypeError(
+                "BatchProcessor.from_callable(function=...) must be a function of (model, batch), "
+                f"got {function!r}. Pass one that returns (outputs, loss)."
+            )
+        return _FunctionProcessor(function, need_backward, transforms)
+
+    @property
+    def need_backward(self) -> bool:
+        """Whether backward follows the present forward pass; False in every evaluation (R6)."""
+        return self._need_backward and not self._is_evaluating
+
+    @abstractmethod
+    def forward(self, model: Model, batch: Any) -> tuple[Any, Tensor | None]:
+        """Run the model on one batch.
+
+        Returns:
+            The outputs, and the loss as a scalar; the loss may be ``None`` where
+            :attr:`need_backward` is False.
+        """
+
+    @final
+    def transform(self, batch: Any) -> Any:
+        """Return a batch as the forward pass gets it."""
+        for transform in self._transforms:
+            batch = transform(batch)
+        return batch
+
+    @final
+    def process(self, model: Model, batch: Any, *, is_evaluating: bool) -> Processed:
+        """Run the forward pass on a transformed batch.
+
+        Raises:
+            LossNotProvidedError: if backward is needed, and there is no loss (R29).
+            UsageError: if the forward pass returns something else than a pair.
+        """
+        self._is_evaluating = is_evaluating
+        try:
+            result = self.forward(model, batch)
+        finally:
+            self._is_evaluating = False
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise UsageError(
+                f"{type(self).__name__}.forward must return (outputs, loss), got "
+                f"{type(result).__name__}. Return (outputs, None) where there is no loss."
+            )
+        outputs, loss = result
+        if is_evaluating or not self._need_backward:
+            return Processed(outputs, loss if is_evaluating else None)
+        if loss is None:
+            raise LossNotProvidedError(
+                f"{type(self).__name__}.forward must return a loss in training, got None. Return "
+                "(outputs, loss), or construct it with need_backward=False to do the update "
+                "yourself."
+            )
+        return Processed(outputs, loss)
+
+
+@final
+class _FunctionProcessor(BatchProcessor):
+    """A processor around a plain function."""
+
+    def __init__(
+        self,
+        function: Forward,
+        need_backward: bool,
+        transforms: Transform | Sequence[Transform] | None,
+    ) -> None:
+        super().__init__(need_backward, transforms)
+        self._function = function
+
+    def forward(self, model: Model, batch: Any) -> tuple[Any, Tensor | None]:
+        """Call the function."""
+        return self._function(model, batch)
+
+
+def _as_list(transforms: Transform | Sequence[Transform] | None) -> list[Transform]:
+    if transforms is None:
+        return []
+    found = [transforms] if callable(transforms) else list(transforms)
+    for transform in found:
+        if not callable(transform):
+            raise ArgumentTypeError(
+                "BatchProcessor(transforms=...) must be a function or a list of them, got "
+                f"{transform!r}. Pass functions that map a batch to a batch."
+            )
+    return found

@@ -1,0 +1,40 @@
+"""The plugins of a trainer: every way to register one leads here, and is checked here."""
+
+from __future__ import annotations
+
+from collections import UserDict
+
+from helios.errors import ArgumentTypeError, DuplicateError
+from helios.hooks.bus import check_owners, check_receiver
+from helios.plugins.plugin import Plugin
+
+
+class PluginTable(UserDict[str, Plugin]):
+    """Plugins by id, in order of registration."""
+
+    def __setitem__(self, name: str, plugin: Plugin) -> None:
+        """Register a plugin under its id.
+
+        Raises:
+            DuplicateError: if the id is taken, or is not the plugin's own (a ``KeyError``, H59).
+            ArgumentTypeError: for something that is no plugin, and for a method whose parameters
+                are not those of its event.
+            ArgumentError: if it overrides a ``process_*_batch`` that another one owns (H60).
+        """
+        if not isinstance(plugin, Plugin):
+            raise ArgumentTypeError(
+                f"Trainer.plugins[{name!r}] must be a Plugin object, got {plugin!r}. Derive it "
+                "from helios.plugins.Plugin."
+            )
+        if name != plugin.plug_id:
+            raise DuplicateError(
+                f"A plugin must be registered under its own id {plugin.plug_id!r}, got {name!r}."
+            )
+        if name in self.data:
+            raise DuplicateError(
+                f"A plugin must have an id of its own, but {name!r} is registered already. Pass "
+                "another plug_id."
+            )
+        check_receiver(plugin)
+        check_owners([*self.data.values(), plugin])
+        self.data[name] = plugin
