@@ -282,7 +282,8 @@ class Session:
     def log(self, scalars: Mapping[str, Any]) -> None:
         """Log numbers by name, as of the present iteration; reads tensors from their device."""
         is_written = self.recorder is not None and self.recorder.logs_scalars
-        if self.is_sanity_check or not (is_written or self.hooks.is_heard("on_log")):
+        is_wanted = is_written or self.hooks.is_heard("on_log")
+        if self.is_sanity_check or not is_wanted or not scalars:
             return
         numbers = {
             name: float(value.detach() if isinstance(value, torch.Tensor) else value)

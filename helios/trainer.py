@@ -16,6 +16,7 @@ from helios.checkpoint.layout import find_last_checkpoint
 from helios.checkpoint.store import CheckpointStore
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
+from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError, UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
@@ -72,7 +73,8 @@ class Trainer:
         import_prefix: prefix of its modules' names.
         print_banner: show versions, device and promise at start.
         engine: an engine of your own, with its device.
-        precision: comes with a later version.
+        precision: the arithmetic inside of steps: ``"fp32"`` (as the parameters are), or ``"bf16"``
+            by autocast.
         plugins: plugins to register, in this order.
         store: how checkpoints are kept.
         signals: comes with a later version.
@@ -126,7 +128,7 @@ class Trainer:
         print_banner: bool = True,
         *,
         engine: Engine | None = None,
-        precision: object = None,
+        precision: Precision | str | None = None,
         plugins: Sequence[Plugin] = (),
         store: CheckpointStore | None = None,
         signals: object = None,

@@ -46,7 +46,12 @@ def test_phases_are_told_apart_by_their_words() -> None:
 
 def test_every_counter_starts_at_zero() -> None:
     """H41, API section 12."""
-    assert TrainingState().dict() == {**HISTORICAL_FIELDS, "is_step_boundary": False}
+    assert TrainingState().dict() == {
+        **HISTORICAL_FIELDS,
+        "is_step_boundary": False,
+        "is_step_committed": True,
+        "global_step": 0,
+    }
 
 
 def test_a_state_of_helios_1_is_taken_as_it_is() -> None:

@@ -47,6 +47,11 @@ class Engine:
         self._open_micro_batches = 0
 
     @property
+    def precision(self) -> Precision:
+        """The type in which the steps of the model compute."""
+        return self._precision
+
+    @property
     def automatic_options(self) -> list[str]:
         """The arguments that only automatic steps obey, where they are set."""
         options = {"clip_norm": self._clip_norm, "clip_value": self._clip_value}

@@ -78,11 +78,9 @@ def _start_rows() -> tuple[Event, ...]:
     )
 
 
-def _training_rows() -> tuple[Event, ...]:
-    pme, pm, pmme = (P, M, E), (P, M), (P, M, MONITOR, E)
-    state, optimizer, context = ("state",), ("optimizer",), ("context",)
+def _training_start_rows() -> tuple[Event, ...]:
+    pme, pm, state = (P, M, E), (P, M), ("state",)
     loop, epoch, step, batch = "on_loop", "on_epoch", "on_step", "on_batch"
-    forward, backward, update = "on_model_forward", "on_model_backward", "on_optimizer_step"
     return (
         Event("on_training_start", (), pme, "once, before model.train()", scope=loop),
         Event("on_training_resume", state, pm, "after on_training_start, at every resume"),
@@ -108,6 +106,13 @@ def _training_rows() -> tuple[Event, ...]:
             "the batch is on the device",
             Verb.TRANSFORM,
         ),
+    )
+
+
+def _step_rows() -> tuple[Event, ...]:
+    pm, optimizer, context = (P, M), ("optimizer",), ("context",)
+    forward, backward, update = "on_model_forward", "on_model_backward", "on_optimizer_step"
+    return (
         Event("on_forward_start", context, pm, "before every step, in all phases", scope=forward),
         Event("train_step", ("batch", "state"), (M,), "the training step", Verb.CALL),
         Event("on_forward_end", context, pm, "outputs and loss are there", scope=forward),
@@ -130,6 +135,13 @@ def _training_rows() -> tuple[Event, ...]:
             "gradients are gone",
             scope=update,
         ),
+    )
+
+
+def _training_end_rows() -> tuple[Event, ...]:
+    pme, pm, pmme, state = (P, M, E), (P, M), (P, M, MONITOR, E), ("state",)
+    loop, epoch, step, batch = "on_loop", "on_epoch", "on_step", "on_batch"
+    return (
         Event(
             "on_training_batch_end",
             ("state", "should_log"),
@@ -201,7 +213,9 @@ def _rows() -> tuple[Event, ...]:
     improved = Event("have_metrics_improved", (), (M,), "after a validation", Verb.CALL)
     return (
         *_start_rows(),
-        *_training_rows(),
+        *_training_start_rows(),
+        *_step_rows(),
+        *_training_end_rows(),
         *_evaluation_rows("validation", "valid_step", ("validation_cycle",)),
         improved,
         *_evaluation_rows("testing", "test_step"),

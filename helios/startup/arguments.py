@@ -17,6 +17,7 @@ from helios.checkpoint.store import CheckpointStore
 from helios.core.rng import get_default_seed
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
+from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
@@ -34,6 +35,8 @@ CHANGEABLE = (
     "random_seed",
     "train_unit",
     "accumulation_steps",
+    "limit_batches",
+    "precision",
 )
 
 
@@ -128,6 +131,7 @@ class Arguments:
         self._check_flags()
         self._check_paths()
         self._check_resume()
+        self._check_precision()
         self._check_later()
         self.gpu_ids = self._select_device()
         self._warn()
@@ -206,12 +210,18 @@ class Arguments:
             raise _fail("allow_changes", rule, unknown, "Correct the names.")
         self.allow_changes = tuple(names)
 
+    def _check_precision(self) -> None:
+        names = [precision.value for precision in Precision]
+        if isinstance(self.precision, str) and self.precision in names:
+            self.precision = Precision(self.precision)
+        if self.precision is not None and not isinstance(self.precision, Precision):
+            rule = f"None or one of {', '.join(names)}"
+            raise _fail("precision", rule, self.precision, "fp16 comes with a later version.")
+
     def _check_later(self) -> None:
-        later = "It comes with a later version; this one trains in one process, in the precision "
-        later += "of the parameters."
-        for name in ("precision", "signals"):
-            if getattr(self, name) is not None:
-                raise _fail(name, "None in this version", getattr(self, name), later)
+        later = "It comes with a later version; this one trains in one process."
+        if self.signals is not None:
+            raise _fail("signals", "None in this version", self.signals, later)
         for name in ("num_replicas", "nproc"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value != 1):
@@ -234,7 +244,7 @@ class Arguments:
             return gpus[:1]
         if not isinstance(self.engine, Engine):
             raise _fail("engine", "an Engine", self.engine, "Derive it from helios' Engine.")
-        for name in ("use_cpu", "gpus", "clip_norm", "clip_value"):
+        for name in ("use_cpu", "gpus", "clip_norm", "clip_value", "precision"):
             if getattr(self, name) is not None:
                 rule = "None where engine is given"
                 raise _fail(name, rule, getattr(self, name), "Configure the engine instead.")

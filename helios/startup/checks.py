@@ -11,6 +11,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
+from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 
 _LOGGER = logging.getLogger(__name__)
@@ -69,6 +70,27 @@ def warn_of_unknown_hooks(owner: object) -> None:
                     name,
                     close[0],
                 )
+
+
+def check_processor(model: Model) -> None:
+    """Check, after a model's setup, that its training step has one owner.
+
+    Raises:
+        ArgumentError: if it names a batch processor and overrides ``train_step`` too.
+    """
+    kind = type(model)
+    if model.batch_processor is None:
+        return
+    if not isinstance(model.batch_processor, BatchProcessor):
+        raise ArgumentError(
+            f"{kind.__name__}.batch_processor must be None or a BatchProcessor, got "
+            f"{model.batch_processor!r}. Wrap a function by BatchProcessor.from_callable."
+        )
+    if kind.train_step is not Model.train_step:
+        raise ArgumentError(
+            f"{kind.__name__} must write its training step once, but names a batch_processor and "
+            "overrides train_step. Remove one of them."
+        )
 
 
 def check_state_methods(model: Model) -> None:

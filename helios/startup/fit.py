@@ -20,6 +20,7 @@ from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup import banner, outputs, resume
 from helios.startup.arguments import Arguments
+from helios.startup.registration import log_order
 from helios.startup.run import Run
 from helios.startup.watch import PluginWatch
 from helios.state import Cursor, Phase, TrainingState
@@ -101,6 +102,7 @@ class FitRun(Run):
         self._set_up(is_inference=False)
         session = self._build()
         self._take_session(session)
+        log_order(self.plugins, self.hooks)
         if payload is not None:
             self._load(session, payload)
 
@@ -116,7 +118,7 @@ class FitRun(Run):
         is_other_unit = stored.get("train_unit") != self.arguments.unit.name.lower()
         if is_other_unit or resume.is_extended(self.arguments, stored):
             return False
-        resume.report_finished(loaded, loaded.sidecar.finished, _LOGGER.warning)
+        resume.report_finished(self._name, loaded, loaded.sidecar.finished)
         return True
 
     def _numerics(self, payload: dict[str, Any] | None) -> Any:
@@ -148,7 +150,7 @@ class FitRun(Run):
             self.model,
             self._start,
             level=level,
-            options=resume.identity(self.arguments, source.description)
+            options=resume.identity(self.arguments, source.description, self.engine)
             | resume.limits(self.arguments),
             machine=banner.machine(self.engine),
             watch=PluginWatch(self.plugins, self.model),
@@ -199,7 +201,7 @@ class FitRun(Run):
             cursor.go_on()
         self._start.changes += resume.reconcile(
             payload["options"],
-            resume.identity(self.arguments, source.description),
+            resume.identity(self.arguments, source.description, self.engine),
             tuple(self.arguments.allow_changes),
             state=state,
             cursor=cursor,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import UserDict
+from collections.abc import Mapping
 
 from helios.errors import ArgumentTypeError, DuplicateError
-from helios.hooks.bus import check_owners, check_receiver
+from helios.hooks.bus import Bus, check_owners, check_receiver
+from helios.hooks.events import EVENTS
 from helios.plugins.plugin import Plugin
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class PluginTable(UserDict[str, Plugin]):
@@ -38,3 +43,21 @@ class PluginTable(UserDict[str, Plugin]):
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])
         self.data[name] = plugin
+
+
+def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:
+    """Log once in which order events are told (C8, C14); who hears each of them at DEBUG level."""
+    if not plugins:
+        return
+    _LOGGER.info(
+        "Events are told to the plugins %s, then to the model, then to the engine.",
+        ", ".join(plugins),
+    )
+    monitors = [name for name, plugin in plugins.items() if plugin.monitor]
+    if monitors:
+        _LOGGER.info(
+            "At the ends of validations and epochs %s come after the model.", ", ".join(monitors)
+        )
+    for event in EVENTS:
+        if hooks.is_heard(event):
+            _LOGGER.debug("%s: %s.", event, ", ".join(hooks.hearers(event)))

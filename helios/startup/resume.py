@@ -7,13 +7,14 @@ before the first step; a difference needs the user's allowance, which is recorde
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
+from helios.engines.engine import Engine
 from helios.errors import ArgumentError, CheckpointError, RunMismatchError
 from helios.startup.arguments import Arguments
 from helios.state import Cursor, TrainingState
@@ -127,13 +128,16 @@ def _inherit(start: Start, loaded: Loaded) -> None:
         start.origin = start.origin or loaded.sidecar.resumed_from
 
 
-def identity(arguments: Arguments, description: Mapping[str, Any]) -> dict[str, Any]:
+def identity(
+    arguments: Arguments, description: Mapping[str, Any], engine: Engine
+) -> dict[str, Any]:
     """Return what defines a run, in the names of ``allow_changes``."""
-    data = ("length", "batch_size", "shuffle", "drop_last", "seed", "sampler")
+    data = ("length", "batch_size", "shuffle", "drop_last", "seed", "sampler", "limit_batches")
     return {name: description.get(name) for name in data} | {
         "random_seed": arguments.seed,
         "train_unit": arguments.unit.name.lower(),
         "accumulation_steps": arguments.accumulation_steps,
+        "precision": engine.precision.value,
     }
 
 
@@ -167,11 +171,14 @@ def note_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[str]:
     return changes
 
 
-def report_finished(loaded: Loaded, reason: str, say: Callable[..., None]) -> None:
-    """Say that there is nothing to do, and what would change that."""
-    say(
-        "Nothing to do: this run is finished (%s; %s). Raise total_steps or early_stop_cycles to "
-        "go on with it, or pass resume='never' to start anew.",
+def report_finished(name: str, loaded: Loaded, reason: str) -> None:
+    """Say that there is nothing to do, whose run it is, and what would change that."""
+    _LOGGER.warning(
+        "Nothing to do: the run %r in %s is finished (%s; %s). Raise total_steps or "
+        "early_stop_cycles to go on with it, pass resume='never' to start it anew, or give another "
+        "model a save_name of its own.",
+        name,
+        loaded.path.parent,
         reason,
         loaded.path.name,
     )
@@ -194,9 +201,9 @@ def reconcile(
         RunMismatchError: for a change that was not allowed.
     """
     changed = {
-        name: f"{name}: {stored.get(name)!r} -> {value!r}"
+        name: f"{name}: {stored[name]!r} -> {value!r}"
         for name, value in present.items()
-        if stored.get(name) != value
+        if name in stored and stored[name] != value
     }
     refused = [name for name in changed if name not in allowed]
     if refused:

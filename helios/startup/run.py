@@ -20,6 +20,7 @@ from helios.data.datamodule import DataModule
 from helios.data.legacy import LegacyWatch
 from helios.data.source import Source, open_source
 from helios.engines.engine import Engine
+from helios.engines.precision import Precision
 from helios.errors import ArgumentError
 from helios.hooks.bus import Bus
 from helios.loops.loop import Loop
@@ -31,6 +32,7 @@ from helios.startup.arguments import Arguments
 from helios.startup.checks import (
     check_launch,
     check_plugins,
+    check_processor,
     check_state_methods,
     warn_of_unknown_hooks,
 )
@@ -51,7 +53,12 @@ def _make_engine(arguments: Arguments) -> Engine:
         return arguments.engine
     gpus = arguments.gpu_ids
     device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
-    return Engine(device, clip_norm=arguments.clip_norm, clip_value=arguments.clip_value)
+    return Engine(
+        device,
+        clip_norm=arguments.clip_norm,
+        clip_value=arguments.clip_value,
+        precision=arguments.precision or Precision.FP32,
+    )
 
 
 class Run(ABC):
@@ -195,6 +202,7 @@ class Run(ABC):
             table.clear()
         self.model.setup(fast_init=is_inference)
         watch.end()
+        check_processor(self.model)
         self.model.discovery.take_baseline()
 
     def _open_source(self, phase: Phase) -> Source | None:

@@ -141,14 +141,18 @@ PME on_training_epoch_start 1
 PM on_training_step_start 1/0
 PME on_training_batch_start 1/0
 P process_training_batch 1/0
+PM on_forward_start
 M train_step 1/0
+PM on_forward_end
 PM on_backward_start
 PM on_backward_end
 PME on_training_batch_end 1/0 False
 PM should_training_stop
 PME on_training_batch_start 2/1
 P process_training_batch 2/1
+PM on_forward_start
 M train_step 2/1
+PM on_forward_end
 PM on_backward_start
 PM on_backward_end
 PM on_optimizer_step_start
@@ -156,22 +160,27 @@ PM on_before_zero_grad
 PM on_optimizer_step_end True
 PME on_training_batch_end 2/1 True
 PM on_training_step_end 2/1 True
+PM on_log 2/1
 PM should_training_stop
 M eval
 PME on_validation_start 0
 P process_validation_batch 0
 PME on_validation_batch_start 0
+PM on_forward_start
 M valid_step 0
+PM on_forward_end
 PME on_validation_batch_end 0
 M train
 PMQE on_validation_end 0
 M have_metrics_improved
-PDEM on_save_checkpoint
+PDME on_save_checkpoint
 PM should_training_stop
 PM on_training_step_start 3/1
 PME on_training_batch_start 3/1
 P process_training_batch 3/1
+PM on_forward_start
 M train_step 3/1
+PM on_forward_end
 PM on_backward_start
 PM on_backward_end
 PME on_training_batch_end 3/1 False
@@ -180,7 +189,9 @@ PMQE on_training_epoch_end 1
 PME on_training_epoch_start 2
 PME on_training_batch_start 4/2
 P process_training_batch 4/2
+PM on_forward_start
 M train_step 4/2
+PM on_forward_end
 PM on_backward_start
 PM on_backward_end
 PM on_optimizer_step_start
@@ -188,17 +199,20 @@ PM on_before_zero_grad
 PM on_optimizer_step_end True
 PME on_training_batch_end 4/2 True
 PM on_training_step_end 4/2 True
+PM on_log 4/2
 PM should_training_stop
 M eval
 PME on_validation_start 1
 P process_validation_batch 0
 PME on_validation_batch_start 0
+PM on_forward_start
 M valid_step 0
+PM on_forward_end
 PME on_validation_batch_end 0
 M train
 PMQE on_validation_end 1
 M have_metrics_improved
-PDEM on_save_checkpoint
+PDME on_save_checkpoint
 PM should_training_stop
 PMQE on_training_epoch_end 2
 PME on_training_end
@@ -218,7 +232,9 @@ PME on_training_epoch_start 1
 PM on_training_step_start 1/1
 PME on_training_batch_start 1/1
 P process_training_batch 1/1
+PM on_forward_start
 M train_step 1/1
+PM on_forward_end
 PM on_backward_start
 PM on_backward_end
 PM on_optimizer_step_start
@@ -228,13 +244,15 @@ PME on_training_batch_end 1/1 False
 PM on_training_step_end 1/1 True
 PM should_training_stop
 PMQE on_training_epoch_end 1
-PDEM on_save_checkpoint
+PDME on_save_checkpoint
 PM should_training_stop
 PME on_training_epoch_start 2
 PM on_training_step_start 2/2
 PME on_training_batch_start 2/2
 P process_training_batch 2/2
+PM on_forward_start
 M train_step 2/2
+PM on_forward_end
 PM on_backward_start
 PM on_backward_end
 PM on_optimizer_step_start
@@ -247,13 +265,15 @@ M eval
 PME on_validation_start 0
 P process_validation_batch 0
 PME on_validation_batch_start 0
+PM on_forward_start
 M valid_step 0
+PM on_forward_end
 PME on_validation_batch_end 0
 M train
 PMQE on_validation_end 0
 M have_metrics_improved
 PMQE on_training_epoch_end 2
-PDEM on_save_checkpoint
+PDME on_save_checkpoint
 PM should_training_stop
 PME on_training_end
 E teardown
@@ -268,11 +288,15 @@ M eval
 PME on_testing_start
 P process_testing_batch 0
 PME on_testing_batch_start 0
+PM on_forward_start
 M test_step 0
+PM on_forward_end
 PME on_testing_batch_end 0
 P process_testing_batch 1
 PME on_testing_batch_start 1
+PM on_forward_start
 M test_step 1
+PM on_forward_end
 PME on_testing_batch_end 1
 M train
 PME on_testing_end
@@ -460,14 +484,15 @@ def test_every_counter_says_what_its_name_says() -> None:
     """H41: three batches an epoch, a validation after every second one, no improvement."""
     model = Counting()
     make_trainer(total_steps=6, valid_frequency=2).fit(model, Numbers(3, 1))
-    # current, global, epoch, validation cycles, batch of the epoch, early stop, since validation
+    # current, global, epoch, validation cycles, batch of the epoch, early stop, since validation,
+    # whether the step is committed, steps before
     assert model.states == [
-        (1, 1, 1, 0, 0, 0, 1),
-        (2, 2, 1, 0, 1, 0, 2),
-        (3, 3, 1, 1, 2, 1, 1),
-        (4, 4, 2, 1, 0, 1, 2),
-        (5, 5, 2, 2, 1, 2, 1),
-        (6, 6, 2, 2, 2, 2, 2),
+        (1, 1, 1, 0, 0, 0, 1, True, 0),
+        (2, 2, 1, 0, 1, 0, 2, True, 1),
+        (3, 3, 1, 1, 2, 1, 1, True, 2),
+        (4, 4, 2, 1, 0, 1, 2, True, 3),
+        (5, 5, 2, 2, 1, 2, 1, True, 4),
+        (6, 6, 2, 2, 2, 2, 2, True, 5),
     ]
 
 
@@ -605,7 +630,7 @@ class Doubling(Quiet):
 
 
 def test_one_plugin_may_own_a_batch_and_a_second_one_is_an_error() -> None:
-    """H60: checked when fit starts, however a plugin was registered."""
+    """H60: checked when it registers, by whatever way."""
     seen: list[float] = []
 
     class Model(Linear):
@@ -616,9 +641,8 @@ def test_one_plugin_may_own_a_batch_and_a_second_one_is_an_error() -> None:
     trainer = make_trainer(total_steps=2, plugins=[Doubling("one")])
     trainer.fit(Model(), Numbers())
     assert seen == [2.0, 2.0]
-    trainer.plugins["two"] = Doubling("two")
     with pytest.raises(ArgumentError, match=r"process_training_batch must have one owner"):
-        trainer.fit(Model(), Numbers())
+        trainer.plugins["two"] = Doubling("two")
 
 
 def test_batches_are_moved_by_the_model_in_every_phase() -> None:

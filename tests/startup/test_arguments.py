@@ -317,7 +317,7 @@ def test_several_gpus_come_with_a_later_version(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("precision", "bf16"),
+        ("precision", "fp16"),
         ("precision", torch.float32),
         ("signals", (15,)),
         ("signals", False),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from helios.errors import ArgumentError, DuplicateError
+from helios.errors import ArgumentError
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.startup.checks import check_plugins, check_state_methods
@@ -56,12 +56,6 @@ def test_plugins_under_their_own_ids_are_accepted() -> None:
     check_plugins({"one": Quiet("one"), "two": Owner("two")})
 
 
-def test_a_plugin_under_another_id_is_an_error_that_names_both() -> None:
-    """DESIGN section 9: `trainer.plugins[id] = plugin` is checked when fit starts."""
-    with pytest.raises(DuplicateError, match=r"under its own id 'one', got 'two'"):
-        check_plugins({"two": Quiet("one")})
-
-
 @pytest.mark.parametrize(
     ("flag", "method"),
     [
@@ -91,13 +85,6 @@ def test_the_flag_for_stopping_is_ignored() -> None:
     plugin = Quiet("quiet")
     plugin.unique_overrides.should_training_stop = True
     check_plugins({"quiet": plugin})
-
-
-@pytest.mark.parametrize("stranger", [object(), Quiet, None])
-def test_what_is_no_plugin_is_an_error_that_names_its_place(stranger: Any) -> None:
-    """DESIGN section 9: the dictionary of the trainer takes whatever a user puts into it."""
-    with pytest.raises(ArgumentError, match="'stranger'"):
-        check_plugins({"stranger": stranger})
 
 
 @pytest.mark.parametrize("kind", [Plain, BothMethods, HeirOfBoth])
