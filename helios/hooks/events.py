@@ -139,7 +139,7 @@ def _step_rows() -> tuple[Event, ...]:
 
 
 def _training_end_rows() -> tuple[Event, ...]:
-    pme, pm, pmme, state = (P, M, E), (P, M), (P, M, MONITOR, E), ("state",)
+    pme, pm, pmme = (P, M, E), (P, M), (P, M, MONITOR, E)
     loop, epoch, step, batch = "on_loop", "on_epoch", "on_step", "on_batch"
     return (
         Event(

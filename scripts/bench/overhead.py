@@ -31,12 +31,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from helios.core import rng
 from helios.data.datamodule import DataLoaderParams, DataModule
 from helios.model.model import Model
+from helios.plugins.plugin import Plugin
 from helios.state import TrainingState
 from helios.trainer import Trainer
 
 WARM_UP = 300
 WIDTH = 32
 Clock = Callable[[], float]
+Mode = Callable[[TensorDataset, int, int, Clock], float]
 
 
 def make_data(num_samples: int) -> TensorDataset:
@@ -171,16 +173,51 @@ def run_with_bar(data: TensorDataset, batch_size: int, last: int, clock: Clock) 
         )
 
 
+class Deaf(Plugin):
+    """A plugin that hears nothing while an epoch runs."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        """Hear of whole epochs only."""
+
+
+class Counting(Plugin):
+    """A plugin that hears the end of every iteration."""
+
+    unsaved = ("iterations",)
+
+    def setup(self) -> None:
+        self.iterations = 0
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        self.iterations += 1
+
+
+def run_with_plugins(kind: type[Plugin], number: int) -> Mode:
+    """Return the same with some plugins."""
+
+    def run(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
+        plugins = [kind(f"plugin-{place}") for place in range(number)]
+        return run_helios(data, batch_size, last, clock, plugins=plugins)
+
+    return run
+
+
 def run_without_keys(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
     """Return the same with the keyed randomness switched off."""
     with without_keys():
         return run_helios(data, batch_size, last, clock)
 
 
-MODES: dict[str, Callable[[TensorDataset, int, int, Clock], float]] = {
+MODES: dict[str, Mode] = {
     "plain loop": run_plain,
     "Helios without keyed randomness": run_without_keys,
     "Helios": run_helios,
+    "Helios, 1 plugin that hears it": run_with_plugins(Counting, 1),
+    "Helios, 10 plugins that hear it": run_with_plugins(Counting, 10),
+    "Helios, 10 plugins that do not": run_with_plugins(Deaf, 10),
     "Helios, bar and TensorBoard": run_with_bar,
 }
 
