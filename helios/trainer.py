@@ -262,6 +262,77 @@ class Trainer:
     def fit(self, model: Model, datamodule: DataModule) -> bool:
         """Train a model from the start, or from the newest checkpoint of its run.
 
+        This is told and called, in this order; ``docs/hooks.md`` says who hears what, and
+        :meth:`validate` what a validation pass is::
+
+            prepare_data()
+            setup()
+            if the run has ended before: return
+            if the run goes on:
+                on_load_checkpoint(checkpoint)
+                on_checkpoint_loaded()
+            on_fit_start()
+            if a plugin has sanity_steps and the run is new:
+                on_sanity_check_start()
+                a validation pass
+                on_sanity_check_end()
+            on_training_start()
+            model.train()
+            if the run goes on:
+                on_training_resume(state)
+                if a last poll followed the checkpoint: a last poll
+            for each epoch:
+                if the run does not go on inside it: on_training_epoch_start(current_epoch)
+                for each batch:
+                    if a window begins: on_training_step_start(state)
+                    if StopIteration is raised: break
+                    on_training_batch_start(state)
+                    if StopIteration is raised: break
+                    process_training_batch(batch, state)
+                    on_forward_start(context)
+                    train_step(batch, state)
+                    on_forward_end(context)
+                    if train_step returns a loss:
+                        on_backward_start(loss)
+                        engine.backward(loss)
+                        on_backward_end()
+                        if the window ends:
+                            on_optimizer_step_start(optimizer)
+                            if the step is not left out:
+                                engine.clip_gradients(optimizer)
+                                engine.optimizer_step(optimizer)
+                            on_before_zero_grad(optimizer)
+                            engine.zero_grad(optimizer)
+                            on_optimizer_step_end(optimizer, committed)
+                    on_training_batch_end(state, should_log)
+                    if the window ends: on_training_step_end(state, committed)
+                    if should_log: on_log(scalars, state)
+                    should_training_stop()
+                    if the window ends:
+                        if steps are counted and a validation is due:
+                            a validation cycle:
+                                a validation pass
+                                if there are scores: on_log(scalars, state)
+                                have_metrics_improved()
+                        if a checkpoint is due: on_save_checkpoint(checkpoint)
+                        if steps are counted and a validation was due: a last poll
+                        if the run is interrupted: return
+                if epochs are counted and a validation is due: a validation cycle
+                on_training_epoch_end(current_epoch)
+                if epochs are counted and the epoch is complete:
+                    if a checkpoint is due: on_save_checkpoint(checkpoint)
+                    a last poll:
+                        should_training_stop()
+                        if that ends the run: on_save_checkpoint(checkpoint)
+                    if the run is interrupted: return
+            on_training_end()
+            finally:
+                if an exception was raised: on_exception(exception)
+                if a validation pass was cut off: model.train()
+                engine.teardown()
+                if on_fit_start was told and nothing was raised: on_fit_end()
+                teardown()
+
         Args:
             model: the model; its ``save_name`` names the folder of the run.
             datamodule: its data.
@@ -289,7 +360,31 @@ class Trainer:
         return is_finished
 
     def validate(self, model: Model, datamodule: DataModule) -> bool:
-        """Run one validation of the newest checkpoint; the scores stand in ``model.metrics``."""
+        """Run one validation of the newest checkpoint; the scores stand in ``model.metrics``.
+
+        This is told and called, in this order::
+
+            prepare_data()
+            setup()
+            if there is data:
+                a validation pass:
+                    model.eval()
+                    on_validation_start(validation_cycle)
+                    for each batch of each loader:
+                        process_validation_batch(batch, step)
+                        on_validation_batch_start(step)
+                        on_forward_start(context)
+                        valid_step(batch, step)
+                        on_forward_end(context)
+                        on_validation_batch_end(step)
+                    model.train()
+                    on_validation_end(validation_cycle)
+            finally:
+                if an exception was raised: on_exception(exception)
+                if a validation pass was cut off: model.train()
+                engine.teardown()
+                teardown()
+        """
         self._evaluate(Phase.VALIDATION, model, datamodule)
         return True
 
@@ -298,14 +393,21 @@ class Trainer:
 
         Without a checkpoint a model that this trainer has trained is tested as it stands; any other
         one is asked to ``load_for_testing``.
+
+        The order is that of :meth:`validate`, with ``testing`` for ``validation`` and ``test_step``
+        for ``valid_step``.
         """
         self._evaluate(Phase.TESTING, model, datamodule)
         return True
 
     def predict(self, model: Model, datamodule: DataModule) -> list[Any]:
-        """Return what ``predict_step`` returns for each batch, in the order of the data."""
+        """Return what ``predict_step`` returns for each batch, in the order of the data.
+
+        The order is that of :meth:`validate`, with ``predicting`` for ``validation`` and
+        ``predict_step`` for ``valid_step``.
+        """
         predictions: list[Any] | None = self._evaluate(Phase.PREDICTION, model, datamodule)
-        return predictions or []
+        return [] if predictions is None else predictions
 
     def _evaluate(self, phase: Phase, model: Model, datamodule: DataModule) -> Any:
         self._take(model, datamodule)

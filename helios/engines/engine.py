@@ -5,6 +5,7 @@ An engine decides nothing: the optimizer loop calls it in the order of DESIGN se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from helios.engines.device import move_to_device
 from helios.engines.precision import Precision
+from helios.errors import ArgumentError, ArgumentTypeError
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -22,25 +24,70 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
+def _as_device(device: object) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(device, torch.device):
+        return device
+    rule = "Engine(device=...) must be a torch.device, the name of one or None"
+    if not isinstance(device, str):
+        raise ArgumentTypeError(f'{rule}, got {device!r}. Pass e.g. "cuda:1".')
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f'{rule}, got {device!r}. Pass e.g. "cuda:1". ({error})') from error
+
+
+def _check_precision(precision: object) -> None:
+    if not isinstance(precision, Precision):
+        raise ArgumentTypeError(
+            f"Engine(precision=...) must be a Precision, got {precision!r}. Pass e.g. "
+            'Precision.from_str("bf16").'
+        )
+
+
+def _check_limits(clip_norm: object, clip_value: object) -> None:
+    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < float(value) < math.inf):  # type: ignore[arg-type]
+            raise ArgumentError(
+                f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass None "
+                "to switch it off."
+            )
+    if clip_norm is not None and clip_value is not None:
+        raise ArgumentError(
+            f"Engine(clip_value=...) must be None where clip_norm is set, got {clip_value!r}. "
+            "Clip by one of both."
+        )
+
+
 class Engine:
     """One process on one device.
 
     Args:
-        device: where the training runs.
+        device: where the training runs, by object or name; ``None`` for the first GPU, or the CPU
+            where there is none (E3).
         clip_norm: largest 2-norm of the gradients of a step.
         clip_value: largest magnitude of an element of them.
         precision: the type in which the steps of the model compute.
+
+    Raises:
+        ArgumentError: for a name that is no device's, and for a limit that is no positive number,
+            or for both limits at once.
+        ArgumentTypeError: for something else than a device, and than a precision.
     """
 
     def __init__(
         self,
-        device: torch.device,
+        device: torch.device | str | None = None,
         *,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         precision: Precision = Precision.FP32,
     ) -> None:
-        self.device = device
+        _check_precision(precision)
+        _check_limits(clip_norm, clip_value)
+        self.device = _as_device(device)
         self._precision = precision
         self._clip_norm = clip_norm
         self._clip_value = clip_value

@@ -16,6 +16,7 @@ from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import EVENTS, Event, Receiver, Verb, is_silent
 
 _LOGGER = logging.getLogger(__name__)
+_WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 @runtime_checkable
@@ -48,23 +49,36 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     """
     signature = inspect.signature(method)
     names = event.parameters
-    whole = names + event.optional
-    if _accepts(signature, names, ()) and _accepts(signature, whole, ()):
-        return method
-    for count in reversed(range(len(names) + 1)):
-        if _accepts(signature, names[:count], names[count:]):
-            break
-    else:
+    whole = names + (event.optional if _takes_by_name(signature, event.optional) else ())
+    in_place, in_place_whole = _count_in_place(signature, names), _count_in_place(signature, whole)
+    if in_place is None:
         may_take = f", and may take {', '.join(event.optional)}" if event.optional else ""
         raise ArgumentTypeError(
             f"{type(owner).__name__}.{event.name} must take ({', '.join(names)}){may_take}, but "
             f"takes {signature}. Correct the parameters of the method."
         )
-    by_name = names[count:]
-    last = len(names)
-    if not by_name and not event.optional:
+    if in_place_whole == len(names + event.optional):
         return method
-    return lambda *args: method(*args[:count], **dict(zip(by_name, args[count:last], strict=True)))
+    taken, count = (names, in_place) if in_place_whole is None else (whole, in_place_whole)
+    # An optional argument is not always given, and not always taken.
+    return lambda *args: method(
+        *args[:count], **dict(zip(taken[count:], args[count:], strict=False))
+    )
+
+
+def _takes_by_name(signature: inspect.Signature, names: tuple[str, ...]) -> bool:
+    """Whether a method asks for arguments: by their names, or by taking whatever comes."""
+    found = signature.parameters
+    takes_all = {parameter.kind for parameter in found.values()} & _WHATEVER
+    return bool(takes_all) or all(name in found for name in names)
+
+
+def _count_in_place(signature: inspect.Signature, names: tuple[str, ...]) -> int | None:
+    """Return how many arguments go by position, as many as can; ``None`` if they do not fit."""
+    for count in reversed(range(len(names) + 1)):
+        if _accepts(signature, names[:count], names[count:]):
+            return count
+    return None
 
 
 def _accepts(

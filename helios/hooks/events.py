@@ -68,13 +68,13 @@ class Event:
 def _start_rows() -> tuple[Event, ...]:
     call, pdme = Verb.CALL, (P, D, M, E)
     return (
-        Event("prepare_data", (), (D,), "once, before anything is set up", call),
-        Event("setup", (), (P, D, M), "everything is built", call),
-        Event("on_load_checkpoint", ("checkpoint",), pdme, "before a state is loaded"),
-        Event("on_checkpoint_loaded", (), pdme, "after all state is loaded"),
-        Event("on_fit_start", (), (P, M), "everything is set up and loaded"),
-        Event("on_sanity_check_start", (), (P,), "a first start; some plugin has sanity_steps"),
-        Event("on_sanity_check_end", (), (P,), "what the trial has changed was put back"),
+        Event("prepare_data", (), (D,), "once, before all else", call),
+        Event("setup", (), (P, D, M), "networks, data and the like are built", call),
+        Event("on_load_checkpoint", ("checkpoint",), pdme, "fit goes on; nothing is loaded yet"),
+        Event("on_checkpoint_loaded", (), pdme, "all is loaded but the generators"),
+        Event("on_fit_start", (), (P, M), "fit: all is set up and loaded"),
+        Event("on_sanity_check_start", (), (P,), "a new run; a plugin has sanity_steps"),
+        Event("on_sanity_check_end", (), (P,), "what the trial has changed is put back"),
     )
 
 
@@ -82,21 +82,29 @@ def _training_start_rows() -> tuple[Event, ...]:
     pme, pm, state = (P, M, E), (P, M), ("state",)
     loop, epoch, step, batch = "on_loop", "on_epoch", "on_step", "on_batch"
     return (
-        Event("on_training_start", (), pme, "once, before model.train()", scope=loop),
-        Event("on_training_resume", state, pm, "after on_training_start, at every resume"),
+        Event(
+            "on_training_start",
+            (),
+            pme,
+            "the training starts or goes on; before model.train()",
+            scope=loop,
+        ),
+        Event("on_training_resume", state, pm, "after on_training_start, where the run goes on"),
         Event(
             "on_training_epoch_start",
             ("current_epoch",),
             pme,
-            "an epoch begins; from 1; not again after a resume inside it",
+            "an epoch begins, numbered from 1; not again after a resume inside it",
             scope=epoch,
         ),
-        Event("on_training_step_start", state, pm, "first micro-batch of a window", scope=step),
+        Event(
+            "on_training_step_start", state, pm, "the first batch of a window begins", scope=step
+        ),
         Event(
             "on_training_batch_start",
             state,
             pme,
-            "a batch was fetched, counters have moved",
+            "a batch was fetched, counters have moved; it is not on the device yet",
             scope=batch,
         ),
         Event(
@@ -113,21 +121,23 @@ def _step_rows() -> tuple[Event, ...]:
     pm, optimizer, context = (P, M), ("optimizer",), ("context",)
     forward, backward, update = "on_model_forward", "on_model_backward", "on_optimizer_step"
     return (
-        Event("on_forward_start", context, pm, "before every step, in all phases", scope=forward),
+        Event(
+            "on_forward_start", context, pm, "a step is called next, in any phase", scope=forward
+        ),
         Event("train_step", ("batch", "state"), (M,), "the training step", Verb.CALL),
         Event("on_forward_end", context, pm, "outputs and loss are there", scope=forward),
         Event(
-            "on_backward_start", ("loss",), pm, "automatic mode: before backward", scope=backward
+            "on_backward_start", ("loss",), pm, "automatic mode: backward is next", scope=backward
         ),
-        Event("on_backward_end", (), pm, "automatic mode: after backward", scope=backward),
+        Event("on_backward_end", (), pm, "automatic mode: backward is done", scope=backward),
         Event(
             "on_optimizer_step_start",
             optimizer,
             pm,
-            "automatic mode: gradients are final, not yet clipped",
+            "automatic mode, at a window's end: gradients are averaged, not yet clipped",
             scope=update,
         ),
-        Event("on_before_zero_grad", optimizer, pm, "right after step and schedulers"),
+        Event("on_before_zero_grad", optimizer, pm, "right after the update and the schedulers"),
         Event(
             "on_optimizer_step_end",
             ("optimizer", "committed"),
@@ -153,14 +163,42 @@ def _training_end_rows() -> tuple[Event, ...]:
             "on_training_step_end",
             ("state", "committed"),
             pm,
-            "last micro-batch of a window",
+            "the last batch of a window is done",
             scope=step,
         ),
-        Event("on_log", ("scalars", "state"), pm, "numbers are logged: losses, scores, monitors"),
-        Event("should_training_stop", (), pm, "after a batch, a validation, an epoch", Verb.ASK),
-        Event("on_training_epoch_end", ("current_epoch",), pmme, "an epoch ends", scope=epoch),
-        Event("on_save_checkpoint", ("checkpoint",), (P, D, M, E), "a snapshot was taken"),
-        Event("on_training_end", (), pme, "the run is finished", scope=loop),
+        Event(
+            "on_log",
+            ("scalars", "state"),
+            pm,
+            "numbers were logged: losses, scores, what context.log got",
+        ),
+        Event(
+            "should_training_stop",
+            (),
+            pm,
+            "after a batch, a validation by steps, an epoch by epochs",
+            Verb.ASK,
+        ),
+        Event(
+            "on_training_epoch_end",
+            ("current_epoch",),
+            pmme,
+            "an epoch ends, by steps after the checkpoint, by epochs before it",
+            scope=epoch,
+        ),
+        Event(
+            "on_save_checkpoint",
+            ("checkpoint",),
+            (P, D, M, E),
+            "a snapshot was taken, and is written next",
+        ),
+        Event(
+            "on_training_end",
+            (),
+            pme,
+            "the run is finished: not after an interruption or an exception",
+            scope=loop,
+        ),
     )
 
 
@@ -175,7 +213,7 @@ def _evaluation_rows(noun: str, step: str, cycle: tuple[str, ...] = ()) -> tuple
             f"process_{noun}_batch",
             ("batch", "step"),
             (P,),
-            "a batch was fetched and is on the device",
+            "a batch was fetched, and is on the device",
             Verb.TRANSFORM,
             optional=index,
         ),
@@ -183,7 +221,7 @@ def _evaluation_rows(noun: str, step: str, cycle: tuple[str, ...] = ()) -> tuple
             f"on_{noun}_batch_start",
             ("step",),
             pme,
-            "the batch is ready; from 0 in each loader",
+            "the batch is ready; steps count from 0 in each loader",
             optional=index,
             scope=batch,
         ),
@@ -193,7 +231,7 @@ def _evaluation_rows(noun: str, step: str, cycle: tuple[str, ...] = ()) -> tuple
             f"on_{noun}_end",
             cycle,
             (P, M, MONITOR, E) if is_validation else pme,
-            "modes are restored",
+            "the pass is done and modes are restored",
             scope=loop,
         ),
     )
@@ -201,16 +239,26 @@ def _evaluation_rows(noun: str, step: str, cycle: tuple[str, ...] = ()) -> tuple
 
 def _end_rows() -> tuple[Event, ...]:
     return (
-        Event("on_exception", ("exception",), (P, D, M, E), "an exception leaves the training"),
-        Event("on_fit_end", (), (P, M), "after the engine's teardown"),
         Event(
-            "teardown", (), (D, P, M), "always, also after an exception; the engine's was before"
+            "on_exception",
+            ("exception",),
+            (P, D, M, E),
+            "an exception leaves the call; nothing is torn down yet",
+        ),
+        Event(
+            "on_fit_end",
+            (),
+            (P, M),
+            "fit returns, finished or interrupted; the engine is torn down",
+        ),
+        Event(
+            "teardown", (), (D, P, M), "always, also after an exception; the engine is torn down"
         ),
     )
 
 
 def _rows() -> tuple[Event, ...]:
-    improved = Event("have_metrics_improved", (), (M,), "after a validation", Verb.CALL)
+    improved = Event("have_metrics_improved", (), (M,), "after each validation of fit", Verb.CALL)
     return (
         *_start_rows(),
         *_training_start_rows(),

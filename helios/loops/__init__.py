@@ -2,3 +2,25 @@
 
 Nothing here may open a file, talk to other processes or hold a counter.
 """
+
+from helios.loops.batch import BatchLoop
+from helios.loops.epoch import EpochLoop
+from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.loops.fit import FitLoop
+from helios.loops.loop import Loop
+from helios.loops.optimizer import OptimizerLoop
+from helios.loops.prediction import PredictionLoop
+from helios.loops.yielding import YieldLoop
+
+__all__ = [
+    "BatchLoop",
+    "EpochLoop",
+    "EvaluationLoop",
+    "FitLoop",
+    "Loop",
+    "OptimizerLoop",
+    "PredictionLoop",
+    "TestingLoop",
+    "ValidationLoop",
+    "YieldLoop",
+]

@@ -28,12 +28,21 @@ class BatchLoop(Loop):
         self._is_done = False
 
     def advance(self, batch: Any) -> None:
-        """Move, transform and train on the batch of one replica."""
+        """Train on the batch of one replica."""
         self._is_done = True
+        require(self.optimizer_loop).run(self.prepare(batch))
+
+    def prepare(self, batch: Any) -> Any:
+        """Return a batch on the device, as the owner of ``process_training_batch`` maps it.
+
+        For loops in this one's place, too: a batch goes through it once.
+
+        Raises:
+            UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
+        """
         session = self.session
         try:
             batch = session.move_batch(batch, Phase.TRAINING)
-            batch = session.hooks.transform("process_training_batch", batch, session.state)
+            return session.hooks.transform("process_training_batch", batch, session.state)
         except StopIteration as error:
             raise make_stray_stop(error) from error
-        require(self.optimizer_loop).run(batch)

@@ -175,6 +175,7 @@ class EpochLoop(Loop):
         should_log = due.is_log_due(session.schedule, state)
         hooks.emit("on_training_batch_end", state, should_log)
         session.context.end_batch()
+        self._refuse_late_skip()
         if state.is_step_boundary:
             hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.end_step()
@@ -187,6 +188,14 @@ class EpochLoop(Loop):
         self._num_done += 1
         state.end_iteration()
         state.average_iter_time = self._timer.record()
+
+    def _refuse_late_skip(self) -> None:
+        # It would hit the next window, and a resume from here would not know of it.
+        if self.session.state.is_step_boundary and self.session.context.take_skip():
+            raise UsageError(
+                "Context.skip_step() must be called before the update that it leaves out: in "
+                "on_optimizer_step_start at the latest. This window's update was made already."
+            )
 
     def _close_step(self) -> None:
         session = self.session

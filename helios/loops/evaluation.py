@@ -100,8 +100,14 @@ class EvaluationLoop(Loop):
         self._step += 1
 
     def _count_batches(self) -> int | None:
-        counts = [source.num_batches() for source in self._sources]
-        return None if None in counts else sum(count for count in counts if count is not None)
+        """Return the batches of the whole pass, all loaders together; ``None`` if unknown."""
+        most, total = self.session.trial_length, 0
+        for source in self._sources:
+            count = source.num_batches()
+            if count is None:
+                return None
+            total += count if most is None else min(count, most)
+        return total
 
     def _open_batches(self) -> None:
         self._batches = self.source.batches(self._pass_number)
@@ -113,6 +119,12 @@ class EvaluationLoop(Loop):
 
     def _next_loader(self) -> None:
         self._close_batches()
+        if self._step == 0:
+            where = f" in loader {self.source.name!r}" if self.source.name else ""
+            raise UsageError(
+                f"The data of {self.phase.value} must give at least one batch, got none{where}. "
+                "Check the data; an iterator that can be read once only cannot serve for it."
+            )
         if self._loader + 1 == len(self._sources):
             raise StopIteration
         self._loader += 1

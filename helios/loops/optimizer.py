@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
+from types import GeneratorType
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +13,22 @@ from torch.optim import Optimizer
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.step import end_forward, loss_of, take_step
+
+
+def refuse_closures(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that computes the loss by itself, several times a step (L24).
+
+    Raises:
+        UsageError: if its ``step`` cannot be called without a closure.
+    """
+    # Of the class: a scheduler puts a function in the place of the object's own method.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, but a "
+            "loss that train_step gives is computed once. Let train_step call "
+            "optimizer.step(closure) itself and return None."
+        )
 
 
 class OptimizerLoop(Loop):
@@ -46,11 +65,16 @@ class OptimizerLoop(Loop):
     def _train(self, batch: Any) -> None:
         session = self.session
         result = take_step(session, "train_step", batch, session.state)
+        if type(result) is GeneratorType:
+            raise self._make_generator_error()
         loss = loss_of(result)
         end_forward(session, result, loss)
         self._settle_mode(is_manual=loss is None)
         if loss is None:
             return
+        losses = session.model.loss_items
+        if not losses:
+            losses["loss"] = loss.detach()
         session.engine.count_micro_batch()
         self._backward(loss)
         if session.state.is_step_boundary:
@@ -69,7 +93,7 @@ class OptimizerLoop(Loop):
         if self.session.is_manual is not is_manual:
             raise self._make_mode_error()
 
-    def _backward(self, loss: Tensor, inputs: list[Tensor] | None = None) -> None:
+    def _backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
         """Do backward, between its events.
 
         Args:
@@ -77,12 +101,17 @@ class OptimizerLoop(Loop):
             inputs: the only parameters that get gradients; ``None`` for all.
         """
         session = self.session
-        losses = session.model.loss_items
-        if not losses:
-            losses["loss"] = loss.detach()
         session.hooks.emit("on_backward_start", loss)
         session.engine.backward(loss, inputs)
         session.hooks.emit("on_backward_end")
+
+    def _make_generator_error(self) -> UsageError:
+        name = type(self.session.model).__name__
+        return UsageError(
+            f"{name}.train_step is a generator (it holds a `yield`), which takes a loop of its "
+            "own: connect a YieldLoop by trainer.fit_loop.epoch_loop.batch_loop.connect("
+            "optimizer_loop=YieldLoop()), or return one loss."
+        )
 
     def _make_mode_error(self) -> UsageError:
         before, now = ("None", "a loss")[:: 1 if self.session.is_manual else -1]
@@ -118,7 +147,9 @@ class OptimizerLoop(Loop):
                 f"attribute, found {sorted(optimizers) or 'none'}. For several, let train_step "
                 "do backward and step them itself and return None, or use a YieldLoop."
             )
-        return next(iter(optimizers.items()))
+        path, optimizer = next(iter(optimizers.items()))
+        refuse_closures(optimizer)
+        return path, optimizer
 
     def _update(self, optimizer: Optimizer, schedules_of: Optimizer | None = None) -> bool:
         """Make an update, unless a hook has asked to leave it out (C10); returns whether it was.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from helios.engines.engine import Engine, numerics
+from helios.errors import ArgumentError, ArgumentTypeError
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,14 @@ def gradients(*parameters: nn.Parameter) -> list[list[float] | None]:
 
 def run_window(engine: Engine, parameter: nn.Parameter, factors: list[float]) -> None:
     for factor in factors:
-        engine.backward((parameter * factor).sum())
+        train_on(engine, (parameter * factor).sum())
+
+
+def train_on(engine: Engine, *losses: Tensor) -> None:
+    """Do what loops do with a micro-batch: count it, then go backward from each of its losses."""
+    engine.count_micro_batch()
+    for loss in losses:
+        engine.backward(loss)
 
 
 @pytest.mark.parametrize("factors", [[3.0], [3.0, 5.0], [1.0, 2.0, 6.0]])
@@ -47,12 +55,13 @@ def test_gradients_are_the_mean_over_the_batches_really_in_the_window(
         mean = sum(window) / len(window)
         assert gradients(parameter) == [[mean, mean]]
         engine.zero_grad(optimizer)
+        engine.close_window()
 
 
 def test_a_window_of_one_batch_is_not_divided() -> None:
     """DESIGN section 5: one replica without accumulation is a plain step at no extra cost."""
     engine, parameter = engine_for(), weights(1.0)
-    engine.backward(parameter.sum())
+    train_on(engine, parameter.sum())
     version = parameter.grad._version  # type: ignore[union-attr]
     engine.average_gradients(SGD([parameter], lr=1.0))
     assert parameter.grad._version == version  # type: ignore[union-attr]
@@ -66,7 +75,7 @@ def test_averaging_covers_every_group_and_passes_by_what_has_no_gradient() -> No
     engine.average_gradients(optimizer)
     assert gradients(first, second, unused) == [None, None, None]
     for _ in range(2):
-        engine.backward((first * 2 + second * 4).sum())
+        train_on(engine, (first * 2 + second * 4).sum())
     engine.average_gradients(optimizer)
     assert gradients(first, second, unused) == [[2.0], [4.0], None]
 
@@ -75,7 +84,7 @@ def test_averaging_covers_sparse_gradients() -> None:
     engine, table = engine_for(), nn.Embedding(3, 2, sparse=True)
     optimizer = SGD(table.parameters(), lr=1.0)
     for _ in range(2):
-        engine.backward(table(torch.tensor([1])).sum() * 3)
+        train_on(engine, table(torch.tensor([1])).sum() * 3)
     engine.average_gradients(optimizer)
     assert table.weight.grad.to_dense().tolist() == [  # type: ignore[union-attr]
         [0.0, 0.0],
@@ -95,6 +104,68 @@ def test_an_open_window_is_part_of_the_state() -> None:
     run_window(other, parameter, [6.0])
     other.average_gradients(SGD([parameter], lr=1.0))
     assert gradients(parameter) == [[3.0]]
+
+
+def test_a_window_ends_when_the_loop_closes_it() -> None:
+    """L27, L29: several optimizers share a window; the first one's average must not end it."""
+    engine = engine_for()
+    first, second = weights(1.0), weights(1.0)
+    for _ in range(2):
+        train_on(engine, first.sum() * 3, second.sum() * 5)
+    for parameter, mean in ((first, 3.0), (second, 5.0)):
+        engine.average_gradients(SGD([parameter], lr=1.0))
+        assert gradients(parameter) == [[mean]]
+    assert engine.state_dict() == {"open_micro_batches": 2}
+    engine.close_window()
+    assert engine.state_dict() == {"open_micro_batches": 0}
+
+
+def test_backward_may_be_kept_to_some_parameters() -> None:
+    """L27: those of one optimizer; a parameter outside of the loss keeps no gradient."""
+    engine = engine_for()
+    wanted, other, unused = weights(1.0), weights(1.0), weights(1.0)
+    engine.backward((wanted * 2 + other * 3).sum(), inputs=[wanted, unused])
+    assert gradients(wanted, other, unused) == [[2.0], None, None]
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"), [(torch.device("meta"), "meta"), ("cuda:1", "cuda"), ("cpu", "cpu")]
+)
+def test_a_device_may_be_given_by_its_name(device: Any, kind: str) -> None:
+    """E3."""
+    assert Engine(device).device.type == kind
+
+
+def test_the_device_is_found_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E3."""
+    for is_there, kind in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
+        assert Engine().device.type == kind
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "nowhere"}, r"Engine\(device=.*, got 'nowhere'"),
+        (
+            {"clip_norm": 0},
+            r"Engine\(clip_norm=\.\.\.\) must be None or a positive number",
+        ),
+        ({"clip_norm": math.inf}, "positive number, got inf"),
+        ({"clip_norm": True}, "positive number, got True"),
+        ({"clip_value": -1.0}, r"Engine\(clip_value=\.\.\.\) must be None or a positive number"),
+        ({"clip_norm": 1.0, "clip_value": 2.0}, "must be None where clip_norm is set, got 2.0"),
+    ],
+)
+def test_an_option_that_breaks_its_rule_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Engine(**options)
+
+
+@pytest.mark.parametrize("options", [{"device": 0}, {"precision": "bf16"}, {"precision": None}])
+def test_an_option_of_another_type_is_an_error(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"Engine\((device|precision)=\.\.\.\) must be a"):
+        Engine(**options)
 
 
 def test_teardown_forgets_an_open_window() -> None:

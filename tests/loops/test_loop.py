@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
+from torch import Tensor
+from torch.optim import LBFGS, SGD
 
-from helios.core.progress import NullDisplay
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, HeliosError, UsageError
-from helios.hooks.bus import Bus
 from helios.loops.batch import BatchLoop
 from helios.loops.loop import Loop, require
 from helios.loops.optimizer import OptimizerLoop
-from helios.model.model import Model
-from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
-from helios.schedule import Schedule
-from helios.session import Session
 from helios.state import Phase, TrainingState, TrainingUnit
-
-EPOCH, ITERATION = TrainingUnit.EPOCH, TrainingUnit.ITERATION
+from tests.loops.sessions import EPOCH, ITERATION, Stepper, attached, make_session, train_on
 
 
 class Counted(Loop):
@@ -99,65 +92,6 @@ class Top(Leaf):
         super().__init__()
         self.middle_loop = middle_loop
         self.side_loop = side_loop
-
-
-class Stepper(Model):
-    """One weight, whose gradient is the batch; what `train_step` returns is up to the test."""
-
-    def __init__(self, answer: Callable[[Tensor, Any], Any] | None = None) -> None:
-        super().__init__("stepper")
-        self.answer = answer or (lambda weight, batch: (weight * batch).sum())
-        self.setup()
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(self.net.weight)
-        self.optimizer = SGD(self.net.parameters(), lr=1.0)
-        self.scheduler = StepLR(self.optimizer, 1, gamma=0.5)
-
-    def train_step(self, batch: Any, state: TrainingState) -> Any:
-        return self.answer(self.net.weight, batch)
-
-    @property
-    def weight(self) -> float:
-        return self.net.weight.item()
-
-    @property
-    def gradient(self) -> float | None:
-        grad = self.net.weight.grad
-        return None if grad is None else grad.item()
-
-
-def make_session(
-    model: Stepper,
-    *plugins: Plugin,
-    unit: TrainingUnit = ITERATION,
-    accumulation: int = 1,
-    engine: Engine | None = None,
-) -> Session:
-    model.device = torch.device("cpu")
-    engine = engine or Engine(model.device)
-    return Session(
-        model=model,
-        engine=engine,
-        hooks=Bus(plugins=plugins, model=model, engine=engine),
-        display=NullDisplay(),
-        seed=0,
-        schedule=Schedule(unit=unit, accumulation_steps=accumulation),
-        schedulers=Schedulers(model.discovery.schedulers(), model.scheduler_interval),
-    )
-
-
-def train_on(loop: Loop, session: Session, batch: Any, *, is_boundary: bool = True) -> Any:
-    """Run one iteration, as the epoch loop does."""
-    session.state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
-    session.model.on_training_batch_start(session.state)
-    return loop.run(batch)
-
-
-def attached(loop: Loop, session: Session) -> Loop:
-    loop.attach(session)
-    return loop
 
 
 def test_a_run_resets_and_advances_until_it_is_done() -> None:
@@ -237,6 +171,50 @@ def test_stop_iteration_of_a_child_ends_the_child_only() -> None:
     loop = Parent()
     assert loop.run() == "the end"
     assert loop.count == 3
+
+
+def test_a_nested_loop_runs_anew_in_each_round_of_its_parent() -> None:
+    """L30, L31: two levels below each other, each with an end of its own."""
+
+    class Parent(Counted):
+        roles = ("child_loop",)
+
+        def __init__(self, child_loop: Loop) -> None:
+            super().__init__()
+            self.child_loop = child_loop
+            self.results: list[Any] = []
+
+        def advance(self, *args: Any) -> None:
+            super().advance(*args)
+            self.results.append(self.child_loop.run(*args, self.count))
+
+    innermost = Counted({"on_advance_end": StopIteration()})
+    middle = Parent(innermost)
+    top = Parent(middle)
+    assert top.run("x") == "the end"
+    assert top.results == ["the end"] * 3
+    assert middle.results == ["the end"] * 9
+    starts = [args for name, *args in innermost.calls if name == "on_run_start"]
+    assert starts == [["x", outer, inner] for outer in (1, 2, 3) for inner in (1, 2, 3)]
+    assert sum(name == "reset" for name, *_ in innermost.calls) == 9
+
+
+def test_a_run_is_short_and_final() -> None:
+    """L42: what is small can be kept as it is; a subclass changes the parts, never the run."""
+    lines, _ = inspect.getsourcelines(Loop.run)
+    body = "".join(lines).split('"""')[-1].strip().splitlines()
+    assert len(body) < 20
+    kinds = [
+        kind
+        for module in ("batch", "epoch", "evaluation", "fit", "optimizer", "prediction", "yielding")
+        for kind in vars(importlib.import_module(f"helios.loops.{module}")).values()
+        if isinstance(kind, type) and issubclass(kind, Loop)
+    ]
+    assert len(kinds) > 8
+    assert {kind.run for kind in kinds} == {Loop.run}
+    # An abstract base, and at most two levels below it (DESIGN section 8).
+    depths = {kind.__name__: kind.__mro__.index(Loop) for kind in kinds}
+    assert max(depths.values()) <= 3, depths
 
 
 @pytest.mark.parametrize("missing", ["done", "advance"])
@@ -530,7 +508,6 @@ def test_in_epoch_unit_every_batch_of_a_manual_model_is_a_window(
         ({"losses": torch.ones(())}, "got dict"),
         ({"loss": None}, "got "),
         ((torch.ones(()),), "got tuple"),
-        ((loss for loss in [torch.ones(())]), "got generator"),
         (torch.ones(3, requires_grad=True), r"shape \(3,\)"),
         (torch.ones(()), "requires_grad=False"),
         (torch.ones(0, requires_grad=True), r"shape \(0,\)"),
@@ -542,6 +519,32 @@ def test_any_other_answer_is_an_error_that_says_what_is_expected(answer: Any, wo
     session = make_session(Stepper(lambda weight, batch: answer))
     loop = attached(OptimizerLoop(), session)
     with pytest.raises(UsageError, match="train_step must return a scalar loss.*" + words):
+        train_on(loop, session, 2.0)
+
+
+def test_a_generator_is_an_error_that_names_the_loop_for_it() -> None:
+    """L27: without a `YieldLoop` nothing of its body would run."""
+    ran: list[int] = []
+
+    def losses(weight: Tensor, batch: Any) -> Any:
+        ran.append(1)
+        yield (weight * batch).sum()
+
+    session = make_session(Stepper(losses))
+    loop = attached(OptimizerLoop(), session)
+    with pytest.raises(UsageError, match=r"Stepper\.train_step is a gen.*connect a YieldLoop"):
+        train_on(loop, session, 2.0)
+    assert ran == []
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
+    """L24: what is computed once cannot be computed again by `step`."""
+    model = Stepper()
+    del model.scheduler
+    model.optimizer = LBFGS(model.net.parameters())  # type: ignore[assignment]
+    session = make_session(model)
+    loop = attached(OptimizerLoop(), session)
+    with pytest.raises(UsageError, match=r"LBFGS\.step needs a closure.*return None"):
         train_on(loop, session, 2.0)
 
 
@@ -612,6 +615,43 @@ def test_a_step_that_is_not_committed_moves_no_scheduler() -> None:
     assert train_on(attached(OptimizerLoop(), session), session, 2.0) is False
     assert watcher.seen[-1] == ("step done", False, 0.0, None, 1.0)
     assert model.scheduler.last_epoch == 0
+
+
+@pytest.mark.parametrize("unit", [EPOCH, ITERATION])
+def test_an_update_that_a_hook_leaves_out_is_withdrawn(unit: TrainingUnit) -> None:
+    """E26: gradients are thrown away, schedulers stay; steps are taken back where they count."""
+    model = Stepper()
+    watcher = Watcher(model)
+    session = make_session(model, watcher, unit=unit)
+    loop = attached(OptimizerLoop(), session)
+    session.context.skip_step("test")
+    assert train_on(loop, session, 2.0) is False
+    assert [event for event, *_ in watcher.seen][-2:] == ["zero_grad", "step done"]
+    assert (model.weight, model.gradient, model.scheduler.last_epoch) == (0.0, None, 0)
+    assert session.state.current_iteration == (1 if unit is EPOCH else 0)
+    assert session.context.is_optimizer_step_committed is False
+    assert train_on(loop, session, 2.0) is True
+    assert (model.weight, model.scheduler.last_epoch) == (-2.0, 1)
+
+
+def test_a_skip_inside_of_a_window_leaves_out_the_update_at_its_end() -> None:
+    """E26: one bad micro-batch spoils the sum."""
+    model = Stepper()
+    session = make_session(model, accumulation=2)
+    loop = attached(OptimizerLoop(), session)
+    session.context.skip_step("test")
+    train_on(loop, session, 2.0, is_boundary=False)
+    assert train_on(loop, session, 4.0) is False
+    train_on(loop, session, 2.0, is_boundary=False)
+    assert train_on(loop, session, 4.0) is True
+    assert model.weight == -3.0
+
+
+def test_a_manual_step_cannot_be_left_out() -> None:
+    session = make_session(Stepper(lambda weight, batch: None))
+    train_on(attached(OptimizerLoop(), session), session, 2.0)
+    with pytest.raises(UsageError, match=r"skip_step\(\) must be called in automatic mode"):
+        session.context.skip_step("test")
 
 
 @pytest.mark.parametrize("place", ["train_step", "batch_to_device", "process_training_batch"])

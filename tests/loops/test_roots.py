@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import helios
 from helios.errors import ArgumentTypeError
+from helios.loops.batch import BatchLoop
+from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import TestingLoop, ValidationLoop
 from helios.loops.fit import FitLoop
+from helios.loops.loop import Loop
+from helios.loops.optimizer import OptimizerLoop
 from helios.loops.prediction import PredictionLoop
 from tests.support.runs import IndexModule, Setting, SmallModel
 
@@ -15,7 +21,56 @@ _SETTING = Setting(total_steps=1)
 
 
 def _trainer() -> helios.Trainer:
-    return helios.Trainer("", "iteration", 2, use_cpu=True, print_banner=False)
+    return helios.Trainer("", "iteration", 2, 2, use_cpu=True, print_banner=False)
+
+
+def test_the_default_tree_has_the_published_roles() -> None:
+    """L14."""
+
+    def tree(loop: Loop) -> dict[str, Any]:
+        children = {role: tree(child) for role, child in loop.children().items()}
+        return {"kind": type(loop), **children}
+
+    trainer = _trainer()
+    assert tree(trainer.fit_loop) == {
+        "kind": FitLoop,
+        "epoch_loop": {
+            "kind": EpochLoop,
+            "batch_loop": {"kind": BatchLoop, "optimizer_loop": {"kind": OptimizerLoop}},
+            "val_loop": {"kind": ValidationLoop},
+        },
+    }
+    roots = [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    assert [tree(loop) for loop in roots] == [
+        {"kind": kind} for kind in (ValidationLoop, TestingLoop, PredictionLoop)
+    ]
+
+
+def test_loops_are_replaced_at_every_level_at_once() -> None:
+    """L9 to L12: each by its role; the whole tree is that of the new ones."""
+    seen: list[str] = []
+
+    def noting(base: type, name: str) -> Loop:
+        def advance(self: Loop, *args: Any) -> None:
+            seen.append(name)
+            base.advance(self, *args)
+
+        loop: Loop = type(f"Noting{base.__name__}", (base,), {"advance": advance})()
+        return loop
+
+    trainer = _trainer()
+    trainer.fit_loop = noting(FitLoop, "fit")
+    trainer.fit_loop.connect(epoch_loop=noting(EpochLoop, "epoch"))
+    epochs = trainer.fit_loop.epoch_loop
+    epochs.connect(
+        batch_loop=noting(BatchLoop, "batch"), val_loop=noting(ValidationLoop, "validation")
+    )
+    epochs.batch_loop.connect(optimizer_loop=noting(OptimizerLoop, "optimizer"))
+    trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
+    assert seen[:4] == ["fit", "epoch", "batch", "optimizer"]
+    assert seen[4:7] == ["epoch", "batch", "optimizer"]
+    # Two batches of validation, and the look that finds no third one.
+    assert seen[7:] == ["validation"] * 3
 
 
 def test_a_fit_loop_of_ones_own_keeps_the_tree_below_it() -> None:

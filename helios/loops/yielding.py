@@ -1,0 +1,285 @@
+"""A training step that is a generator: it yields one loss for each optimizer (L27, L28).
+
+Between two yields the optimizer of the first one makes its update. So the rest of the step computes
+with the new weights, and has its local variables still: nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from types import GeneratorType
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.loops.loop import make_stray_stop
+from helios.loops.optimizer import OptimizerLoop, refuse_closures
+from helios.loops.step import begin_forward, end_forward
+
+_LOGGER = logging.getLogger(__name__)
+
+_END = object()
+_STALE_GRAPH = ("backward through the graph a second time", "modified by an inplace operation")
+
+Losses = Generator[Any, None, Any]
+
+
+class YieldLoop(OptimizerLoop):
+    """Trains by a ``train_step`` that yields one loss for each optimizer of the model.
+
+    What is done at a yield touches that optimizer's parameters only: backward, and at a window's
+    last micro-batch the average, the clipping, the update and the optimizer's own schedulers. An
+    optimizer whose parameters are all frozen gets no backward. The generator's body runs under the
+    engine's autocast, from yield to yield; a ``with`` block must not reach over a yield.
+
+    Args:
+        optimizers: the model's optimizers in the order of the yields, by attribute name
+            (``"optimizers.0"`` inside a list); by default the order in which they were assigned.
+
+    Raises:
+        ArgumentError: for an optimizer that is named twice.
+        ArgumentTypeError: for something that is no sequence of names.
+    """
+
+    def __init__(self, optimizers: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._order = _as_names(optimizers)
+        self._turns: dict[str, Optimizer] = {}
+        self._holders: dict[str, Any] = {}
+        self._skips: dict[str, str] = {}
+        self._unreached: set[str] = set()
+
+    def _train(self, batch: Any) -> None:
+        session = self.session
+        is_boundary, engine = session.state.is_step_boundary, session.engine
+        turns = self._find_turns()
+        self._hold_skip(*turns)
+        losses: dict[str, Tensor] = {}
+        is_committed = False
+        with closing(self._start(batch)) as generator:
+            self._settle_mode(is_manual=False)
+            engine.count_micro_batch()
+            for path, optimizer in turns.items():
+                losses[path] = self._learn(generator, path, is_first=not losses)
+                if is_boundary:
+                    is_committed |= self._update_now(path, optimizer)
+            self._finish(generator)
+        self._show(losses)
+        if is_boundary:
+            engine.close_window()
+            if not is_committed:
+                session.state.withdraw_step(session.schedule.unit)
+
+    def _start(self, batch: Any) -> Losses:
+        """Call the step, which runs nothing of it yet.
+
+        Raises:
+            UsageError: if it is no generator.
+        """
+        session = self.session
+        batch = begin_forward(session, batch)
+        with session.engine.autocast():
+            generator = session.hooks.call("train_step", batch, session.state)
+        if isinstance(generator, GeneratorType):
+            return generator
+        raise UsageError(
+            f"With a YieldLoop {type(session.model).__name__}.train_step must be a generator "
+            f"(`yield loss`, once for each optimizer), but it returned "
+            f"{type(generator).__name__}. Write yield in the place of return, or leave out the "
+            "YieldLoop."
+        )
+
+    def _learn(self, generator: Losses, path: str, *, is_first: bool) -> Tensor:
+        """Run the step to its next yield and do backward from there; returns the detached loss."""
+        session, context = self.session, self.session.context
+        if not is_first:
+            context.model_outputs = context.attached_loss = None
+            session.hooks.emit("on_forward_start", context)
+        result = self._run_on(generator)
+        if result is _END:
+            raise self._make_count_error(f"ended before it had yielded a loss for {path!r}")
+        inputs = [
+            parameter
+            for group in self._turns[path].param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        loss = _loss_for(path, result, needs_graph=bool(inputs))
+        end_forward(session, result, loss)
+        if inputs:
+            self._do_backward(loss, inputs, path)
+        self._hold_skip(path)
+        return loss.detach()
+
+    def _do_backward(self, loss: Tensor, inputs: list[Tensor], path: str) -> None:
+        try:
+            self._backward(loss, inputs)
+        except RuntimeError as error:
+            if any(words in str(error) for words in _STALE_GRAPH):
+                error.args = (
+                    f"{error}\n\nThe loss yielded for {path!r} leads through what was computed "
+                    "before an earlier yield (of this batch or the one before), and the backward "
+                    "or the update there has used that up. Compute it anew after that yield, or "
+                    "detach it (x.detach()).",
+                )
+            raise
+        is_reached = any(parameter.grad is not None for parameter in inputs)
+        if not is_reached and path not in self._unreached:
+            self._unreached.add(path)
+            _LOGGER.warning(
+                "The loss yielded for %r reaches none of its parameters, so they stay as they are. "
+                "Yields belong to the optimizers in the order %s: correct their order, or pass "
+                "YieldLoop(optimizers=(...)).",
+                path,
+                ", ".join(self._turns),
+            )
+
+    def _run_on(self, generator: Losses) -> Any:
+        """Run the step to its next yield; returns what it yields, or ``_END`` at its end."""
+        with self.session.engine.autocast():
+            try:
+                return next(generator, _END)
+            except RuntimeError as error:
+                # Python's own word for a StopIteration out of a generator's body.
+                if isinstance(error.__cause__, StopIteration):
+                    raise make_stray_stop(error.__cause__) from error
+                raise
+
+    def _finish(self, generator: Losses) -> None:
+        """Run what follows the last yield."""
+        if self._run_on(generator) is not _END:
+            raise self._make_count_error("yielded once more")
+
+    def _update_now(self, path: str, optimizer: Optimizer) -> bool:
+        reason = self._skips.pop(path, "")
+        if reason:
+            self.session.context.skip_step(reason)
+        return self._update(optimizer, schedules_of=optimizer)
+
+    def _hold_skip(self, *paths: str) -> None:
+        """Keep a skip that was asked for until the updates that it is meant for.
+
+        It belongs to the optimizer whose yield it followed, or, asked for before the first one, to
+        all. The end of the window would else give it to whoever comes first.
+        """
+        reason = self.session.context.take_skip()
+        if reason:
+            self._skips = dict.fromkeys(paths, reason) | self._skips
+
+    def _show(self, losses: dict[str, Tensor]) -> None:
+        """Put the losses into the table, if the model has put nothing there."""
+        table = self.session.model.loss_items
+        if not table:
+            is_one = len(losses) == 1
+            table.update({"loss" if is_one else f"loss_{path}": x for path, x in losses.items()})
+
+    def _find_turns(self) -> dict[str, Optimizer]:
+        """Return the optimizers by path, in the order of the yields.
+
+        Found anew where an attribute of the model holds another object.
+        """
+        attributes = vars(self.session.model)
+        holders = self._holders.items()
+        if not holders or any(attributes.get(name) is not held for name, held in holders):
+            self._turns = self._order_optimizers(self.session.model.discovery.optimizers())
+            names = {path.partition(".")[0] for path in self._turns}
+            self._holders = {name: attributes[name] for name in names}
+            self._check_turns()
+        return self._turns
+
+    def _order_optimizers(self, found: dict[str, Optimizer]) -> dict[str, Optimizer]:
+        if not found:
+            raise UsageError(
+                "A YieldLoop needs at least one optimizer as an attribute of the model, found "
+                "none. Build it in setup()."
+            )
+        if not self._order:
+            # Discovery goes by name: `disc` would come before `gen`, whatever setup() says.
+            places = {name: place for place, name in enumerate(vars(self.session.model))}
+            paths = sorted(found, key=lambda path: places[path.partition(".")[0]])
+            return {path: found[path] for path in paths}
+        if set(self._order) != set(found):
+            raise UsageError(
+                f"YieldLoop(optimizers=...) must name each optimizer of the model once "
+                f"({sorted(found)}), got {list(self._order)}. Correct the names."
+            )
+        return {path: found[path] for path in self._order}
+
+    def _check_turns(self) -> None:
+        for optimizer in self._turns.values():
+            refuse_closures(optimizer)
+        self._refuse_shared_windows()
+        intervals = self.session.model.scheduler_interval
+        for path, scheduler in self.session.find_schedulers().items():
+            is_by_step = intervals.get(path, "step") == "step"
+            is_owned = any(scheduler.optimizer is owner for owner in self._turns.values())
+            if is_by_step and not is_owned:
+                _LOGGER.warning(
+                    "The scheduler %r belongs to none of the optimizers %s, so no step moves it. "
+                    "Build it with one of them.",
+                    path,
+                    ", ".join(self._turns),
+                )
+
+    def _refuse_shared_windows(self) -> None:
+        """Refuse parameters of two optimizers where both would gather gradients in them."""
+        if self.session.schedule.accumulation_steps == 1:
+            return
+        owners: dict[int, str] = {}
+        for path, optimizer in self._turns.items():
+            members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            shared = next((owners[member] for member in members if member in owners), None)
+            if shared is not None:
+                raise UsageError(
+                    f"With accumulation_steps > 1 a parameter must belong to one optimizer, but "
+                    f"{shared!r} and {path!r} share some: the gradients of both would be added up "
+                    "in it. Give each its own, or train without accumulation."
+                )
+            owners |= dict.fromkeys(members, path)
+
+    def _make_count_error(self, what: str) -> UsageError:
+        names = ", ".join(self._turns)
+        return UsageError(
+            f"{type(self.session.model).__name__}.train_step must yield exactly one loss for each "
+            f"optimizer, in this order: {names}; but it {what}. Write one `yield` for each, for "
+            "the last one too (a value that is returned is lost)."
+        )
+
+    def teardown(self) -> None:
+        """Forget the optimizers of this training."""
+        self._turns, self._holders, self._skips = {}, {}, {}
+        self._unreached = set()
+        super().teardown()
+
+
+def _loss_for(path: str, result: Any, *, needs_graph: bool) -> Tensor:
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor):
+        shown = "None" if result is None else type(result).__name__
+    elif loss.numel() == 1 and (loss.requires_grad or not needs_graph):
+        return loss
+    else:
+        shown = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+    raise UsageError(
+        f"train_step must yield a scalar loss for {path!r}, or a dict with one under 'loss', got "
+        f"{shown}. Reduce it (loss.mean()) and do not detach it."
+    )
+
+
+def _as_names(optimizers: Sequence[str]) -> tuple[str, ...]:
+    is_sequence = isinstance(optimizers, list | tuple)
+    if not is_sequence or not all(isinstance(name, str) for name in optimizers):
+        raise ArgumentTypeError(
+            "YieldLoop(optimizers=...) must be a tuple of the names of optimizers, got "
+            f'{optimizers!r}. Pass e.g. ("critic_optimizer", "generator_optimizer").'
+        )
+    if len(set(optimizers)) != len(optimizers):
+        raise ArgumentError(
+            "YieldLoop(optimizers=...) must name each optimizer once, got "
+            f"{list(optimizers)}. Drop the repetition; each has one yield in a step."
+        )
+    return tuple(optimizers)

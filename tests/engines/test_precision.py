@@ -1,0 +1,189 @@
+"""In which type steps compute, and what stays in full precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import helios
+from helios.engines.engine import Engine
+from helios.engines.precision import Precision
+from helios.errors import ArgumentError
+from helios.hooks.context import Context
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.resume import resume_everywhere
+from tests.support.runs import Setting, train
+
+CPU = torch.device("cpu")
+LOW, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_a_precision_is_known_by_its_name(precision: Precision) -> None:
+    assert Precision.from_str(precision.value) is precision
+
+
+@pytest.mark.parametrize("name", ["fp16", "BF16", "", None, 16])
+def test_another_name_is_an_error_that_shows_the_names(name: Any) -> None:
+    with pytest.raises(ArgumentError, match='must be "fp32" or "bf16", got'):
+        Precision.from_str(name)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(Precision.FP32, FULL), (Precision.BF16, LOW)])
+def test_products_are_computed_in_the_precision(precision: Precision, dtype: torch.dtype) -> None:
+    """E22, E23: outside of the context nothing has changed."""
+    network = nn.Linear(2, 2)
+    with precision.autocast(CPU):
+        assert network(torch.ones(1, 2)).dtype == dtype
+    assert network(torch.ones(1, 2)).dtype == FULL
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_full_precision_leaves_a_users_own_autocast_alone() -> None:
+    """E23: a null context, not one that switches autocast off."""
+    with torch.autocast("cpu", dtype=LOW), Precision.FP32.autocast(CPU):
+        assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == LOW
+
+
+def test_the_context_is_left_also_after_an_error() -> None:
+    engine = Engine(CPU, precision=Precision.BF16)
+    with pytest.raises(ZeroDivisionError), engine.autocast():
+        raise ZeroDivisionError
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Probe(helios.Model):
+    """Notes the type of its activations, by step, and where autocast is on."""
+
+    unsaved = ("dtypes",)
+
+    def __init__(self) -> None:
+        super().__init__("probe")
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.optimizer = AdamW(self.net.parameters(), lr=0.1)
+
+    def forward(self, step: str, batch: Tensor) -> Tensor:
+        hidden = self.net[0](batch)
+        self.dtypes.setdefault(step, set()).add(hidden.dtype)
+        return self.net[2](self.net[1](hidden))
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        return self.forward("train", batch).float().square().mean()
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        return {"score": (self.forward("valid", batch).float().sum(), len(batch))}
+
+    def test_step(self, batch: Any, step: int) -> None:
+        self.forward("test", batch)
+
+    def predict_step(self, batch: Any, step: int) -> Tensor:
+        return self.forward("predict", batch)
+
+
+class Rows(helios.DataModule):
+    def setup(self) -> None:
+        rows = self._create_dataset(
+            [torch.arange(3.0) + index for index in range(8)],
+            helios.DataLoaderParams(batch_size=4),
+        )
+        self._train_dataset = self._valid_dataset = rows
+        self._test_dataset = self._predict_dataset = rows
+
+
+def trainer_of(precision: str | None, *plugins: Plugin, **options: Any) -> helios.Trainer:
+    return helios.Trainer(
+        precision=precision, plugins=plugins, use_cpu=True, print_banner=False, **options
+    )
+
+
+class HooksInFull(Plugin):
+    """Fails where autocast reaches a hook."""
+
+    def __init__(self) -> None:
+        super().__init__("hooks-in-full")
+        self.heard: set[str] = set()
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def _check(self, event: str) -> None:
+        assert not torch.is_autocast_enabled("cpu"), event
+        self.heard.add(event)
+
+    def on_forward_start(self, context: Context) -> None:
+        self._check("forward")
+
+    def on_forward_end(self, context: Context) -> None:
+        self._check("forward done")
+
+    def on_backward_start(self, loss: Tensor) -> None:
+        assert loss.dtype == FULL
+        loss.register_hook(lambda grad: self._check("inside of backward"))
+        self._check("backward")
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        assert {grad.dtype for grad in grads} == {FULL}
+        self._check("step")
+
+
+def test_every_step_computes_in_bf16_and_all_state_stays_in_full_precision() -> None:
+    """L28, E24: activations are low; weights, gradients, moments and statistics are not."""
+    hooks = HooksInFull()
+    trainer = trainer_of("bf16", hooks, total_steps=2, valid_frequency=1)
+    model = Probe()
+    trainer.fit(model, Rows())
+    trainer.test(model, Rows())
+    predictions = trainer.predict(model, Rows())
+    assert model.dtypes == {name: {LOW} for name in ("train", "valid", "test", "predict")}
+    assert {prediction.dtype for prediction in predictions} == {LOW}
+    assert len(hooks.heard) == 5
+    tensors = [*model.net.parameters(), *model.net.buffers()]
+    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {FULL}
+
+
+def test_moments_of_the_optimizer_stay_in_full_precision() -> None:
+    """DESIGN section 6: parameters keep their own type."""
+    moments: set[torch.dtype] = set()
+
+    class Reader(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
+            for state in optimizer.state.values():
+                moments.update(tensor.dtype for tensor in state.values())
+
+    trainer_of("bf16", Reader("reader"), total_steps=1).fit(Probe(), Rows())
+    assert moments == {FULL}
+
+
+def test_full_precision_is_the_default() -> None:
+    model = Probe()
+    trainer_of(None, total_steps=1).fit(model, Rows())
+    assert model.dtypes == {"train": {FULL}}
+
+
+def test_the_precision_of_an_engine_of_ones_own_counts() -> None:
+    """E40."""
+    model = Probe()
+    engine = Engine(CPU, precision=Precision.BF16)
+    helios.Trainer(total_steps=1, engine=engine, print_banner=False).fit(model, Rows())
+    assert model.dtypes == {"train": {LOW}}
+
+
+def test_a_run_in_low_precision_resumes_everywhere(tmp_path: Path) -> None:
+    """E22: bf16 needs no scaler, and so no state."""
+    setting = Setting(total_steps=8, accumulation=2, options={"precision": "bf16"})
+    whole = resume_everywhere(lambda folder: train(folder, setting), tmp_path)
+    full = train(tmp_path / "full", Setting(total_steps=8, accumulation=2))
+    assert whole.records != full.records

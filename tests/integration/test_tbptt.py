@@ -1,0 +1,170 @@
+"""The tutorial's loop for long sequences: its hidden state comes through every resume."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import helios
+from helios.state import TrainingState
+from tests.loops.recorded import record
+from tests.support.resume import resume_everywhere
+from tests.support.runs import Outcome
+
+_PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/tbptt.md"
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_ROWS, _CHUNK, _SPLIT, _CHUNKS = 3, 6, 2, 7
+
+
+def _tutorial() -> dict[str, Any]:
+    """Return what the classes of the page are: users copy them, so they are what is tested."""
+    names: dict[str, Any] = {}
+    for block in _BLOCK.findall(_PAGE.read_text("utf-8")):
+        if re.search(r"^class (TBPTTLoop|Rows)\b", block, re.MULTILINE):
+            exec(compile(block, str(_PAGE), "exec"), names)
+    return names
+
+
+_NAMES = _tutorial()
+Carrying, Rows = _NAMES["TBPTTLoop"], _NAMES["Rows"]
+
+
+class Forgetful(Carrying):  # type: ignore[misc, valid-type]
+    """Saves nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class MarkedRows(Rows):  # type: ignore[misc, valid-type]
+    """Chunks that know their index; the rows begin new sequences at different times."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        chunk, row = divmod(index, _ROWS)
+        is_start = torch.tensor(chunk % (3 + row) == 0)
+        # Laid along time, as all that is cut along it.
+        ids = torch.full((_CHUNK, 1), index)
+        return super().__getitem__(index) | {"is_start": is_start, "ids": ids}
+
+
+class Sequences(helios.DataModule):
+    def setup(self) -> None:
+        inputs = torch.rand(_ROWS, _CHUNK * _CHUNKS, 1, generator=torch.Generator().manual_seed(3))
+        rows = MarkedRows(inputs, inputs.roll(1, dims=1), _CHUNK)
+        self._train_dataset = self._create_dataset(
+            rows, helios.DataLoaderParams(batch_size=_ROWS, shuffle=False)
+        )
+
+
+class Recurrent(helios.Model):
+    """Notes the samples and the losses of every piece."""
+
+    unsaved = ("records", "pieces")
+
+    def __init__(self) -> None:
+        super().__init__("recurrent")
+        self.records: dict[int, tuple[list[int], str]] = {}
+        self.pieces: list[tuple[list[int], bool, float]] = []
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.lstm = nn.LSTM(1, 4, batch_first=True)
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 1))
+        weights = [*self.lstm.parameters(), *self.head.parameters()]
+        self.optimizer = torch.optim.Adam(weights, lr=0.02)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, gamma=0.9)
+
+    def train_step(self, batch: Any, state: TrainingState) -> dict[str, Any]:
+        assert batch["inputs"].shape == (_ROWS, _SPLIT, 1)
+        outputs, hidden = self.lstm(batch["inputs"], batch["hidden"])
+        loss = nn.functional.mse_loss(self.head(outputs).float(), batch["targets"])
+        has_past = batch["hidden"] is not None
+        self.pieces.append((batch["ids"][:, 0, 0].tolist(), has_past, loss.item()))
+        return {"loss": loss, "hidden": hidden}
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        mean = self.loss_items["loss"].item()
+        self.records[state.global_iteration] = (self.pieces[-1][0], repr((mean, self.pieces)))
+        self.pieces = []
+
+
+def _train(folder: Path | None, loop: Any, **options: Any) -> Outcome:
+    options = {"train_unit": "iteration", "total_steps": 11, "random_seed": 2} | options
+    model = Recurrent()
+
+    def connect(trainer: helios.Trainer) -> None:
+        trainer.fit_loop.epoch_loop.connect(batch_loop=loop)
+
+    return record(folder, model, Sequences(), prepare=connect, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"train_unit": "epoch", "total_steps": 3},
+        {"precision": "bf16"},
+    ],
+    ids=["iterations", "epochs", "bf16"],
+)
+def test_a_carried_state_resumes_everywhere(options: dict[str, Any], tmp_path: Path) -> None:
+    """L21, L35: in the middle of a sequence, at its end, and at the end of an epoch."""
+    whole = resume_everywhere(lambda folder: _train(folder, Carrying(_SPLIT), **options), tmp_path)
+    places = [ids for ids, _ in list(whole.records.values())[:_CHUNKS]]
+    assert places == [[3 * chunk, 3 * chunk + 1, 3 * chunk + 2] for chunk in range(_CHUNKS)]
+
+
+def test_without_its_state_a_resume_goes_another_way(tmp_path: Path) -> None:
+    """The test above can fail: it does for a loop that saves nothing."""
+    with pytest.raises(AssertionError, match="samples or losses differ after iteration 1"):
+        resume_everywhere(lambda folder: _train(folder, Forgetful(_SPLIT)), tmp_path)
+
+
+def test_every_piece_is_an_update_with_the_hidden_state_of_the_one_before() -> None:
+    """L21: by the bits of a loop by hand."""
+    outcome = _train(None, Carrying(_SPLIT), total_steps=4)
+    model, data = Recurrent(), Sequences()
+    helios.core.rng.seed_rngs(2)
+    data.setup()
+    model.setup()
+    hidden, losses = None, []
+    for iteration in range(1, 5):
+        samples = [data.train_dataset[3 * (iteration - 1) + row] for row in range(_ROWS)]
+        helios.core.rng.reseed(helios.core.rng.key(2, "train", iteration, 0))
+        starts = torch.stack([sample["is_start"] for sample in samples])
+        if hidden is not None:
+            hidden = [torch.where(starts[:, None], 0.0, part) for part in hidden]
+        for begin in range(0, _CHUNK, _SPLIT):
+            inputs, targets = (
+                torch.stack([sample[name][begin : begin + _SPLIT] for sample in samples])
+                for name in ("inputs", "targets")
+            )
+            outputs, hidden = model.lstm(inputs, hidden)
+            loss = nn.functional.mse_loss(model.head(outputs), targets)
+            loss.backward()
+            model.optimizer.step()
+            model.scheduler.step()
+            model.optimizer.zero_grad()
+            hidden = [part.detach() for part in hidden]
+            losses.append(loss.item())
+    pieces = [eval(bits)[1] for _, bits in outcome.records.values()]
+    assert [loss for batch in pieces for _, _, loss in batch] == losses
+    assert [has_past for batch in pieces for _, has_past, _ in batch] == [False] + [True] * 11
+
+
+def test_accumulation_is_refused_by_the_loop() -> None:
+    with pytest.raises(ValueError, match="an update for each split"):
+        _train(None, Carrying(_SPLIT), accumulation_steps=2)
+
+
+def test_a_second_training_begins_without_the_first_ones_state() -> None:
+    """L31, L40."""
+    loop = Carrying(_SPLIT)
+    first = _train(None, loop, total_steps=3)
+    assert loop.hidden is None
+    assert _train(None, loop, total_steps=3).records == first.records

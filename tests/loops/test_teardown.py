@@ -1,0 +1,138 @@
+"""Every loop is torn down on every way out of a training (L40)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helios
+from helios.loops.batch import BatchLoop
+from helios.loops.epoch import EpochLoop
+from helios.loops.evaluation import ValidationLoop
+from helios.loops.fit import FitLoop
+from helios.loops.loop import Loop
+from helios.loops.optimizer import OptimizerLoop
+from helios.plugins import Plugin
+from tests.support.runs import IndexModule, Setting, SmallModel
+
+_SETTING = Setting(total_steps=3)
+# A loop is torn down after its children.
+_ALL = ["optimizer", "batch", "validation", "epoch", "fit"]
+
+
+def _noting(base: type[Any], name: str, torn: list[str], *children: Loop) -> Any:
+    def teardown(self: Any) -> None:
+        base.teardown(self)
+        torn.append(name)
+
+    return type(f"Noting{base.__name__}", (base,), {"teardown": teardown})(*children)
+
+
+def _trainer(torn: list[str], *plugins: Plugin, **options: Any) -> helios.Trainer:
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=3,
+        valid_frequency=2,
+        use_cpu=True,
+        print_banner=False,
+        plugins=plugins,
+        **options,
+    )
+    trainer.fit_loop = _noting(
+        FitLoop,
+        "fit",
+        torn,
+        _noting(
+            EpochLoop,
+            "epoch",
+            torn,
+            _noting(BatchLoop, "batch", torn, _noting(OptimizerLoop, "optimizer", torn)),
+            _noting(ValidationLoop, "validation", torn),
+        ),
+    )
+    return trainer
+
+
+def _fit(trainer: helios.Trainer) -> bool:
+    return trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
+
+
+class Acting(Plugin):
+    """Does something in one event."""
+
+    def __init__(self, event: str, act: Any) -> None:
+        super().__init__("acting")
+        self.event = event
+        setattr(self, event, lambda *args: act(self))
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+
+def _fail(error: BaseException) -> Any:
+    def act(plugin: Plugin) -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "setup",
+        "on_fit_start",
+        "on_training_start",
+        "on_training_epoch_start",
+        "on_training_batch_start",
+        "on_forward_end",
+        "on_backward_end",
+        "on_optimizer_step_end",
+        "on_validation_start",
+        "on_validation_batch_end",
+        "on_training_epoch_end",
+        "on_training_end",
+    ],
+)
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_after_an_error_anywhere(event: str, kind: type[BaseException]) -> None:
+    torn: list[str] = []
+    with pytest.raises(kind):
+        _fit(_trainer(torn, Acting(event, _fail(kind()))))
+    assert torn == _ALL
+
+
+def test_after_the_regular_end_and_after_a_finished_run(tmp_path: Path) -> None:
+    torn: list[str] = []
+    for _ in range(2):
+        assert _fit(_trainer(torn, chkpt_root=tmp_path, chkpt_frequency=1))
+        assert torn == _ALL
+        torn.clear()
+
+
+def test_after_a_stop_and_after_an_interruption() -> None:
+    torn: list[str] = []
+    stop = Acting("on_training_batch_end", lambda plugin: plugin.context.request_stop("test"))
+    assert _fit(_trainer(torn, stop))
+    assert torn == _ALL
+    torn.clear()
+    leave = Acting("on_training_batch_end", lambda plugin: plugin.context.interrupt("test"))
+    assert not _fit(_trainer(torn, leave))
+    assert torn == _ALL
+
+
+def test_a_loop_that_fails_in_its_teardown_does_not_keep_the_rest_from_it() -> None:
+    """What was set up is released all the same; the error is raised."""
+    told: list[str] = []
+
+    class Failing(OptimizerLoop):
+        def teardown(self) -> None:
+            raise ValueError("of the teardown")
+
+    trainer = _trainer([], Acting("teardown", lambda plugin: told.append("plugin")))
+    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=Failing())
+    with pytest.raises(ValueError, match="of the teardown"):
+        _fit(trainer)
+    assert told == ["plugin"]
+    assert "session" not in vars(trainer.fit_loop)

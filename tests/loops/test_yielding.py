@@ -1,0 +1,736 @@
+"""The loop for generator steps: one loss by `yield` for each optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+from helios.engines.engine import Engine
+from helios.engines.precision import Precision
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.hooks.context import Context
+from helios.loops.yielding import YieldLoop
+from helios.model.model import Model
+from helios.model.processor import BatchProcessor
+from helios.plugins.plugin import Plugin
+from helios.session import Session
+from helios.state import TrainingState
+from tests.loops.sessions import ITERATION, attached, make_session, train_on
+
+Body = Callable[["Pair", Any], Iterator[Any]]
+
+
+def both(model: Pair, batch: Any) -> Iterator[Any]:
+    """Yield a loss for `right`, then one for `left`: the order in which `setup` makes them."""
+    yield (model.b * batch).sum()
+    yield (model.a * batch).sum()
+
+
+class Pair(Model):
+    """Two weights, an optimizer and a scheduler for each; the step is up to the test."""
+
+    def __init__(self, body: Body = both) -> None:
+        super().__init__("pair")
+        self.body = body
+        self.setup()
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.a, self.b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+        # Not in the order of the names.
+        self.right = SGD([self.b], lr=1.0)
+        self.left = SGD([self.a], lr=1.0)
+        self.left_scheduler = StepLR(self.left, 1, gamma=0.5)
+        self.right_scheduler = StepLR(self.right, 1, gamma=0.5)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        return self.body(self, batch)
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        return self.a.item(), self.b.item()
+
+    @property
+    def gradients(self) -> tuple[float | None, float | None]:
+        found = [None if p.grad is None else p.grad.item() for p in (self.a, self.b)]
+        return found[0], found[1]
+
+    @property
+    def moves(self) -> tuple[int, int]:
+        return self.left_scheduler.last_epoch, self.right_scheduler.last_epoch
+
+
+def prepared(
+    model: Pair, *plugins: Plugin, loop: YieldLoop | None = None, **options: Any
+) -> tuple[YieldLoop, Session]:
+    session = make_session(model, *plugins, **options)
+    loop = loop or YieldLoop()
+    attached(loop, session)
+    for plugin in plugins:
+        plugin.context = session.context
+    return loop, session
+
+
+class Quiet(Plugin):
+    def __init__(self) -> None:
+        super().__init__("quiet")
+
+    def setup(self) -> None: ...
+
+
+class Watcher(Quiet):
+    """Notes weights and gradients at every event of a step."""
+
+    def __init__(self, model: Pair) -> None:
+        super().__init__()
+        self.model = model
+        self.seen: list[tuple[Any, ...]] = []
+
+    def note(self, event: str, *args: Any) -> None:
+        self.seen.append((event, *args, self.model.weights, self.model.gradients))
+
+    def on_forward_start(self, context: Context) -> None:
+        self.note("forward", context.loss)
+
+    def on_forward_end(self, context: Context) -> None:
+        assert context.loss is not None
+        self.note("forward done", context.loss.item())
+
+    def on_backward_start(self, loss: Tensor) -> None:
+        self.note("backward", loss.item())
+
+    def on_backward_end(self) -> None:
+        self.note("backward done")
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None:
+        self.note("step", "left" if optimizer is self.model.left else "right")
+
+    def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
+        self.note("step done", committed)
+
+
+def test_each_yield_is_trained_on_before_the_step_goes_on() -> None:
+    """L27: locals survive, the next loss sees the new weights, each optimizer has its events."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        local = model.b * batch + 1.0
+        yield local
+        yield (model.a + model.b.detach()) * local.detach()
+
+    model = Pair(body)
+    watcher = Watcher(model)
+    loop, session = prepared(model, watcher)
+    assert train_on(loop, session, 4.0) is True
+    start, after_first = (0.0, 0.0), (0.0, -4.0)
+    assert watcher.seen == [
+        ("forward", None, start, (None, None)),
+        ("forward done", 1.0, start, (None, None)),
+        ("backward", 1.0, start, (None, None)),
+        ("backward done", start, (None, 4.0)),
+        ("step", "right", start, (None, 4.0)),
+        ("step done", True, after_first, (None, None)),
+        ("forward", None, after_first, (None, None)),
+        ("forward done", -4.0, after_first, (None, None)),
+        ("backward", -4.0, after_first, (None, None)),
+        ("backward done", after_first, (1.0, None)),
+        ("step", "left", after_first, (1.0, None)),
+        ("step done", True, (-1.0, -4.0), (None, None)),
+    ]
+    assert model.moves == (1, 1)
+    assert session.is_manual is False
+
+
+def test_a_window_sums_each_optimizers_gradients_and_averages_them_apart() -> None:
+    """L29: all yields of all micro-batches; a loss leaves the other's gradients alone."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        yield model.b * batch + model.a * 100
+        yield model.a * batch * 10 + model.b * 100
+
+    model = Pair(body)
+    loop, session = prepared(model, accumulation=2)
+    train_on(loop, session, 4.0, is_boundary=False)
+    assert (model.weights, model.gradients) == ((0.0, 0.0), (40.0, 4.0))
+    train_on(loop, session, 2.0)
+    assert (model.weights, model.gradients) == ((-30.0, -3.0), (None, None))
+    assert session.engine.state_dict() == {"open_micro_batches": 0}
+    train_on(loop, session, 1.0)
+    assert model.weights == (-35.0, -3.5)
+
+
+def test_yields_belong_to_optimizers_in_the_order_of_their_assignment() -> None:
+    """L27: not of their names, whatever an earlier part of the class has set."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        yield model.b * 1.0
+        yield model.a * 2.0
+
+    model = Pair(body)
+    loop, session = prepared(model)
+    train_on(loop, session, 0.0)
+    assert model.weights == (-2.0, -1.0)
+
+
+def test_names_settle_the_order_of_the_yields() -> None:
+    model = Pair(lambda model, batch: iter_losses(model.a, model.b))
+    loop, session = prepared(model, loop=YieldLoop(optimizers=("left", "right")))
+    train_on(loop, session, 0.0)
+    assert model.weights == (-1.0, -1.0)
+
+
+def iter_losses(*losses: Any) -> Iterator[Any]:
+    yield from losses
+
+
+def test_optimizers_in_a_list_have_their_places_for_names() -> None:
+    class Listed(Pair):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup()
+            del self.left, self.right, self.left_scheduler, self.right_scheduler
+            self.optimizers = [SGD([self.a], lr=1.0), SGD([self.b], lr=1.0)]
+
+    for order, expected in (((), (-1.0, -2.0)), (("optimizers.1", "optimizers.0"), (-1.0, -2.0))):
+        model = Listed()
+        losses = (model.b * 2, model.a) if order else (model.a, model.b * 2)
+        model.body = lambda model, batch, losses=losses: iter_losses(*losses)  # type: ignore[misc]
+        loop, session = prepared(model, loop=YieldLoop(order))
+        train_on(loop, session, 0.0)
+        assert model.weights == expected
+
+
+@pytest.mark.parametrize("names", [("left",), ("left", "wrong"), ("left", "right", "third")])
+def test_names_must_be_those_of_all_optimizers(names: tuple[str, ...]) -> None:
+    loop, session = prepared(Pair(), loop=YieldLoop(optimizers=names))
+    with pytest.raises(UsageError, match=r"each optimizer of the model once \(\['left', 'right'\]"):
+        train_on(loop, session, 1.0)
+
+
+@pytest.mark.parametrize("names", ["left", 3, (1, 2), {"left": 1}])
+def test_names_are_a_tuple_of_strings(names: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"YieldLoop\(optimizers=\.\.\.\) must be a tuple"):
+        YieldLoop(optimizers=names)
+
+
+def test_a_name_stands_once() -> None:
+    with pytest.raises(ArgumentError, match=r"each optimizer once, got \['left', 'left'\]"):
+        YieldLoop(optimizers=("left", "left"))
+
+
+def test_a_single_optimizer_is_fine() -> None:
+    class Single(Pair):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup()
+            del self.left, self.left_scheduler
+
+    model = Single(lambda model, batch: iter_losses(model.b * batch))
+    loop, session = prepared(model)
+    train_on(loop, session, 3.0)
+    assert model.weights == (0.0, -3.0)
+    assert {name: loss.item() for name, loss in model.loss_items.items()} == {"loss": 0.0}
+
+
+def test_no_optimizer_at_all_is_an_error() -> None:
+    model = Pair()
+    for name in ("left", "right", "left_scheduler", "right_scheduler"):
+        delattr(model, name)
+    loop, session = prepared(model)
+    with pytest.raises(UsageError, match="at least one optimizer"):
+        train_on(loop, session, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"), [(torch.ones(()), "Tensor"), (None, "NoneType"), ([1], "list")]
+)
+def test_a_step_that_is_no_generator_is_an_error(answer: Any, name: str) -> None:
+    """L27."""
+    loop, session = prepared(Pair(lambda model, batch: answer))
+    with pytest.raises(UsageError, match=rf"Pair\.train_step must be a generator.*{name}.*yield"):
+        train_on(loop, session, 1.0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_too_few_and_too_many_yields_are_errors(count: int) -> None:
+    """L27: the end of the generator must not end the loop in silence."""
+    loop, session = prepared(
+        Pair(lambda model, batch: iter_losses(*[model.a + model.b for _ in range(count)]))
+    )
+    what = ["before it had yielded a loss for 'right'", "loss for 'left'", "", "yielded once more"]
+    form = (
+        rf"exactly one loss for each optimizer, in this order: right, left; but it .*{what[count]}"
+    )
+    with pytest.raises(UsageError, match=form):
+        train_on(loop, session, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "got None"),
+        (3.0, "got float"),
+        ({"losses": torch.ones(())}, "got dict"),
+        ({"loss": 2.0}, "got dict"),
+        (torch.ones(3, requires_grad=True), r"shape \(3,\)"),
+        (torch.ones(()), "requires_grad=False"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_yield_that_is_no_loss_is_an_error(answer: Any, words: str) -> None:
+    """L25, L27: it names the optimizer."""
+    loop, session = prepared(Pair(lambda model, batch: iter_losses(model.b, answer)))
+    with pytest.raises(UsageError, match=f"must yield a scalar loss for 'left'.*{words}"):
+        train_on(loop, session, 1.0)
+
+
+def test_a_loss_may_stand_in_a_dict_and_is_seen_by_hooks() -> None:
+    """L25: the outputs of each yield are the context's."""
+    outputs: list[Any] = []
+
+    class Reader(Quiet):
+        def on_forward_end(self, context: Context) -> None:
+            outputs.append(context.model_outputs)
+
+    first, second = {"loss": None, "more": 1}, {"loss": None}
+
+    def body(model: Pair, batch: Any) -> Iterator[Any]:
+        first["loss"], second["loss"] = model.b * 3, model.a * 2
+        yield first
+        yield second
+
+    model = Pair(body)
+    loop, session = prepared(model, Reader())
+    train_on(loop, session, 1.0)
+    assert model.weights == (-2.0, -3.0)
+    assert [id(item) for item in outputs] == [id(first), id(second)]
+
+
+def test_a_stop_iteration_in_the_body_is_a_clear_error() -> None:
+    """L27, DESIGN R5: Python's own words for it name neither the cause nor a remedy."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        yield model.b * 1.0
+        yield model.a * next(iter(()))
+
+    loop, session = prepared(Pair(body))
+    with pytest.raises(UsageError, match=r"A StopIteration came out of a step.*exhausted iterator"):
+        train_on(loop, session, 1.0)
+
+
+def test_errors_of_the_body_pass_as_they_are() -> None:
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        yield model.b * 1.0
+        raise RuntimeError("of the body")
+
+    loop, session = prepared(Pair(body))
+    with pytest.raises(RuntimeError, match=r"^of the body$"):
+        train_on(loop, session, 1.0)
+
+
+class Failing(Quiet):
+    """Raises in one event."""
+
+    def __init__(self, event: str, error: BaseException) -> None:
+        super().__init__()
+
+        def fail(*args: Any) -> None:
+            raise error
+
+        setattr(self, event, fail)
+
+
+@pytest.mark.parametrize(
+    ("event", "yields"),
+    [
+        ("", 2),
+        ("", 1),
+        ("", 3),
+        ("on_forward_end", 2),
+        ("on_backward_start", 2),
+        ("on_backward_end", 2),
+        ("on_optimizer_step_start", 2),
+        ("on_optimizer_step_end", 2),
+    ],
+)
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_the_generator_is_closed_on_every_way_out(
+    event: str, yields: int, kind: type[BaseException]
+) -> None:
+    """L27: what the body holds (a file, a `with` block) is released at once."""
+    closed: list[bool] = []
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        try:
+            for _ in range(yields):
+                yield model.a + model.b
+        finally:
+            closed.append(True)
+
+    plugins = [Failing(event, kind())] if event else []
+    loop, session = prepared(Pair(body), *plugins)
+    if event or yields != 2:
+        with pytest.raises(kind if event else UsageError) as caught:
+            train_on(loop, session, 1.0)
+        assert closed == [True], caught
+    else:
+        train_on(loop, session, 1.0)
+        assert closed == [True]
+
+
+def test_shared_parameters_are_trained_by_each_of_their_optimizers() -> None:
+    """Without accumulation each one finds its own gradients only."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        yield model.b * 2 + model.a * 4
+        yield model.b * 3 + model.a
+
+    model = Pair(body)
+    model.left.add_param_group({"params": [model.b]})
+    del model.left_scheduler, model.right_scheduler
+    loop, session = prepared(model)
+    train_on(loop, session, 1.0)
+    assert (model.weights, model.gradients) == ((-1.0, -5.0), (None, None))
+
+
+def test_shared_parameters_are_refused_where_windows_hold_several_batches() -> None:
+    """Both optimizers would gather their gradients in one place."""
+    model = Pair()
+    model.left.add_param_group({"params": [model.b]})
+    loop, session = prepared(model, accumulation=2)
+    with pytest.raises(UsageError, match=r"'right' and 'left' share some.*without accumulation"):
+        train_on(loop, session, 1.0, is_boundary=False)
+
+
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_a_frozen_optimizer_gets_no_backward_and_its_step_changes_nothing(has_graph: bool) -> None:
+    """Its loss needs no graph then; its events and its scheduler go on as in a loop by hand."""
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        loss = model.b * model.a * batch + 7.0
+        yield loss if has_graph else loss.detach()
+        yield model.a * batch
+
+    model = Pair(body)
+    model.b.requires_grad_(False)
+    watcher = Watcher(model)
+    loop, session = prepared(model, watcher)
+    assert train_on(loop, session, 3.0) is True
+    assert (model.weights, model.gradients, model.moves) == ((-3.0, 0.0), (None, None), (1, 1))
+    events = [name for name, *_ in watcher.seen]
+    assert events[:4] == ["forward", "forward done", "step", "step done"]
+    assert model.loss_items["loss_right"].item() == 7.0
+
+
+def test_a_frozen_parameter_beside_others_keeps_no_gradient() -> None:
+    model = Pair(lambda model, batch: iter_losses(model.b + model.a, model.a + model.b))
+    model.right.add_param_group({"params": [nn.Parameter(torch.ones(()), requires_grad=False)]})
+    del model.right_scheduler
+    loop, session = prepared(model)
+    train_on(loop, session, 1.0)
+    assert model.weights == (-1.0, -1.0)
+    assert model.right.param_groups[1]["params"][0].grad is None
+
+
+def test_parameters_outside_of_the_loss_keep_no_gradient() -> None:
+    """DESIGN R3: zeros would move Adam."""
+    model = Pair(lambda model, batch: iter_losses(model.b * 2, model.a * 2))
+    idle = nn.Parameter(torch.ones(()))
+    model.right = Adam([model.b, idle], lr=0.5)  # type: ignore[assignment]
+    del model.right_scheduler
+    loop, session = prepared(model)
+    train_on(loop, session, 1.0)
+    assert idle.item() == 1.0
+    assert idle not in model.right.state
+    assert model.b in model.right.state
+
+
+def test_a_loss_that_reaches_no_parameter_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """DESIGN R5: most often the yields stand in another order than the optimizers."""
+    model = Pair(lambda model, batch: iter_losses(model.a * 2, model.a * 2))
+    loop, session = prepared(model)
+    for _ in range(3):
+        train_on(loop, session, 1.0)
+    (record,) = caplog.records
+    assert "loss yielded for 'right' reaches none of its parameters" in record.message
+    assert "in the order right, left" in record.message
+    assert model.b.item() == 0.0
+
+
+@pytest.mark.parametrize("kind", ["freed", "changed"])
+def test_a_graph_of_an_earlier_yield_is_hinted_at(kind: str) -> None:
+    """The class stays RuntimeError; the message says what to do."""
+
+    def freed(model: Pair, batch: Any) -> Iterator[Tensor]:
+        middle = (model.a * model.b).sin()
+        yield middle * 1.0
+        yield middle * 2.0
+
+    def changed(model: Pair, batch: Any) -> Iterator[Tensor]:
+        late = model.a * model.b
+        yield model.b * 1.0
+        yield late
+
+    model = Pair({"freed": freed, "changed": changed}[kind])
+    loop, session = prepared(model)
+    with pytest.raises(RuntimeError, match=r"(?s)backward|inplace.*'left'.*detach it") as caught:
+        train_on(loop, session, 1.0)
+    assert type(caught.value) is RuntimeError
+    assert "The loss yielded for 'left' leads through" in str(caught.value)
+
+
+def test_other_errors_of_backward_pass_as_they_are() -> None:
+    class Broken(Engine):
+        def backward(self, loss: Tensor, inputs: Any = None) -> None:
+            raise RuntimeError("out of something")
+
+    loop, session = prepared(Pair(), engine=Broken(torch.device("cpu")))
+    with pytest.raises(RuntimeError, match=r"^out of something$"):
+        train_on(loop, session, 1.0)
+
+
+class Skipper(Quiet):
+    """Asks for a skip, in one event, at the n-th time."""
+
+    def __init__(self, event: str, *numbers: int) -> None:
+        super().__init__()
+        self.count = 0
+
+        def skip(*args: Any) -> None:
+            if self.count in numbers:
+                self.context.skip_step("test")
+            self.count += 1
+
+        setattr(self, event, skip)
+
+
+@pytest.mark.parametrize(
+    ("event", "numbers", "weights", "is_committed"),
+    [
+        ("on_forward_start", (0,), (-2.0, 0.0), True),
+        ("on_forward_end", (1,), (0.0, -2.0), True),
+        ("on_backward_end", (0,), (-2.0, 0.0), True),
+        ("on_optimizer_step_start", (0,), (-2.0, 0.0), True),
+        ("on_optimizer_step_start", (1,), (0.0, -2.0), True),
+        ("on_optimizer_step_start", (0, 1), (0.0, 0.0), False),
+    ],
+)
+def test_a_skip_leaves_out_one_optimizers_update(
+    event: str, numbers: tuple[int, ...], weights: tuple[float, float], is_committed: bool
+) -> None:
+    """E26: its scheduler stays; the step is withdrawn only if nothing was committed."""
+    model = Pair()
+    loop, session = prepared(model, Skipper(event, *numbers))
+    assert train_on(loop, session, 2.0) is is_committed
+    assert (model.weights, model.gradients) == (weights, (None, None))
+    assert model.moves == tuple(int(weight != 0) for weight in weights)
+    assert session.state.current_iteration == int(is_committed)
+
+
+@pytest.mark.parametrize(("number", "weights"), [(0, (-3.0, 0.0)), (1, (0.0, -3.0))])
+def test_a_skip_inside_of_a_window_waits_for_its_own_optimizer(
+    number: int, weights: tuple[float, float]
+) -> None:
+    """E26: a loss of NaN in an early micro-batch must not cost the other optimizer its update."""
+    model = Pair()
+    loop, session = prepared(model, Skipper("on_backward_end", number), accumulation=2)
+    train_on(loop, session, 4.0, is_boundary=False)
+    assert train_on(loop, session, 2.0) is True
+    assert model.weights == weights
+    train_on(loop, session, 2.0, is_boundary=False)
+    train_on(loop, session, 2.0)
+    assert 0.0 not in model.weights
+
+
+def test_a_skip_before_the_first_yield_leaves_out_all_updates() -> None:
+    """E26: it is the step that is skipped."""
+    model = Pair()
+    loop, session = prepared(model)
+    session.context.skip_step("test")
+    assert train_on(loop, session, 2.0) is False
+    assert (model.weights, model.moves) == ((0.0, 0.0), (0, 0))
+    assert train_on(loop, session, 2.0) is True
+
+
+def test_losses_are_put_into_an_empty_table_under_their_optimizers() -> None:
+    """The issue: losses go to TensorBoard without user code."""
+    model = Pair()
+    loop, session = prepared(model)
+    train_on(loop, session, 2.0)
+    train_on(loop, session, 2.0)
+    shown = {name: (loss.item(), loss.requires_grad) for name, loss in model.loss_items.items()}
+    assert shown == {"loss_right": (-4.0, False), "loss_left": (-4.0, False)}
+
+
+def test_a_table_that_the_step_fills_late_is_left_alone() -> None:
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        yield model.b * 1.0
+        model._loss_items["mine"] = 1.0
+        yield model.a * 1.0
+
+    model = Pair(body)
+    loop, session = prepared(model)
+    train_on(loop, session, 2.0)
+    assert model.loss_items == {"mine": 1.0}
+
+
+def test_what_follows_the_last_yield_sees_all_updates() -> None:
+    """An average of weights may stand there."""
+    seen: list[tuple[float, float]] = []
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        yield from both(model, batch)
+        seen.append(model.weights)
+
+    loop, session = prepared(Pair(body))
+    train_on(loop, session, 2.0)
+    assert seen == [(-2.0, -2.0)]
+
+
+def test_the_body_computes_in_the_engines_precision_and_nothing_else_does() -> None:
+    """L28, E24: autocast covers each part of the body, but no hook, no backward, no update."""
+    seen: dict[str, list[bool]] = {"body": [], "elsewhere": []}
+
+    def note(place: str) -> None:
+        seen[place].append(torch.is_autocast_enabled("cpu"))
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        note("body")
+        yield model.b * 1.0
+        note("body")
+        yield model.a * 1.0
+        note("body")
+
+    class Noting(Watcher):
+        def note(self, event: str, *args: Any) -> None:
+            note("elsewhere")
+
+    class Own(Engine):
+        def backward(self, loss: Tensor, inputs: Any = None) -> None:
+            note("elsewhere")
+            super().backward(loss, inputs)
+
+    model = Pair(body)
+    engine = Own(torch.device("cpu"), precision=Precision.BF16)
+    loop, session = prepared(model, Noting(model), engine=engine)
+    train_on(loop, session, 1.0)
+    assert seen == {"body": [True] * 3, "elsewhere": [False] * 14}
+
+
+def test_new_weights_are_seen_in_low_precision_too() -> None:
+    """L28: autocast keeps copies of weights, which must not live on over an update."""
+    seen: list[Tensor] = []
+
+    class Wide(Pair):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup()
+            self.net = nn.Linear(4, 4, bias=False)
+            del self.right_scheduler
+            self.right = SGD(self.net.parameters(), lr=1.0)
+
+    def body(model: Any, batch: Any) -> Iterator[Tensor]:
+        seen.append(model.net(batch))
+        yield seen[0].float().sum()
+        seen.append(model.net(batch))
+        yield model.a * 1.0
+
+    loop, session = prepared(
+        Wide(body), engine=Engine(torch.device("cpu"), precision=Precision.BF16)
+    )
+    train_on(loop, session, torch.ones(1, 4))
+    assert [tensor.dtype for tensor in seen] == [torch.bfloat16] * 2
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_transforms_of_a_processor_are_applied_once() -> None:
+    """R31: all yields see the batch that the first part of the step got."""
+    batches: list[Any] = []
+
+    class Reader(Quiet):
+        def on_forward_start(self, context: Context) -> None:
+            batches.append(context.batch)
+
+    model = Pair()
+    model.batch_processor = BatchProcessor.from_callable(
+        lambda model, batch: (None, None), transforms=lambda batch: batch + 1.0
+    )
+    loop, session = prepared(model, Reader())
+    train_on(loop, session, 2.0)
+    assert batches == [3.0, 3.0]
+    assert model.weights == (-3.0, -3.0)
+
+
+def test_only_the_schedulers_of_the_optimizer_that_steps_move() -> None:
+    rates: list[tuple[float, float]] = []
+
+    def body(model: Pair, batch: Any) -> Iterator[Tensor]:
+        yield model.b * 1.0
+        rates.append((model.left.param_groups[0]["lr"], model.right.param_groups[0]["lr"]))
+        yield model.a * 1.0
+
+    loop, session = prepared(Pair(body))
+    train_on(loop, session, 1.0)
+    assert rates == [(1.0, 0.5)]
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+def test_a_scheduler_that_no_step_would_move_is_warned_of(
+    interval: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DESIGN R5: with one optimizer all schedulers move, here each follows its own."""
+    model = Pair()
+    model.stray = ExponentialLR(SGD([nn.Parameter(torch.ones(()))], lr=1.0), 0.5)
+    model.scheduler_interval = {"stray": interval}
+    loop, session = prepared(model)
+    train_on(loop, session, 1.0)
+    train_on(loop, session, 1.0)
+    messages = [record.message for record in caplog.records]
+    expected = ["The scheduler 'stray' belongs to none of the optimizers right, left"]
+    assert [text.partition(",")[0] for text in messages] == [
+        text.partition(",")[0] for text in expected if interval == "step"
+    ]
+
+
+def test_an_optimizer_that_the_model_replaces_is_the_one_that_steps() -> None:
+    model = Pair()
+    del model.right_scheduler
+    loop, session = prepared(model)
+    train_on(loop, session, 1.0)
+    model.right = SGD([model.b], lr=10.0)
+    train_on(loop, session, 1.0)
+    assert model.b.item() == -11.0
+
+
+def test_one_training_is_forgotten_for_the_next() -> None:
+    """A skip that waits in a window which an error has cut off is none of the next one's."""
+    loop = YieldLoop()
+    for _ in range(2):
+        model = Pair()
+        _, session = prepared(model, Skipper("on_backward_end", 2, 3), loop=loop)
+        train_on(loop, session, 2.0)
+        assert model.weights == (-2.0, -2.0)
+        train_on(loop, session, 2.0, is_boundary=False)
+        loop.teardown()
+        loop.attach(None)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
+    """L24."""
+    model = Pair()
+    del model.right_scheduler
+    model.right = LBFGS([model.b])  # type: ignore[assignment]
+    loop, session = prepared(model)
+    with pytest.raises(UsageError, match=r"LBFGS\.step needs a closure"):
+        train_on(loop, session, 2.0)
+
+
+def test_a_run_of_manual_steps_does_not_go_on_with_yields() -> None:
+    """C12: windows and counters of both differ."""
+    loop, session = prepared(Pair(), unit=ITERATION)
+    loop.load_state_dict({"is_manual": True})
+    with pytest.raises(UsageError, match="returned a loss after it had returned None"):
+        train_on(loop, session, 2.0)
