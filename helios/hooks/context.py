@@ -34,6 +34,11 @@ class RunView(Protocol):
         ...
 
     @property
+    def is_interrupted(self) -> bool:
+        """Whether the run breaks off at the next safe point, unfinished."""
+        ...
+
+    @property
     def is_manual_mode(self) -> bool:
         """Whether the model steps its optimizers itself."""
         ...
@@ -93,6 +98,7 @@ class Context:
     def __init__(self, run: RunView) -> None:
         self._run = run
         self.batch: Any = None
+        self._raw_batch: Any = None
         self.model_outputs: Any = None
         self.attached_loss: Tensor | None = None
         self.stepping_optimizer: Any = None
@@ -105,11 +111,15 @@ class Context:
 
     def begin_batch(self, batch: Any) -> None:
         """Show a new batch; for the loops."""
-        self.batch = batch
+        self.batch = self._raw_batch = batch
+
+    def show_raw_batch(self) -> None:
+        """Show the batch as it came, for the ends of its hooks (R31); for the loops."""
+        self.batch = self._raw_batch
 
     def end_batch(self) -> None:
         """Let go of the batch and all that was computed from it; for the loops."""
-        self.batch = self.model_outputs = self.attached_loss = None
+        self.batch = self._raw_batch = self.model_outputs = self.attached_loss = None
 
     @property
     def loss(self) -> Tensor | None:
@@ -145,6 +155,11 @@ class Context:
     def is_in_epoch(self) -> bool:
         """Whether the run goes on from a checkpoint that was taken inside an epoch."""
         return self._run.is_in_epoch
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run breaks off, or has broken off, unfinished: a scope may end early."""
+        return self._run.is_interrupted
 
     @property
     def epoch_id(self) -> int:

@@ -82,10 +82,19 @@ class EpochLoop(Loop):
         session.context.begin_batch(batch)
         hooks.emit("on_training_batch_start", state)
         require(self.batch_loop).run(batch)
-        self._end_iteration(batches.num_samples)
+        try:
+            self._end_iteration(batches.num_samples)
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary do what is due there."""
+        try:
+            self._follow_batch()
+        except StopIteration as error:
+            raise make_stray_stop(error) from error
+
+    def _follow_batch(self) -> None:
         session = self.session
         session.poll_stop()
         self._is_complete = self._is_over = self.batches.is_last
@@ -173,6 +182,7 @@ class EpochLoop(Loop):
     def _end_iteration(self, num_samples: int) -> None:
         session, state, hooks = self.session, self.session.state, self.session.hooks
         should_log = due.is_log_due(session.schedule, state)
+        session.context.show_raw_batch()
         hooks.emit("on_training_batch_end", state, should_log)
         session.context.end_batch()
         self._refuse_late_skip()

@@ -7,7 +7,7 @@ and the update; the processor does neither (R33).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -45,12 +45,18 @@ class BatchProcessor(ABC):
             pass. Hooks of the batch see it before, those of the forward pass after them (R31).
 
     Raises:
-        ArgumentTypeError: for a transform that cannot be called.
+        ArgumentTypeError: for a transform that cannot be called, and for a ``need_backward`` that
+            is neither True nor False.
     """
 
     def __init__(
         self, need_backward: bool = True, transforms: Transform | Sequence[Transform] | None = None
     ) -> None:
+        if not isinstance(need_backward, bool):
+            raise ArgumentTypeError(
+                "BatchProcessor(need_backward=...) must be True or False, got "
+                f"{need_backward!r}. Pass transforms by their name: transforms=[...]."
+            )
         self._need_backward = need_backward
         self._is_evaluating = False
         self._transforms = _as_list(transforms)
@@ -150,7 +156,9 @@ class _FunctionProcessor(BatchProcessor):
 def _as_list(transforms: Transform | Sequence[Transform] | None) -> list[Transform]:
     if transforms is None:
         return []
-    found = [transforms] if callable(transforms) else list(transforms)
+    found: list[Any] = [transforms]
+    if isinstance(transforms, Iterable) and not callable(transforms):
+        found = list(transforms)
     for transform in found:
         if not callable(transform):
             raise ArgumentTypeError(

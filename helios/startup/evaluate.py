@@ -73,28 +73,14 @@ class EvaluationRun(Run):
         self._set_up_for(payload)
         if self._open_source(self.loop.phase) is None:
             _LOGGER.warning("%s has nothing to do: the data module has no data for it.", self.verb)
-        session = Session(
-            model=self.model,
-            engine=self.engine,
-            hooks=self.hooks,
-            display=self.display,
-            seed=self.arguments.seed,
-            sources=self.sources,
-            plugins=self.plugins,
-            phase=self.loop.phase,
-        )
+        session = self._make_inference_session(self.loop.phase)
         self._take_session(session)
         if loaded is not None:
             session.state = TrainingState(**loaded.payload["training_state"])
             session.cursor = Cursor(**loaded.payload["cursor"])
-            self._load_plugins(loaded.payload["plugins"])
+            self._load_known_plugins(loaded.payload["plugins"])
             _LOGGER.info("%s of %s.", self.verb, loaded.path.name)
         return self.loop.run()
-
-    def _load_plugins(self, states: dict[str, Any]) -> None:
-        for name, state in states.items():
-            if name in self.plugins:
-                self.plugins[name].load_state_dict(state)
 
     def _set_up_for(self, payload: dict[str, Any] | None) -> None:
         if payload is None and self._is_trained:

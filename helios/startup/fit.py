@@ -58,7 +58,6 @@ class FitRun(Run):
         self._loop = loop
         self._start = resume.Start()
         self._recorder: outputs.FitRecorder | None = None
-        self._has_begun = False
 
     @property
     def loop(self) -> FitLoop:
@@ -241,8 +240,10 @@ class FitRun(Run):
         loaded = self._start.loaded
         if loaded is not None:
             self._set_up(is_inference=True)
+            self._take_session(self._make_inference_session())
             self.model.load_state_dict(loaded.payload["model"], fast_init=True)
             self._load_tables(loaded.payload)
+            self._load_known_plugins(loaded.payload["plugins"])
 
     def _load_tables(self, payload: dict[str, Any]) -> None:
         for name, table in self.model.tables.items():

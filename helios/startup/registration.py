@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import UserDict
 from collections.abc import Mapping
+from typing import Any
 
 from helios.errors import ArgumentTypeError, DuplicateError
 from helios.hooks.bus import Bus, check_owners, check_receiver
@@ -43,6 +44,11 @@ class PluginTable(UserDict[str, Plugin]):
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])
         self.data[name] = plugin
+
+    def __ior__(self, other: Any) -> PluginTable:  # type: ignore[override, misc]
+        """Register the plugins of another table: the operator would else pass by the checks."""
+        self.update(other)
+        return self
 
 
 def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:

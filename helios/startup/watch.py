@@ -10,7 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from helios.hooks.events import CHANNELS
 from helios.model.model import Model
+from helios.plugins.channels import PipelineHooks
+from helios.plugins.contexts import HookContext, has_state
 from helios.plugins.plugin import Plugin
 
 _LOGGER = logging.getLogger(__name__)
@@ -28,6 +31,22 @@ def _digest(value: Any) -> bytes | None:
         return None
 
 
+def _without_state(plugins: Mapping[str, Plugin]) -> dict[str, Plugin | HookContext]:
+    """Return plugins and hook contexts without a ``state_dict`` of their own, as messages say."""
+    found: dict[str, Plugin | HookContext] = {}
+    for name, plugin in plugins.items():
+        if type(plugin).state_dict in (Plugin.state_dict, PipelineHooks.state_dict):
+            found[f"Plugin {name!r}"] = plugin
+        if not isinstance(plugin, PipelineHooks):
+            continue
+        for channel in CHANNELS:
+            for place, hook in enumerate(plugin.contexts(channel)):
+                if not has_state(hook):
+                    kind = type(hook).__name__
+                    found[f"Context {place} ({kind}) of {channel} in plugin {name!r}"] = hook
+    return found
+
+
 class PluginWatch:
     """Compares the attributes of plugins without a ``state_dict`` with what their setup made.
 
@@ -38,11 +57,7 @@ class PluginWatch:
 
     def __init__(self, plugins: Mapping[str, Plugin], model: Model) -> None:
         self._model = model
-        self._plugins = {
-            name: plugin
-            for name, plugin in plugins.items()
-            if type(plugin).state_dict is Plugin.state_dict
-        }
+        self._plugins = _without_state(plugins)
         self._digests = {
             name: {key: _digest(value) for key, value in vars(plugin).items()}
             for name, plugin in self._plugins.items()
@@ -58,7 +73,7 @@ class PluginWatch:
             lost = sorted(self._find_lost(name, plugin))
             if lost:
                 _LOGGER.warning(
-                    "Plugin %r has no state_dict, so a resumed run finds %s as setup() makes it. "
+                    "%s has no state_dict, so a resumed run finds %s as setup() makes it. "
                     "Define state_dict and load_state_dict, or declare what need not be saved: "
                     "unsaved = (%s,).",
                     name,
@@ -66,7 +81,7 @@ class PluginWatch:
                     ", ".join(f'"{attribute}"' for attribute in lost),
                 )
 
-    def _find_lost(self, name: str, plugin: Plugin) -> list[str]:
+    def _find_lost(self, name: str, plugin: Plugin | HookContext) -> list[str]:
         discovery = self._model.discovery
         borrowed = {
             id(p) for p in (*discovery.modules().values(), *discovery.optimizers().values())
@@ -75,7 +90,7 @@ class PluginWatch:
         return [
             key
             for key, value in vars(plugin).items()
-            if key not in (*plugin.unsaved, "_context")
+            if key not in (*plugin.unsaved, "_context", "_channels")
             and (
                 _digest(value) != before.get(key)
                 or (isinstance(value, nn.Module | Optimizer) and id(value) not in borrowed)

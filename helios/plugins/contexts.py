@@ -1,0 +1,121 @@
+"""Hook contexts: a beginning and an end around a part of a run (R10-R12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from helios.errors import ArgumentError, ArgumentTypeError
+from helios.hooks.context import Context
+from helios.hooks.scopes import join, leave
+
+Part = Callable[[Context], object]
+
+
+class HookContext:
+    """A beginning and an end of a scope; override either or both (R10).
+
+    One that has been entered is left, whatever happens in between. Where ``ctx.exception`` is set
+    then, the scope was broken off by it (R16). A context whose counters are to survive a restart
+    overrides :meth:`state_dict` and :meth:`load_state_dict`.
+
+    Attributes:
+        unsaved: names of attributes that training changes and that no checkpoint needs.
+    """
+
+    unsaved: tuple[str, ...] = ()
+
+    def on_enter(self, ctx: Context) -> None:
+        """Act when the scope begins; if this raises, the context was not entered (R14)."""
+        return
+
+    def on_exit(self, ctx: Context) -> None:
+        """Act when the scope ends."""
+        return
+
+    @staticmethod
+    def from_callable(before: Part | None = None, after: Part | None = None) -> HookContext:
+        """Return a context made of functions; either may be left out (R11).
+
+        Args:
+            before: called with the context object when the scope begins.
+            after: called with it when the scope ends.
+
+        Raises:
+            ArgumentTypeError: for something that cannot be called.
+            ArgumentError: if both are left out.
+        """
+        for name, part in (("before", before), ("after", after)):
+            if part is not None and not callable(part):
+                raise ArgumentTypeError(
+                    f"HookContext.from_callable({name}=...) must be a function of the context, "
+                    f"got {part!r}. Pass e.g. lambda ctx: print(ctx.loss)."
+                )
+        if before is None and after is None:
+            raise ArgumentError(
+                "HookContext.from_callable(before=..., after=...) must get one of both, got none: "
+                "the context would do nothing. Pass a function of the context."
+            )
+        return _FunctionContext(before, after)
+
+    @contextmanager
+    def begin(self, ctx: Context) -> Iterator[HookContext]:
+        """Enter, run the body of a ``with`` statement, and leave in any case (R12).
+
+        An exception of the body stands in ``ctx.exception`` while the context is left, and goes on
+        afterwards; what leaving raises besides is noted with it (R15, R16).
+        """
+        self.on_enter(ctx)
+        errors: list[BaseException] = []
+        try:
+            yield self
+        except BaseException as error:
+            errors.append(error)
+        errors += leave([self], ctx, errors[0] if errors else None)
+        if errors:
+            raise join(errors)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the context, in plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+
+
+def has_state(hook: HookContext) -> bool:
+    """Whether a checkpoint keeps something of a context.
+
+    Raises:
+        ArgumentError: if it overrides only one of the two methods.
+    """
+    kind = type(hook)
+    saves = kind.state_dict is not HookContext.state_dict
+    loads = kind.load_state_dict is not HookContext.load_state_dict
+    if saves is not loads:
+        present = "state_dict" if saves else "load_state_dict"
+        raise ArgumentError(
+            f"{kind.__name__} must override both state_dict and load_state_dict or none of them, "
+            f"got {present} only. Add the other one."
+        )
+    return saves
+
+
+@final
+class _FunctionContext(HookContext):
+    """A context made of functions."""
+
+    def __init__(self, before: Part | None, after: Part | None) -> None:
+        self._before = before
+        self._after = after
+
+    def on_enter(self, ctx: Context) -> None:
+        """Call the first function."""
+        if self._before is not None:
+            self._before(ctx)
+
+    def on_exit(self, ctx: Context) -> None:
+        """Call the second function."""
+        if self._after is not None:
+            self._after(ctx)

@@ -1,0 +1,199 @@
+"""An early stop by any validation score, with patience of its own.
+
+The trainer's ``early_stop_cycles`` counts what ``have_metrics_improved`` says; this plugin needs
+no method of the model, and several of them may watch several scores.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from torch import Tensor
+
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.plugins.plugin import Plugin
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class EarlyStopping(Plugin):
+    """Ends the run regularly when a validation score no longer improves.
+
+    The score is read after each validation of a training, from the model's ``metrics``, after the
+    model's own ``on_validation_end``. A score that is not finite is no improvement, and is warned
+    of. Neither a trial validation nor ``Trainer.validate`` counts.
+
+    A run that this plugin has ended and that is extended afterwards gets its patience anew, and
+    has still to improve on the best score; one that ended for another reason counts on.
+
+    Args:
+        metric: name of the score.
+        mode: ``"min"`` if small scores are good, ``"max"`` if large ones are.
+        patience: validations without improvement, in a row, after which the run ends.
+        min_delta: a score must be better than the best one by more than this.
+        threshold: end the run as soon as the score is at least as good as this; ``None`` for never.
+        stop_on_nan: end the run at a score that is not finite.
+        plug_id: the plugin's name.
+
+    Raises:
+        ArgumentError: for a value outside of its range (a ``ValueError``).
+        ArgumentTypeError: for a metric that is no name.
+
+    Example:
+        >>> EarlyStopping("loss", patience=3).best is None
+        True
+    """
+
+    monitor = True
+
+    def __init__(
+        self,
+        metric: str,
+        mode: str = "min",
+        *,
+        patience: int,
+        min_delta: float = 0.0,
+        threshold: float | None = None,
+        stop_on_nan: bool = False,
+        plug_id: str = "early-stopping",
+    ) -> None:
+        super().__init__(plug_id)
+        if not isinstance(metric, str) or not metric:
+            raise ArgumentTypeError(
+                f"EarlyStopping(metric=...) must be the name of a validation score, got {metric!r}."
+                ' Pass e.g. "loss".'
+            )
+        if mode not in ("min", "max"):
+            raise _fail("mode", '"min" or "max"', mode, "Say whether small or large is good.")
+        if type(patience) is not int or patience < 1:
+            raise _fail("patience", "a positive int", patience, "It counts validations.")
+        if not _is_finite(min_delta) or min_delta < 0:
+            raise _fail("min_delta", "a number of 0 or more", min_delta, "Pass 0 for any gain.")
+        if threshold is not None and not _is_finite(threshold):
+            raise _fail("threshold", "a finite number or None", threshold, "Pass None for never.")
+        self._metric = metric
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._patience = patience
+        self._min_delta = float(min_delta)
+        self._threshold = threshold
+        self._stop_on_nan = bool(stop_on_nan)
+        self._is_training = False
+        self._forget()
+
+    @property
+    def best(self) -> float | None:
+        """The best score so far; ``None`` before the first finite one."""
+        return self._best
+
+    @property
+    def count(self) -> int:
+        """Validations since the best score."""
+        return self._count
+
+    def _forget(self) -> None:
+        self._best: float | None = None
+        self._count = 0
+        self._has_stopped = False
+
+    def setup(self) -> None:
+        """Begin without a best score; a checkpoint brings its own."""
+        self._forget()
+
+    def on_training_start(self) -> None:
+        """Watch from here on: a trial validation comes before, ``Trainer.validate`` without."""
+        self._is_training = True
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        """Look at the score, and ask for the end of the run where it is due.
+
+        Raises:
+            UsageError: if the score is missing, or no number.
+        """
+        if not self._is_training:
+            return
+        if self._has_stopped:
+            _LOGGER.info(
+                "Plugin %r had ended this run, which was extended: its patience begins anew.",
+                self.plug_id,
+            )
+            self._has_stopped = False
+            self._count = 0
+        score = self._read()
+        if not math.isfinite(score):
+            _LOGGER.warning(
+                "The validation score %r is %s: plugin %r takes that for no improvement.",
+                self._metric,
+                score,
+                self.plug_id,
+            )
+        if self._is_better(score):
+            self._best = score
+            self._count = 0
+        else:
+            self._count += 1
+        if reason := self._find_reason(score):
+            self._has_stopped = True
+            self.context.request_stop(reason)
+
+    def teardown(self) -> None:
+        """Watch no longer."""
+        self._is_training = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best score, the count, and whether the run was ended."""
+        return {"best": self._best, "count": self._count, "has_stopped": self._has_stopped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        self._best = state_dict["best"]
+        self._count = state_dict["count"]
+        self._has_stopped = state_dict["has_stopped"]
+
+    def _read(self) -> float:
+        scores = self.context.model.metrics
+        if self._metric not in scores:
+            raise UsageError(
+                f"EarlyStopping(metric={self._metric!r}) must name a score of the validation; "
+                f"there are {sorted(scores) or 'none'}. Return it from valid_step, put it into "
+                "self._val_scores, or correct the name."
+            )
+        score = scores[self._metric]
+        if isinstance(score, Tensor) and score.numel() == 1:
+            score = score.item()
+        if not isinstance(score, int | float):
+            raise UsageError(
+                f"The validation score {self._metric!r} must be a number for EarlyStopping, got "
+                f"{score!r}. Put a single number into self._val_scores."
+            )
+        return float(score)
+
+    def _is_better(self, score: float) -> bool:
+        if not math.isfinite(score):
+            return False
+        return self._best is None or self._sign * (self._best - score) > self._min_delta
+
+    def _find_reason(self, score: float) -> str:
+        """Return why the run is to end now; empty while it is not."""
+        name = f"{self.plug_id}: {self._metric}"
+        if not math.isfinite(score):
+            if self._stop_on_nan:
+                return f"{name} is {score}"
+        elif self._threshold is not None and self._sign * (score - self._threshold) <= 0:
+            return f"{name} has reached {score} (threshold {self._threshold})"
+        if self._count >= self._patience:
+            return (
+                f"{name} has not improved on {self._best} in {self._count} validations "
+                f"(patience {self._patience})"
+            )
+        return ""
+
+
+def _is_finite(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _fail(option: str, rule: str, value: object, remedy: str) -> ArgumentError:
+    return ArgumentError(f"EarlyStopping({option}=...) must be {rule}, got {value!r}. {remedy}")

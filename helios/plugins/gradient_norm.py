@@ -1,0 +1,175 @@
+"""Curves of the norms of gradients, as they are before clipping.
+
+A norm is computed at every update, where the gradients are, and stays on the device: it is read
+only where logging is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from helios.errors import ArgumentError
+from helios.plugins.plugin import Plugin
+from helios.plugins.weights import bare_name
+from helios.state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+_NAME = "grad_norm"
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+class GradientNormMonitor(Plugin):
+    """Logs the norm of the gradients of each update, with the losses.
+
+    Gradients are those of the whole window, averaged and not yet clipped. The curves are called
+    ``grad_norm``, or ``grad_norm/<optimizer>`` where the model has several optimizers; below them
+    lie ``/<network>`` and ``/<network>.<parameter>``; a parameter in no network is called by its
+    optimizer, group and number. Where logging is due inside of a window, the
+    norm of the newest update is logged.
+
+    In manual steps the model makes the updates itself: there is nothing to hear, which is said
+    once.
+
+    Args:
+        norm_type: the ``p`` of the norm, above 0; ``inf`` for the largest magnitude.
+        per_network: log the norm for each network too.
+        per_parameter: log the norm for each parameter too.
+        plug_id: the plugin's name.
+
+    Raises:
+        ArgumentError: for a norm that there is not (a ``ValueError``).
+
+    Example:
+        >>> GradientNormMonitor(norm_type=float("inf")).plug_id
+        'gradient-norm'
+    """
+
+    def __init__(
+        self,
+        norm_type: float = 2.0,
+        *,
+        per_network: bool = False,
+        per_parameter: bool = False,
+        plug_id: str = "gradient-norm",
+    ) -> None:
+        super().__init__(plug_id)
+        is_number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool)
+        if not is_number or math.isnan(norm_type) or norm_type <= 0:
+            raise ArgumentError(
+                f"GradientNormMonitor(norm_type=...) must be a number above 0, or inf, got "
+                f"{norm_type!r}. Pass e.g. 2.0."
+            )
+        self._norm_type = float(norm_type)
+        self._per_network = bool(per_network)
+        self._per_parameter = bool(per_parameter)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._norms: dict[str, dict[str, Tensor]] = {}
+        self._paths: dict[Optimizer, str] = {}
+        self._places: dict[Tensor, tuple[str, str]] = {}
+        self._has_logged = False
+        self._has_warned = False
+
+    def setup(self) -> None:
+        """Begin without a norm; a checkpoint brings its own."""
+        self._forget()
+
+    def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
+        """Compute the norms of an update's gradients."""
+        if optimizer not in self._paths:
+            self._learn_names(optimizer)
+        path = self._paths[optimizer]
+        found = {}
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                gradient = _gradient_of(parameter)
+                if gradient is not None:
+                    found[parameter] = gradient
+                    self._places.setdefault(parameter, (path, f"{number}.{place}"))
+        with torch.no_grad():
+            self._norms[path] = self._measure(found)
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        """Log the newest norms, where logging is due."""
+        if not should_log or not self._norms:
+            return
+        self._has_logged = True
+        is_one = len(self.context.optimizers) == 1
+        norms = {
+            "/".join(filter(None, (_NAME, "" if is_one else path, place))): norm
+            for path, norms in self._norms.items()
+            for place, norm in norms.items()
+        }
+        device = next(iter(norms.values())).device
+        # One transfer for all: each number that is read by itself waits for the device.
+        numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
+        self.context.log(dict(zip(norms, numbers, strict=True)))
+
+    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+        """Say once that manual steps are not heard."""
+        if not self._norms and not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "Plugin %r has nothing to log: train_step returns None, so the model makes its "
+                "updates itself. Return the loss, or log the norm there.",
+                self.plug_id,
+            )
+
+    def on_training_end(self) -> None:
+        """Say so if nothing was logged in the whole run."""
+        if self._norms and not self._has_logged and self.context.start_step == 0:
+            _LOGGER.warning(
+                "Plugin %r has logged nothing: logging was never due. Set "
+                "Trainer(print_frequency=...), or make it smaller.",
+                self.plug_id,
+            )
+
+    def teardown(self) -> None:
+        """Let go of the optimizers and parameters."""
+        self._paths = {}
+        self._places = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest norms: they may be due for logging before the next update."""
+        return {"norms": {path: dict(norms) for path, norms in self._norms.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        self._norms = {path: dict(norms) for path, norms in state_dict["norms"].items()}
+
+    def _measure(self, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return norms by place; that of all has an empty one."""
+        norms = {"": get_total_norm(list(gradients.values()), self._norm_type)}
+        if self._per_network:
+            parts: dict[str, list[Tensor]] = {}
+            for parameter, gradient in gradients.items():
+                parts.setdefault(self._places[parameter][0], []).append(gradient)
+            norms |= {path: get_total_norm(part, self._norm_type) for path, part in parts.items()}
+        for parameter, gradient in gradients.items() if self._per_parameter else ():
+            place = ".".join(self._places[parameter])
+            norms[place] = torch.linalg.vector_norm(gradient, self._norm_type)
+        return norms
+
+    def _learn_names(self, optimizer: Optimizer) -> None:
+        """Find out how optimizers are called, and the parameters of networks."""
+        self._paths = {part: path for path, part in self.context.optimizers.items()}
+        self._paths.setdefault(optimizer, type(optimizer).__name__)
+        for path, network in self.context.model.discovery.modules().items():
+            for name, parameter in network.named_parameters():
+                self._places.setdefault(parameter, (path, bare_name(name)))

@@ -1,0 +1,251 @@
+"""Averages of the tensors of networks: kept, compared with what is there, claimed and swapped in.
+
+Swapping works in place: parameters stay the objects that optimizers, graphs and compiled code know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from helios.errors import StateError
+
+_LOGGER = logging.getLogger(__name__)
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+Networks: TypeAlias = Mapping[str, nn.Module]
+Merge: TypeAlias = Callable[[list[Tensor], list[Tensor], int], None]
+
+_CLAIMS = "_helios_averages"
+"""Attribute of a tensor that averages swap: who does, by phase."""
+
+
+def bare_name(name: str) -> str:
+    """Return a name inside a network as it is without ``torch.compile`` (USERS.md 12).
+
+    Example:
+        >>> bare_name("_orig_mod.layer.weight")
+        'layer.weight'
+    """
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """Work on ordinary tensors without gradients, also inside of an inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of an average: float32 at least.
+
+    In half precision 1 - 0.999 is less than half a unit in the last place: nothing would move.
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
+def tensors_of(network: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
+    """Return the floating-point parameters of a network by name, and its buffers if wanted."""
+    found: list[tuple[str, Tensor]] = list(network.named_parameters())
+    if with_buffers:
+        found += network.named_buffers()
+    return {
+        bare_name(name): part
+        for name, part in found
+        if part.is_floating_point() or part.is_complex()
+    }
+
+
+def difference(averages: Tensors, tensors: Tensors) -> str:
+    """Return in which names and shapes averages differ from tensors; empty if they fit."""
+    shapes = [
+        f"{name} is {tuple(tensor.shape)}, its average {tuple(averages[name].shape)}"
+        for name, tensor in tensors.items()
+        if name in averages and averages[name].shape != tensor.shape
+    ]
+    missing = [f"{name} has no average" for name in tensors if name not in averages]
+    left_over = [f"the averaged {name} is not there" for name in averages if name not in tensors]
+    return ", ".join((*missing, *left_over, *shapes))
+
+
+def grouped(averages: Tensors, tensors: Tensors) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """Return averages beside their tensors in lists of one device and type each."""
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for name, average in averages.items():
+        pair = groups.setdefault((average.device, average.dtype), ([], []))
+        pair[0].append(average)
+        pair[1].append(tensors[name].to(average.dtype))
+    return groups.values()
+
+
+def claim(tensor: Tensor, who: str, phases: Iterable[str]) -> tuple[str, str] | None:
+    """Note on a tensor who swaps it in which phases; returns the phase and name of another one."""
+    claims: dict[str, str] = vars(tensor).setdefault(_CLAIMS, {})
+    for phase in phases:
+        if claims.setdefault(phase, who) != who:
+            return phase, claims[phase]
+    return None
+
+
+def release(tensor: Tensor, who: str) -> None:
+    """Forget what :func:`claim` has noted for somebody."""
+    attributes: dict[str, Any] = vars(tensor)
+    claims = attributes.pop(_CLAIMS, {})
+    if others := {phase: name for phase, name in claims.items() if name != who}:
+        attributes[_CLAIMS] = others
+
+
+@final
+class Averages:
+    """Averages by network and name, and how many weights went into them.
+
+    Args:
+        owner: whom messages name.
+        with_buffers: whether floating-point buffers are averaged too.
+    """
+
+    def __init__(self, owner: str, *, with_buffers: bool) -> None:
+        self._owner = owner
+        self._with_buffers = with_buffers
+        self._parts: dict[str, dict[str, Tensor]] = {}
+        self.num_updates = 0
+
+    def clear(self) -> None:
+        """Forget all averages."""
+        self._parts = {}
+        self.num_updates = 0
+
+    def tensors_of(self, network: nn.Module) -> dict[str, Tensor]:
+        """Return what is averaged of a network, by name."""
+        return tensors_of(network, with_buffers=self._with_buffers)
+
+    def pairs(self, networks: Networks) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """Return averages beside what they are averages of."""
+        return [(self._parts[path], self.tensors_of(part)) for path, part in networks.items()]
+
+    def update(self, networks: Networks, merge: Merge) -> None:
+        """Take the present weights of networks into the averages.
+
+        Args:
+            networks: the same at every update.
+            merge: moves averages towards weights in place, given the number of updates so far.
+
+        Raises:
+            StateError: if their weights are not those of the averages.
+        """
+        with ordinary():
+            for path, network in networks.items():
+                tensors = self.tensors_of(network)
+                if not self.num_updates:
+                    self._parts[path] = {
+                        name: part.to(wide(part.dtype), copy=True) for name, part in tensors.items()
+                    }
+                    continue
+                if difference(self._parts[path], tensors):
+                    self.match(networks, is_strict=True)
+                for averages, present in grouped(self._parts[path], tensors):
+                    merge(averages, present, self.num_updates)
+        self.num_updates += 1
+
+    def match(self, networks: Networks, *, is_strict: bool) -> dict[str, nn.Module]:
+        """Return the networks that have averages, which are moved to their devices.
+
+        Args:
+            networks: the networks that are there.
+            is_strict: whether they must be all that have averages, and no others. Where nothing is
+                trained, a model may build fewer networks, or more, which are named.
+
+        Raises:
+            StateError: if the averages are of other weights.
+        """
+        lacking = [path for path in networks if path not in self._parts]
+        left_over = [path for path in self._parts if path not in networks]
+        known = {path: part for path, part in networks.items() if path in self._parts}
+        faults = [
+            f"{path}: {fault}"
+            for path, part in known.items()
+            if (fault := difference(self._parts[path], self.tensors_of(part)))
+        ]
+        if is_strict or not known:
+            faults += [f"{path} has no average" for path in lacking]
+            faults += [f"the averaged {path} is not there" for path in left_over]
+        if faults:
+            raise StateError(
+                f"The average of {self._owner} is not that of the model's networks: "
+                f"{'; '.join(faults)}. Build the networks in setup() and pass the plugin's options "
+                "as they were, or give it another plug_id to begin a new average."
+            )
+        if lacking:
+            _LOGGER.warning(
+                "There is no average of %s in %s: they keep their own weights.",
+                ", ".join(lacking),
+                self._owner,
+            )
+        self._follow(known)
+        return known
+
+    def _follow(self, networks: Networks) -> None:
+        with ordinary():
+            for averages, tensors in self.pairs(networks):
+                for name, tensor in tensors.items():
+                    averages[name] = averages[name].to(tensor.device, wide(tensor.dtype))
+
+    def state_dict_of(self, network: nn.Module, path: str) -> dict[str, Any]:
+        """Return a network's state with averages in the place of its own values, as copies."""
+        names = {id(tensor): name for name, tensor in self.tensors_of(network).items()}
+        state = network.state_dict(keep_vars=True)
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                average = self._parts[path].get(names.get(id(value), ""), value)
+                state[key] = average.detach().to(value, copy=True)
+        return {bare_name(key): value for key, value in state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, by reference."""
+        parts = {path: dict(averages) for path, averages in self._parts.items()}
+        return {"num_updates": self.num_updates, "averages": parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a copy of what :meth:`state_dict` returned."""
+        self.num_updates = state["num_updates"]
+        self._parts = {
+            path: {name: average.clone() for name, average in averages.items()}
+            for path, averages in state["averages"].items()
+        }
+
+
+@final
+class Swap:
+    """Averages in the place of a network's own values, and the way back."""
+
+    def __init__(self) -> None:
+        self._own: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def is_in(self) -> bool:
+        """Whether averages are in."""
+        return bool(self._own)
+
+    def put_in(self, pairs: Iterable[tuple[Tensors, Tensors]]) -> None:
+        """Copy averages into tensors, whose own values are set aside."""
+        self.put_back()
+        pairs = list(pairs)
+        with ordinary():
+            # All own values first: networks may share tensors.
+            self._own = [(part, part.clone()) for _, own in pairs for part in own.values()]
+            for averages, tensors in pairs:
+                for name, tensor in tensors.items():
+                    tensor.copy_(averages[name])
+
+    def put_back(self) -> None:
+        """Copy the own values back, if averages are in."""
+        own, self._own = self._own, []
+        with ordinary():
+            for tensor, value in own:
+                tensor.copy_(value)

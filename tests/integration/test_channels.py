@@ -1,0 +1,944 @@
+"""Hook channels in whole runs: order and nesting, errors, interruptions, fields, restarts (R1-R26).
+
+What is expected was written by hand from the statements: ``step(batch(...))`` is a step with one
+batch in it; v, t and p stand before what belongs to a validation, a test and a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import helios
+from helios.errors import UsageError
+from helios.hooks.context import Context
+from helios.hooks.events import CHANNELS
+from helios.loops.yielding import YieldLoop
+from helios.model.processor import BatchProcessor
+from helios.plugins import Plugin
+from helios.plugins.channels import PipelineHooks
+from helios.plugins.contexts import HookContext
+from helios.state import Phase, TrainingState
+from tests.support.resume import resume_everywhere
+from tests.support.runs import (
+    WIDTH,
+    EventLog,
+    IndexModule,
+    Outcome,
+    Requester,
+    Setting,
+    _EndRecorder,
+)
+
+_SHORT = {
+    "on_model_forward": "forward",
+    "on_model_backward": "backward",
+    "on_optimizer_step": "update",
+}
+_MARKS = {
+    Phase.TRAINING: "",
+    Phase.VALIDATION: "v:",
+    Phase.TESTING: "t:",
+    Phase.PREDICTION: "p:",
+}
+
+
+def short(channel: str) -> str:
+    """Return how logs call a channel."""
+    return _SHORT.get(channel, channel.removeprefix("on_"))
+
+
+class Linear(helios.Model):
+    """One layer; its steps are those of a batch processor."""
+
+    def __init__(self, processor: BatchProcessor | None = None) -> None:
+        super().__init__("linear")
+        self.batch_processor = processor or BatchProcessor.from_callable(forward)
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        if not fast_init:
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+
+
+def forward(model: helios.Model, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of the layer, and a loss."""
+    outputs = model.net(batch)
+    return outputs, outputs.square().mean()
+
+
+class Numbers(helios.DataModule):
+    """1, 2, 3 ..., one a batch."""
+
+    def __init__(self, training: int = 3, validation: int = 0) -> None:
+        super().__init__()
+        self.lengths = training, validation
+
+    def setup(self) -> None:
+        training, validation = self.lengths
+        self._train_dataset = self._make(training)
+        if validation:
+            self._valid_dataset = self._make(validation)
+        self._test_dataset = self._predict_dataset = self._make(2)
+
+    def _make(self, length: int) -> Any:
+        numbers = torch.arange(1.0, length + 1).unsqueeze(1)
+        return self._create_dataset(numbers, helios.DataLoaderParams(batch_size=1))
+
+
+class Teller(Plugin):
+    """Does something at one event; in the list behind the hooks, so inside of their scopes."""
+
+    def __init__(self, event: str = "", act: Callable[[], None] = lambda: None) -> None:
+        super().__init__("teller")
+        self.num_told = 0
+        if event:
+            setattr(self, event, lambda *args: act())
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+
+class Noting(HookContext):
+    """Notes beginnings and ends, with the exception that it finds."""
+
+    def __init__(self, log: list[str], channel: str, name: str = "") -> None:
+        self.log = log
+        self.name = short(channel) + name
+
+    def on_enter(self, ctx: Context) -> None:
+        self.log.append(f"{_MARKS[ctx.phase]}{self.name}(")
+
+    def on_exit(self, ctx: Context) -> None:
+        error = f" {ctx.exception}" if ctx.exception is not None else ""
+        self.log.append(f"{_MARKS[ctx.phase]}{self.name}){error}")
+
+
+def noting(log: list[str], name: str = "", plug_id: str = "notes") -> PipelineHooks:
+    """Return a set that notes all channels."""
+    hooks = PipelineHooks(plug_id)
+    for channel in CHANNELS:
+        hooks.register(channel, Noting(log, channel, name))
+    return hooks
+
+
+def make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
+    """Return a trainer on the CPU."""
+    given = {"train_unit": "iteration", "total_steps": 4, "use_cpu": True, "print_banner": False}
+    return helios.Trainer(**{**given, **options}, plugins=list(plugins))
+
+
+def scope(name: str, *inner: str) -> str:
+    return " ".join([f"{name}(", *inner, f"{name})"])
+
+
+def batch(*more: str) -> str:
+    return scope("batch", scope("forward"), scope("backward"), *more)
+
+
+OPEN = batch()
+LAST = batch(scope("update"))
+STEP = scope("step", LAST)
+VALID = scope("v:batch", scope("v:forward"))
+
+
+# Order and nesting
+
+_FITS = {
+    "by steps": (
+        {"valid_frequency": 2},
+        Numbers(3, 2),
+        scope(
+            "loop",
+            scope("epoch", STEP, STEP, VALID, VALID, STEP),
+            scope("epoch", STEP, VALID, VALID),
+        ),
+    ),
+    # The second window goes across the end of the epoch: two scopes, one in each.
+    "by steps, windows of 3": (
+        {"accumulation_steps": 3, "total_steps": 3, "valid_frequency": 2},
+        Numbers(4, 1),
+        scope(
+            "loop",
+            scope("epoch", scope("step", OPEN, OPEN, LAST), scope("step", OPEN)),
+            scope("epoch", scope("step", OPEN, LAST), VALID, scope("step", OPEN, OPEN)),
+            scope("epoch", scope("step", LAST)),
+        ),
+    ),
+    "by epochs": (
+        {"train_unit": "epoch", "total_steps": 2, "valid_frequency": 1},
+        Numbers(2, 2),
+        scope("loop", *[scope("epoch", STEP, STEP, VALID, VALID)] * 2),
+    ),
+    "by epochs, windows of 3": (
+        {
+            "train_unit": "epoch",
+            "total_steps": 2,
+            "valid_frequency": 2,
+            "accumulation_steps": 3,
+        },
+        Numbers(4, 1),
+        scope(
+            "loop",
+            scope("epoch", scope("step", OPEN, OPEN, LAST), STEP),
+            scope("epoch", scope("step", OPEN, OPEN, LAST), STEP, VALID),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _FITS)
+def test_channels_nest_in_a_training(name: str) -> None:
+    """R1, R2, R4, R5, R6, R9, C10: validations have no backward, and lie in the epoch."""
+    options, data, expected = _FITS[name]
+    log: list[str] = []
+    make_trainer(noting(log), **options).fit(Linear(), data)
+    assert log == expected.split()
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_manual_steps_have_neither_backward_nor_update(unit: str) -> None:
+    """R5, R6: the model does both."""
+    log: list[str] = []
+    model = Linear(BatchProcessor.from_callable(forward, need_backward=False))
+    make_trainer(noting(log), train_unit=unit, total_steps=1).fit(model, Numbers(1))
+    assert (
+        log
+        == scope("loop", scope("epoch", scope("step", scope("batch", scope("forward"))))).split()
+    )
+
+
+def test_channels_follow_each_other_at_every_yield() -> None:
+    """R1, L28: forward, backward and the update of one optimizer, then those of the next."""
+
+    class Twice(Linear):
+        def setup(self, fast_init: bool = False) -> None:
+            self.net, self.other = nn.Linear(1, 1), nn.Linear(1, 1)
+            self.first = torch.optim.SGD(self.net.parameters(), lr=0.01)
+            self.second = torch.optim.SGD(self.other.parameters(), lr=0.01)
+            self.batch_processor = None
+
+        def train_step(self, batch: Tensor, state: TrainingState) -> Any:
+            yield self.net(batch).square().mean()
+            yield self.other(batch).square().mean()
+
+    log: list[str] = []
+    trainer = make_trainer(noting(log), total_steps=1, accumulation_steps=2)
+    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
+    trainer.fit(Twice(), Numbers(2))
+    turn = f"{scope('forward')} {scope('backward')}"
+    update = f"{turn} {scope('update')}"
+    step = scope("step", scope("batch", turn, turn), scope("batch", update, update))
+    assert log == scope("loop", scope("epoch", step)).split()
+
+
+@pytest.mark.parametrize(("call", "mark"), [("validate", "v:"), ("test", "t:"), ("predict", "p:")])
+def test_channels_nest_in_an_evaluation(call: str, mark: str) -> None:
+    """R4, R6: each is a run of its own, without epochs and steps."""
+    log: list[str] = []
+    getattr(make_trainer(noting(log)), call)(Linear(), Numbers(1, 2))
+    one = scope(f"{mark}batch", scope(f"{mark}forward"))
+    assert log == scope(f"{mark}loop", one, one).split()
+
+
+def noting_outside(log: list[str]) -> PipelineHooks:
+    """Return a set that notes channels in a list that is no attribute of anything."""
+    hooks = PipelineHooks()
+
+    def note(mark: str) -> Callable[[Context], None]:
+        def act(ctx: Context) -> None:
+            error = f" {ctx.exception}" if ctx.exception is not None else ""
+            log.append(f"{'v:' if ctx.is_sanity_check else ''}{mark}{error}")
+
+        return act
+
+    for channel in CHANNELS:
+        name = short(channel)
+        hooks.register(channel, HookContext.from_callable(note(f"{name}("), note(f"{name})")))
+    return hooks
+
+
+def trial() -> Plugin:
+    """Return a plugin that asks for a trial of one batch."""
+    plugin = Teller()
+    plugin.sanity_steps = 1
+    return plugin
+
+
+def test_a_trial_validation_lies_in_the_loop_of_its_training() -> None:
+    """R1, R4: the loop begins once, before the trial."""
+    log: list[str] = []
+    make_trainer(noting_outside(log), trial(), total_steps=1).fit(Linear(), Numbers(1, 2))
+    assert log == scope("loop", VALID, scope("epoch", STEP)).split()
+
+
+def test_after_an_error_in_a_trial_all_that_was_begun_is_left() -> None:
+    """R12: although what the trial has changed is put back before."""
+    log: list[str] = []
+    plugin = trial()
+    plugin.on_forward_start = go_wrong
+    with pytest.raises(WrongError):
+        make_trainer(noting_outside(log), plugin).fit(Linear(), Numbers(1, 2))
+    ends = [f"{name}) wrong" for name in ("forward", "batch", "loop")]
+    assert log == ["loop(", "v:batch(", "v:forward(", *ends]
+
+
+def test_a_trial_validation_keeps_what_the_loop_has_begun() -> None:
+    """C17: what the trial has changed is put back, and no more."""
+
+    class Counting(HookContext):
+        def __init__(self) -> None:
+            self.entered = 0
+
+        def on_enter(self, ctx: Context) -> None:
+            self.entered += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"entered": self.entered}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.entered = state_dict["entered"]
+
+    hooks, loops, batches = PipelineHooks(), Counting(), Counting()
+    hooks.register("on_loop", loops)
+    hooks.register("on_batch", batches)
+    make_trainer(hooks, trial(), total_steps=1).fit(Linear(), Numbers(1, 2))
+    assert (loops.entered, batches.entered) == (1, 1)
+
+
+def test_what_is_registered_in_a_trial_is_gone_with_it() -> None:
+    """C17, R17: its handle finds nothing to take back, and says nothing."""
+    hooks, handles, log = PipelineHooks(), [], []
+    late = HookContext.from_callable(before=lambda ctx: log.append(ctx.is_sanity_check))
+
+    def change(ctx: Context) -> None:
+        if ctx.is_sanity_check:
+            handles.append(hooks.register("on_model_forward", late))
+        else:
+            handles[0].remove()
+
+    hooks.register("on_batch", HookContext.from_callable(before=change))
+    make_trainer(hooks, trial(), total_steps=1).fit(Linear(), Numbers(1, 2))
+    assert log == [True]
+
+
+def test_two_sets_take_turns() -> None:
+    """R13, C11: in the order in which they were registered, at both ends."""
+    log: list[str] = []
+    hooks = [noting(log, "1", "first"), noting(log, "2", "second")]
+    make_trainer(*hooks, total_steps=1).fit(Linear(), Numbers(1))
+    both = [
+        f"{name}{number}{mark}"
+        for name in ("loop", "epoch", "step", "batch")
+        for mark in "("
+        for number in "12"
+    ]
+    assert log[:8] == both
+    assert log[-8:] == [f"{name}{n})" for name in ("batch", "step", "epoch", "loop") for n in "12"]
+
+
+def test_one_set_serves_several_runs() -> None:
+    """R4: of one trainer."""
+    log: list[str] = []
+    trainer, model = make_trainer(noting(log), total_steps=1), Linear()
+    trainer.fit(model, Numbers(1))
+    trainer.test(model, Numbers(1))
+    test = scope("t:batch", scope("t:forward"))
+    assert log == [
+        *scope("loop", scope("epoch", STEP)).split(),
+        *scope("t:loop", test, test).split(),
+    ]
+
+
+# Errors
+
+_PATHS = {
+    "on_loop": ("on_loop",),
+    "on_epoch": ("on_loop", "on_epoch"),
+    "on_step": ("on_loop", "on_epoch", "on_step"),
+    "on_batch": ("on_loop", "on_epoch", "on_step", "on_batch"),
+    **{
+        inner: ("on_loop", "on_epoch", "on_step", "on_batch", inner)
+        for inner in ("on_model_forward", "on_model_backward", "on_optimizer_step")
+    },
+}
+_STARTS = {
+    "on_loop": "on_training_start",
+    "on_epoch": "on_training_epoch_start",
+    "on_step": "on_training_step_start",
+    "on_batch": "on_training_batch_start",
+    "on_model_forward": "on_forward_start",
+    "on_model_backward": "on_backward_start",
+    "on_optimizer_step": "on_optimizer_step_start",
+}
+
+
+class WrongError(ValueError):
+    """What goes wrong on purpose."""
+
+
+def go_wrong(*args: Any) -> None:
+    raise WrongError("wrong")
+
+
+def _left(channel: str, names: str = "ab", error: str = " wrong") -> list[str]:
+    return [f"{short(channel)}{name}){error}" for name in names]
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("where", ["enter", "body", "exit"])
+def test_what_was_begun_is_left_once_after_an_error(channel: str, where: str) -> None:
+    """R12, R14, R15, R16: innermost scope first; the error leaves fit unchanged."""
+    log: list[str] = []
+    hooks = PipelineHooks()
+    for each in CHANNELS:
+        hooks.register(each, Noting(log, each, "a"))
+        if each == channel and where != "body":
+            parts = {"before" if where == "enter" else "after": go_wrong}
+            hooks.register(each, HookContext.from_callable(**parts))
+        hooks.register(each, Noting(log, each, "b"))
+    teller = Teller(_STARTS[channel], go_wrong) if where == "body" else Teller()
+    error_log: list[BaseException] = []
+    teller.on_exception = error_log.append
+    with pytest.raises(WrongError) as caught:
+        make_trainer(hooks, teller).fit(Linear(), Numbers(3))
+    assert error_log == [caught.value]
+    assert hooks.trainer.exit_code == 1
+
+    expected = {
+        "enter": _left(channel, "a"),
+        "body": _left(channel),
+        "exit": [*_left(channel, "a", ""), *_left(channel, "b")],
+    }[where]
+    for outer in reversed(_PATHS[channel][:-1]):
+        expected += _left(outer)
+    assert log[-len(expected) :] == expected
+    count = {name: sum(entry.startswith(name) for entry in log) for name in set(log)}
+    assert all(count[entry] == 1 for entry in expected if entry.startswith("loop"))
+    begun = [entry for entry in log if entry.endswith("(")]
+    left = [entry for entry in log if not entry.endswith("(")]
+    assert sorted(entry[:-1] for entry in begun) == sorted(entry.split(")")[0] for entry in left)
+
+
+def test_an_error_in_an_evaluation_is_seen_at_all_exits() -> None:
+    """R16."""
+    log: list[str] = []
+    with pytest.raises(WrongError):
+        make_trainer(noting(log), Teller("on_testing_batch_end", go_wrong)).test(
+            Linear(), Numbers(1)
+        )
+    ends = ["t:forward)", "t:batch)", "t:loop) wrong"]
+    assert log == ["t:loop(", "t:batch(", "t:forward(", *ends]
+
+
+def test_an_error_in_a_validation_is_seen_in_the_scopes_of_the_training() -> None:
+    """R16: the phase is the one in which it came."""
+    log: list[str] = []
+    teller = Teller("on_validation_batch_start", go_wrong)
+    with pytest.raises(WrongError):
+        make_trainer(noting(log), teller, valid_frequency=1).fit(Linear(), Numbers(1, 1))
+    assert log[-3:] == ["v:batch) wrong", "v:epoch) wrong", "v:loop) wrong"]
+
+
+def test_errors_of_exits_go_along_with_the_error_of_the_run() -> None:
+    """R15: the run's error stays the one that is raised."""
+    hooks = PipelineHooks()
+
+    def fail(ctx: Context) -> None:
+        if ctx.exception is not None:
+            raise KeyError("cannot leave")
+
+    hooks.register("on_batch", HookContext.from_callable(after=fail))
+    with pytest.raises(WrongError) as caught:
+        make_trainer(hooks, Teller("on_backward_start", go_wrong)).fit(Linear(), Numbers(1))
+    assert isinstance(caught.value.__context__, KeyError)
+
+
+def _stop_once(at: int) -> Callable[..., None]:
+    told = iter(range(100))
+
+    def stop(*args: Any) -> None:
+        if next(told) == at:
+            raise StopIteration
+
+    return stop
+
+
+@pytest.mark.parametrize("where", ["a hook of the batch", "another plugin"])
+def test_an_epoch_that_ends_early_leaves_its_inner_scopes_first(where: str) -> None:
+    """R4: the end of that batch is never told; the training goes on."""
+    log: list[str] = []
+    hooks, stop = noting(log), _stop_once(1)
+    teller = Teller()
+    if where == "another plugin":
+        teller = Teller("on_training_batch_start", stop)
+    else:
+        hooks.register("on_batch", HookContext.from_callable(before=stop))
+    hooks.register("on_batch", Noting(log, "on_batch", "+"))
+    make_trainer(hooks, teller, train_unit="epoch", total_steps=2).fit(Linear(), Numbers(2))
+    text = " ".join(log)
+    if where == "another plugin":
+        begun = "step( batch( batch+( batch) batch+) step) epoch)"
+    else:
+        begun = "step( batch( batch) step) epoch)"
+    assert f"step) {begun} epoch( step( batch( batch+( forward(" in text
+    assert text.endswith("step) epoch) loop)")
+
+
+# Interruptions and restarts
+
+
+def _interrupt_at(iteration: int) -> PipelineHooks:
+    hooks = PipelineHooks("interrupter")
+
+    def act(ctx: Context) -> None:
+        if ctx.phase is Phase.TRAINING and ctx.global_micro_step_id == iteration:
+            ctx.interrupt("asked by a hook")
+
+    hooks.register("on_batch", HookContext.from_callable(after=act))
+    return hooks
+
+
+def _resumed(log: list[str]) -> PipelineHooks:
+    """Return a set that notes what it says about a restart, and that the model is there."""
+    hooks = PipelineHooks("resumed")
+
+    def note(mark: str) -> Callable[[Context], None]:
+        def act(ctx: Context) -> None:
+            assert isinstance(ctx.model, Linear)
+            assert ctx.exception is None
+            place = f"{ctx.epoch_id}/{ctx.start_epoch}/{ctx.start_step}"
+            log.append(f"{mark} {place}{' resumed' if ctx.resumed else ''}")
+
+        return act
+
+    for channel in ("on_loop", "on_epoch", "on_step"):
+        name = short(channel)
+        hooks.register(channel, HookContext.from_callable(note(f"{name}("), note(f"{name})")))
+    return hooks
+
+
+_UNITS = {
+    "iteration": {"train_unit": "iteration", "total_steps": 5},
+    "epoch": {"train_unit": "epoch", "total_steps": 2},
+}
+
+
+@pytest.mark.parametrize("unit", _UNITS)
+def test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again(
+    unit: str, tmp_path: Path
+) -> None:
+    """R12, R23, DESIGN section 7: on_loop and the epoch under way say that they were resumed."""
+    options = {**_UNITS[unit], "chkpt_root": tmp_path, "chkpt_frequency": 100}
+    log: list[str] = []
+    trainer = make_trainer(_interrupt_at(1), _resumed(log), **options)
+    assert trainer.fit(Linear(), Numbers(3)) is False
+    step = ["step( 0/0/0", "step) 0/0/0"]
+    assert log == ["loop( 0/0/0", "epoch( 0/0/0", *step * 2, "epoch) 0/0/0", "loop) 0/0/0"]
+
+    del log[:]
+    assert make_trainer(_resumed(log), **options).fit(Linear(), Numbers(3)) is True
+    first, later = ["step( 0/0/2", "step) 0/0/2"], ["step( 1/0/2", "step) 1/0/2"]
+    assert log == [
+        *("loop( 0/0/2 resumed", "epoch( 0/0/2 resumed", *first, "epoch) 0/0/2 resumed"),
+        *("epoch( 1/0/2", *later * (2 if unit == "iteration" else 3), "epoch) 1/0/2"),
+        "loop) {} resumed".format("1/0/2" if unit == "iteration" else "2/0/2"),
+    ]
+
+
+def test_a_restart_between_epochs_begins_an_epoch_of_its_own(tmp_path: Path) -> None:
+    """DESIGN section 7: the loop was resumed, the epoch was not."""
+    options = {**_UNITS["epoch"], "chkpt_root": tmp_path, "chkpt_frequency": 100}
+    log: list[str] = []
+    trainer = make_trainer(_interrupt_at(2), _resumed(log), **options)
+    assert trainer.fit(Linear(), Numbers(3)) is False
+    assert log[-2:] == ["epoch) 0/0/0", "loop) 1/0/0"]
+    del log[:]
+    assert make_trainer(_resumed(log), **options).fit(Linear(), Numbers(3)) is True
+    assert log[:2] == ["loop( 1/1/3 resumed", "epoch( 1/1/3"]
+    assert log[-2:] == ["epoch) 1/1/3", "loop) 2/1/3 resumed"]
+
+
+def test_an_evaluation_is_never_resumed(tmp_path: Path) -> None:
+    """It begins anew, also where it loads a checkpoint."""
+    options = {**_UNITS["epoch"], "chkpt_root": tmp_path, "chkpt_frequency": 1}
+    make_trainer(**options).fit(Linear(), Numbers(3))
+    log: list[str] = []
+    make_trainer(_resumed(log), **options).test(Linear(), Numbers(3))
+    assert log == ["loop( 2/0/0", "loop) 2/0/0"]
+
+
+# Fields of the context object
+
+
+def watch(values: Callable[[Context], Any], *channels: str) -> tuple[PipelineHooks, dict[str, Any]]:
+    """Return a set that notes values in channels, by ``name(`` and ``name)``."""
+    hooks, seen = PipelineHooks("watch"), {}
+
+    def note(key: str) -> Callable[[Context], None]:
+        seen[key] = []
+        return lambda ctx: seen[key].append(values(ctx))
+
+    for channel in channels:
+        name = short(channel)
+        hooks.register(channel, HookContext.from_callable(note(f"{name}("), note(f"{name})")))
+    return hooks, seen
+
+
+_IDS = {
+    "epoch": (
+        {"train_unit": "epoch", "total_steps": 2, "accumulation_steps": 3},
+        [
+            # epoch, step in it, step, batch in the epoch, batch, place in the window, boundary
+            *((0, 0, 0, 0, 0, 0, False), (0, 0, 0, 1, 1, 1, False), (0, 0, 0, 2, 2, 2, True)),
+            (0, 1, 1, 3, 3, 0, True),
+            *((1, 0, 2, 0, 4, 0, False), (1, 0, 2, 1, 5, 1, False), (1, 0, 2, 2, 6, 2, True)),
+            (1, 1, 3, 3, 7, 0, True),
+        ],
+        {"epoch)": [(0, 2, 2, 4), (1, 2, 4, 4)], "loop)": [(2, 0, 4, 0)]},
+    ),
+    "iteration": (
+        {"total_steps": 3, "accumulation_steps": 3},
+        [
+            *((0, 0, 0, 0, 0, 0, False), (0, 0, 0, 1, 1, 1, False), (0, 0, 0, 2, 2, 2, True)),
+            *((0, 1, 1, 3, 3, 0, False), (1, 0, 1, 0, 4, 1, False), (1, 0, 1, 1, 5, 2, True)),
+            *((1, 1, 2, 2, 6, 0, False), (1, 1, 2, 3, 7, 1, False), (2, 0, 2, 0, 8, 2, True)),
+        ],
+        {"epoch)": [(0, 1, 1, 4), (1, 1, 2, 4), (2, 1, 3, 1)], "loop)": [(2, 1, 3, 1)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("unit", _IDS)
+def test_ids_count_from_zero_and_rise_after_the_ends(unit: str) -> None:
+    """R23, R25, C13: at the ends they are those of the beginnings."""
+
+    def ids(ctx: Context) -> tuple[Any, ...]:
+        return (
+            *(ctx.epoch_id, ctx.step_id, ctx.global_step_id, ctx.micro_step_id),
+            *(ctx.global_micro_step_id, ctx.window_index, ctx.is_optimizer_step_boundary),
+        )
+
+    options, expected, ends = _IDS[unit]
+    hooks, seen = watch(ids, *CHANNELS)
+    make_trainer(hooks, **options).fit(Linear(), Numbers(4))
+    for name in ("batch(", "forward(", "forward)", "backward(", "backward)", "batch)"):
+        assert seen[name] == expected, name
+    for name in ("update(", "update)"):
+        assert seen[name] == [row for row in expected if row[-1]], name
+    is_cut = [row[-1] or row[3] == 3 for row in expected]
+    assert len(seen["step("]) == len(seen["step)"]) == sum(is_cut)
+    at_boundary = [row for row in seen["step)"] if row[-1]]
+    assert at_boundary == seen["update)"]
+    for name, rows in ends.items():
+        assert [row[:4] for row in seen[name]] == rows, name
+    assert seen["loop("][0][:6] == (0,) * 6
+
+
+def test_the_objects_of_the_run_are_seen() -> None:
+    """R23."""
+    model, data = Linear(), Numbers(3, 2)
+
+    def objects(ctx: Context) -> list[Any]:
+        return [
+            ctx.model is model,
+            ctx.engine.device.type,
+            ctx.optimizer is model.optimizer,
+            ctx.optimizers == {"optimizer": model.optimizer},
+            ctx.lr_scheduler is model.scheduler,
+            ctx.lr_schedulers == {"scheduler": model.scheduler},
+            (ctx.max_epoch, ctx.max_step, ctx.start_epoch, ctx.start_step),
+            (ctx.phase, len(ctx.dataloader.dataset), ctx.state.global_iteration),
+        ]
+
+    hooks, seen = watch(objects, "on_loop", "on_batch", "on_optimizer_step")
+    make_trainer(hooks, total_steps=2, valid_frequency=2).fit(model, data)
+    fixed = [True, "cpu", True, True, True, True, (None, 2, 0, 0)]
+    training = [[*fixed, (Phase.TRAINING, 3, number)] for number in (1, 2)]
+    validation = [[*fixed, (Phase.VALIDATION, 2, 2)]] * 2
+    assert seen["batch("] == seen["batch)"] == [*training, *validation]
+    assert seen["update("] == seen["update)"] == training
+    assert seen["loop)"] == [[*fixed, (Phase.TRAINING, 3, 2)]]
+    hooks, seen = watch(lambda ctx: (ctx.max_epoch, ctx.max_step), "on_loop")
+    make_trainer(hooks, train_unit="epoch", total_steps=2).fit(model, data)
+    assert seen["loop("] == [(2, None)]
+
+
+def test_batch_hooks_see_the_raw_batch_and_forward_hooks_the_transformed_one() -> None:
+    """R31, in training and in evaluations."""
+    processor = BatchProcessor.from_callable(forward, transforms=[torch.neg, lambda x: x * 10])
+    hooks, seen = watch(lambda ctx: ctx.batch.item(), "on_batch", "on_model_forward")
+    trainer, model = make_trainer(hooks, total_steps=2, valid_frequency=2), Linear(processor)
+    trainer.fit(model, Numbers(2, 1))
+    trainer.predict(model, Numbers(2))
+    assert seen["batch("] == seen["batch)"] == [1, 2, 1, 1, 2]
+    assert seen["forward("] == seen["forward)"] == [-10, -20, -10, -10, -20]
+
+
+def test_the_end_of_forward_sees_outputs_and_loss_and_later_ends_do_too() -> None:
+    """R7, R23: the loss without its graph; neither is left over for the next batch."""
+    outputs: list[Tensor] = []
+
+    def step(model: helios.Model, batch: Tensor) -> tuple[Tensor, Tensor]:
+        outputs.append(model.net(batch))
+        return outputs[-1], outputs[-1].square().mean()
+
+    def values(ctx: Context) -> Any:
+        if ctx.model_outputs is None:
+            return ctx.loss
+        assert ctx.model_outputs is outputs[-1]
+        assert not ctx.loss.requires_grad
+        return ctx.loss.item()
+
+    hooks, seen = watch(values, *CHANNELS)
+    trainer = make_trainer(hooks, total_steps=2, valid_frequency=2)
+    trainer.fit(Linear(BatchProcessor.from_callable(step)), Numbers(2, 1))
+    losses = [item.square().mean().item() for item in outputs]
+    assert len(losses) == 3
+    for name in ("forward)", "batch)"):
+        assert seen[name] == losses, name
+    for name in ("backward(", "backward)", "update(", "update)"):
+        assert seen[name] == losses[:2], name
+    for name in ("loop(", "epoch(", "step(", "batch(", "forward(", "step)", "epoch)", "loop)"):
+        assert set(seen[name]) == {None}, name
+
+
+def test_gradients_and_weights_are_seen_where_they_belong() -> None:
+    """R8, C10: gradients from backward to the update; new weights at its end."""
+
+    def values(ctx: Context) -> tuple[bool, float, float]:
+        weight = ctx.model.net.weight
+        return weight.grad is not None, weight.item(), ctx.optimizer.param_groups[0]["lr"]
+
+    hooks, seen = watch(values, "on_step", "on_batch", "on_model_backward", "on_optimizer_step")
+    make_trainer(hooks, total_steps=1).fit(Linear(), Numbers(1))
+    (_, before, rate), (_, after, next_rate) = seen["step("][0], seen["step)"][0]
+    assert before != after
+    assert next_rate == rate / 2
+    assert seen["backward("] == [(False, before, rate)]
+    assert seen["backward)"] == seen["update("] == [(True, before, rate)]
+    assert seen["update)"] == seen["batch)"] == seen["step)"] == [(False, after, next_rate)]
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_a_skipped_update_is_not_committed_and_moves_no_step(unit: str) -> None:
+    """R25, R26: step ids stay; the window begins anew; schedulers do not move."""
+
+    def values(ctx: Context) -> tuple[Any, ...]:
+        return (
+            *(ctx.is_optimizer_step_committed, ctx.global_step_id, ctx.step_id),
+            *(ctx.window_index, ctx.lr_scheduler.last_epoch),
+        )
+
+    hooks, seen = watch(values, "on_batch", "on_optimizer_step", "on_step")
+
+    def skip(ctx: Context) -> None:
+        if ctx.global_micro_step_id == 3:
+            ctx.skip_step("as a test")
+
+    hooks.register("on_optimizer_step", HookContext.from_callable(before=skip))
+    options = {"train_unit": unit, "total_steps": 2 if unit == "iteration" else 1}
+    make_trainer(hooks, **options, accumulation_steps=2).fit(Linear(), Numbers(6))
+    assert seen["update("] == [(None, 0, 0, 1, 0), (True, 1, 1, 1, 1), (False, 1, 1, 1, 1)]
+    assert seen["update)"] == [(True, 0, 0, 1, 1), (False, 1, 1, 1, 1), (True, 1, 1, 1, 2)]
+    assert seen["step)"] == seen["update)"]
+    assert [row[:4] for row in seen["batch("]] == [
+        *((None, 0, 0, 0), (None, 0, 0, 1), (True, 1, 1, 0)),
+        *((True, 1, 1, 1), (False, 1, 1, 0), (False, 1, 1, 1)),
+    ]
+
+
+def test_a_step_cannot_be_skipped_by_a_hook_where_the_model_steps_itself() -> None:
+    hooks = PipelineHooks()
+    hooks.register(
+        "on_batch", HookContext.from_callable(after=lambda ctx: ctx.skip_step("as a test"))
+    )
+    model = Linear(BatchProcessor.from_callable(forward, need_backward=False))
+    with pytest.raises(UsageError, match="automatic mode"):
+        make_trainer(hooks).fit(model, Numbers(3))
+
+
+# The promise
+
+
+class Noisy(BatchProcessor):
+    """A processor with random transforms and a random forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(transforms=[self.note_ids, lambda features: features + torch.rand(1)])
+        self.ids: list[int] = []
+
+    def note_ids(self, batch: Any) -> Tensor:
+        ids, features = batch
+        self.ids = ids.tolist()
+        return features
+
+    def forward(self, model: helios.Model, batch: Tensor) -> tuple[Any, Tensor]:
+        outputs = model.net(batch)
+        target = torch.tensor(self.ids).float().unsqueeze(1) / 10
+        return outputs, (outputs - target).square().mean()
+
+
+class Processed(helios.Model):
+    """A model with a batch processor; sample ids and losses are its records."""
+
+    unsaved = ("records", "batch_processor")
+
+    def __init__(self) -> None:
+        super().__init__("processed")
+        self.records: dict[int, tuple[list[int], str]] = {}
+        self.batch_processor = Noisy()
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.05)
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        bits = self._loss_items["loss"].numpy().tobytes().hex()
+        self.records[state.global_iteration] = (self.batch_processor.ids, bits)
+
+
+class Steering(HookContext):
+    """Moves the learning rate by its own count and by an average of losses; leaves steps out."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self.average = torch.zeros(())
+
+    def on_enter(self, ctx: Context) -> None:
+        self.updates += 1
+        self.average = 0.9 * self.average + 0.1 * ctx.loss
+        for group in ctx.optimizer.param_groups:
+            group["lr"] = 0.05 / self.updates * float(1 + self.average)
+        if self.updates % 4 == 0:
+            ctx.skip_step("every fourth update")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "average": self.average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.updates, self.average = state_dict["updates"], state_dict["average"]
+
+
+class Scaling(HookContext):
+    """Counts beginnings and ends; scales weights by the count, where it is asked to."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+        self.begun = self.ended = 0
+
+    def on_enter(self, ctx: Context) -> None:
+        if not ctx.resumed:
+            self.begun += 1
+            self._scale(ctx)
+
+    def on_exit(self, ctx: Context) -> None:
+        self.ended += 1
+        self._scale(ctx)
+
+    def _scale(self, ctx: Context) -> None:
+        with torch.no_grad():
+            ctx.model.net[0].weight.mul_(self.factor ** (self.begun + self.ended))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begun": self.begun, "ended": self.ended}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.begun, self.ended = state_dict["begun"], state_dict["ended"]
+
+
+def steering_hooks() -> PipelineHooks:
+    hooks = PipelineHooks("steering")
+    hooks.register("on_optimizer_step", Steering())
+    for channel, factor in (
+        *(("on_loop", 1.01), ("on_epoch", 0.99), ("on_step", 1.001), ("on_batch", 0.999)),
+        *(("on_model_forward", 1.0), ("on_model_backward", 1.0)),
+    ):
+        hooks.register(channel, Scaling(factor))
+    return hooks
+
+
+def train_processed(folder: Path, setting: Setting) -> Outcome:
+    model, data, hooks = Processed(), IndexModule(setting), steering_hooks()
+    log, end = EventLog(), _EndRecorder()
+    requests = [Requester()] if setting.requests else []
+    helios.Trainer(
+        train_unit=setting.unit,
+        total_steps=setting.total_steps,
+        valid_frequency=setting.valid_frequency,
+        chkpt_frequency=setting.chkpt_frequency,
+        accumulation_steps=setting.accumulation,
+        chkpt_root=folder,
+        print_banner=False,
+        use_cpu=True,
+        plugins=[hooks, *requests, log, end],
+    ).fit(model, data)
+    parts = end.end or {"model": {}, "tables": {}, "randomness": {}, "state": (), "cursor": None}
+    tables = {**parts["tables"], "hooks": hooks.state_dict()}
+    return Outcome(
+        records=model.records,
+        events=log.events,
+        saves=log.saves,
+        fetched=data.fetched,
+        has_ended=bool(end.end),
+        **{**parts, "tables": tables},
+    )
+
+
+_RUNS = {
+    "by steps": {"total_steps": 12},
+    "by steps, windows of 3": {"total_steps": 6, "accumulation": 3, "valid_frequency": 2},
+    "by epochs": {"unit": "epoch", "total_steps": 3, "valid_frequency": 1},
+    "inside of epochs": {
+        "unit": "epoch",
+        "total_steps": 2,
+        "valid_frequency": 1,
+        "accumulation": 3,
+        "requests": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", _RUNS)
+def test_hooks_with_state_and_a_processor_resume_everywhere(name: str, tmp_path: Path) -> None:
+    """The promise: contexts that steer a training have the bits of an undisturbed run."""
+    setting = Setting(**_RUNS[name])
+    whole = resume_everywhere(lambda folder: train_processed(folder, setting), tmp_path)
+    state = whole.tables["hooks"]
+    assert state["on_loop.0"] == {"begun": 1, "ended": 1}
+    assert state["on_optimizer_step.0"]["updates"] >= 4
+    assert set(state) == {f"{channel}.0" for channel in CHANNELS}
+    assert all(item["begun"] == item["ended"] for item in state.values() if "begun" in item)
+
+
+def test_an_absorbed_interruption_gives_the_same_bits(tmp_path: Path) -> None:
+    """R12: exits at an interruption come after the checkpoint, so they change nothing in it."""
+    setting = Setting(total_steps=12)
+
+    def train(folder: Path) -> Outcome:
+        return train_processed(folder, setting)
+
+    whole = train(tmp_path / "whole")
+    hooks = [steering_hooks(), _interrupt_at(7), EventLog()]
+    model = Processed()
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=12,
+        valid_frequency=3,
+        chkpt_frequency=100,
+        chkpt_root=tmp_path / "cut",
+        print_banner=False,
+        use_cpu=True,
+        plugins=hooks,
+    )
+    assert trainer.fit(model, IndexModule(setting)) is False
+    resumed = train(tmp_path / "cut")
+    assert {**model.records, **resumed.records} == whole.records
+    assert resumed.bits() == whole.bits()

@@ -1,0 +1,432 @@
+"""Batch processors: a step as one function of model and batch (R6, R27-R33)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import helios
+from helios.errors import ArgumentError, ArgumentTypeError, LossNotProvidedError, UsageError
+from helios.model.processor import BatchProcessor, Processed
+from helios.plugins import Plugin
+from helios.state import TrainingState
+
+
+def forward(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs and a loss."""
+    outputs = model.net(batch)
+    return outputs, outputs.square().mean()
+
+
+class Linear(helios.Model):
+    """One layer, with a batch processor and no steps of its own."""
+
+    def __init__(self, processor: BatchProcessor | None) -> None:
+        super().__init__("linear")
+        self.batch_processor = processor
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        if not fast_init:
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+
+
+class Stepping(Linear):
+    """The same, with a training step in the place of the processor."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def train_step(self, batch: Tensor, state: TrainingState) -> Tensor:
+        return forward(self, batch)[1]
+
+
+class Numbers(helios.DataModule):
+    """1, 2, 3 ..., one a batch."""
+
+    def __init__(self, training: int = 4) -> None:
+        super().__init__()
+        self.training = training
+
+    def setup(self) -> None:
+        self._train_dataset = self._make(self.training)
+        self._valid_dataset = self._test_dataset = self._predict_dataset = self._make(3)
+
+    def _make(self, length: int) -> Any:
+        numbers = torch.arange(1.0, length + 1).unsqueeze(1)
+        return self._create_dataset(numbers, helios.DataLoaderParams(batch_size=1))
+
+
+class Watch(Plugin):
+    """Notes what :attr:`look` returns at some events."""
+
+    unsaved = ("seen",)
+
+    def __init__(self, look: Callable[[Any], Any], *events: str) -> None:
+        super().__init__("watch")
+        self.seen: dict[str, list[Any]] = {event: [] for event in events}
+        for event in events:
+            setattr(self, event, self._note(event, look))
+
+    def _note(self, event: str, look: Callable[[Any], Any]) -> Callable[..., None]:
+        return lambda *args: self.seen[event].append(look(self.context))
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+
+def make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
+    given = {"train_unit": "iteration", "total_steps": 4, "use_cpu": True, "print_banner": False}
+    return helios.Trainer(**{**given, **options}, plugins=list(plugins))
+
+
+def weights_of(model: Linear) -> list[Tensor]:
+    return [parameter.detach() for parameter in model.net.parameters()]
+
+
+def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Alone
+
+
+def test_a_processor_must_say_how_it_goes_forward() -> None:
+    """R28."""
+    with pytest.raises(TypeError, match="forward"):
+        BatchProcessor()
+
+
+def test_a_processor_returns_outputs_and_loss() -> None:
+    """R27, R28."""
+
+    class Doubling(BatchProcessor):
+        def forward(self, model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+            return model, batch * 2
+
+    model = object()
+    assert Doubling().process(model, 4, is_evaluating=False) == Processed(model, 8)
+    assert Doubling().process(model, 4, is_evaluating=True) == Processed(model, 8)
+
+
+def test_a_function_is_a_processor() -> None:
+    """R30."""
+    processor = BatchProcessor.from_callable(lambda model, batch: (model, batch))
+    assert processor.need_backward is True
+    assert processor.process(1, 2, is_evaluating=False) == Processed(1, 2)
+    processor = BatchProcessor.from_callable(forward, False, abs)
+    assert processor.need_backward is False
+    assert processor.transform(-3) == 3
+    with pytest.raises(ArgumentTypeError, match=r"from_callable\(function=\.\.\.\)"):
+        BatchProcessor.from_callable(3)
+
+
+def test_a_missing_loss_is_an_error_where_backward_needs_it() -> None:
+    """R29; evaluations and steps without backward need none."""
+
+    def lossless(model: Any, batch: Any) -> tuple[Any, None]:
+        return batch, None
+
+    processor = BatchProcessor.from_callable(lossless)
+    with pytest.raises(LossNotProvidedError, match="must return a loss in training"):
+        processor.process(None, 1, is_evaluating=False)
+    assert processor.process(None, 1, is_evaluating=True) == Processed(1, None)
+    manual = BatchProcessor.from_callable(lossless, need_backward=False)
+    assert manual.process(None, 1, is_evaluating=False) == Processed(1, None)
+
+
+def test_without_backward_training_has_no_loss() -> None:
+    """R6: what forward returns as a loss is for evaluations."""
+    processor = BatchProcessor.from_callable(lambda model, batch: (batch, 5), need_backward=False)
+    assert processor.process(None, 1, is_evaluating=False) == Processed(1, None)
+    assert processor.process(None, 1, is_evaluating=True) == Processed(1, 5)
+
+
+@pytest.mark.parametrize("need_backward", [True, False])
+def test_an_evaluation_needs_no_backward(need_backward: bool) -> None:
+    """R6: forward can ask; after an error too it is as before."""
+    seen: list[bool] = []
+
+    class Asking(BatchProcessor):
+        def forward(self, model: Any, batch: Any) -> tuple[Any, Any]:
+            seen.append(self.need_backward)
+            return batch, 1 / batch
+
+    processor = Asking(need_backward=need_backward)
+    processor.process(None, 1, is_evaluating=True)
+    processor.process(None, 1, is_evaluating=False)
+    with pytest.raises(ZeroDivisionError):
+        processor.process(None, 0, is_evaluating=True)
+    assert seen == [False, need_backward, False]
+    assert processor.need_backward is need_backward
+
+
+@pytest.mark.parametrize("result", [None, 3, torch.zeros(2), (1,), (1, 2, 3), [1, 2]])
+def test_what_is_no_pair_is_an_error(result: Any) -> None:
+    """R28."""
+    processor = BatchProcessor.from_callable(lambda model, batch: result)
+    with pytest.raises(UsageError, match=r"must return \(outputs, loss\)"):
+        processor.process(None, 1, is_evaluating=False)
+
+
+def test_transforms_are_one_or_several_in_their_order() -> None:
+    """R31."""
+
+    def plus(batch: int) -> int:
+        return batch + 1
+
+    def twice(batch: int) -> int:
+        return batch * 2
+
+    for transforms, expected in ((None, 3), (plus, 4), ([plus, twice], 8), ((twice, plus), 7)):
+        processor = BatchProcessor.from_callable(forward, transforms=transforms)
+        assert processor.transform(3) == expected
+    assert BatchProcessor.from_callable(forward, transforms=[]).transform(3) == 3
+
+
+@pytest.mark.parametrize("transforms", [3, [abs, "neg"], "neg", [None]])
+def test_what_is_no_transform_is_an_error(transforms: Any) -> None:
+    """R31."""
+    with pytest.raises(ArgumentTypeError, match=r"transforms=\.\.\.\) must be a function or"):
+        BatchProcessor.from_callable(forward, transforms=transforms)
+
+
+@pytest.mark.parametrize("need_backward", [None, 0, [abs]])
+def test_what_is_no_answer_to_need_backward_is_an_error(need_backward: Any) -> None:
+    """R30: as transforms that were passed in its place."""
+    with pytest.raises(ArgumentTypeError, match=r"need_backward=\.\.\.\) must be True or False"):
+        BatchProcessor.from_callable(forward, need_backward)
+
+
+def test_a_processor_neither_steps_nor_clears_gradients() -> None:
+    """R33: nor does it do backward."""
+    model = Linear(BatchProcessor.from_callable(forward))
+    model.setup()
+    before = [weight.clone() for weight in weights_of(model)]
+    model.net.weight.grad = torch.ones(1, 1)
+    model.batch_processor.process(model, torch.ones(1, 1), is_evaluating=False)
+    assert are_equal(weights_of(model), before)
+    assert torch.equal(model.net.weight.grad, torch.ones(1, 1))
+    assert model.net.bias.grad is None
+
+
+# In a run
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_processor_trains_as_a_step_does(unit: str, accumulation: int) -> None:
+    """R33, C12: the same bits; the loss is divided by the window, not by the processor."""
+    options = {"train_unit": unit, "total_steps": 2, "accumulation_steps": accumulation}
+    models = Linear(BatchProcessor.from_callable(forward)), Stepping()
+    for model in models:
+        make_trainer(**options).fit(model, Numbers(4))
+    assert are_equal(*map(weights_of, models))
+    assert models[0].loss_items == models[1].loss_items
+    assert set(models[0].loss_items) == {"loss"}
+    updates = {"iteration": {1: 2, 3: 2}, "epoch": {1: 8, 3: 4}}[unit][accumulation]
+    assert [model.scheduler.last_epoch for model in models] == [updates, updates]
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_without_backward_a_training_step_is_a_manual_one(unit: str, accumulation: int) -> None:
+    """R33, C12: no backward, no update, no zero_grad, no scheduler; the counters go on."""
+    processor = BatchProcessor.from_callable(forward, need_backward=False)
+    events = "on_backward_start", "on_optimizer_step_start", "on_before_zero_grad"
+    watch = Watch(
+        lambda context: (context.loss, context.model_outputs is None, context.state.global_step),
+        *events,
+        "on_forward_end",
+    )
+    model = Linear(processor)
+    trainer = make_trainer(watch, train_unit=unit, total_steps=2, accumulation_steps=accumulation)
+    before: list[list[Tensor]] = []
+
+    def keep() -> None:
+        before.append([weight.clone() for weight in weights_of(model)])
+        model.net.weight.grad = torch.ones(1, 1)
+
+    model.on_training_start = keep
+    trainer.fit(model, Numbers(3))
+    assert are_equal(weights_of(model), before[0])
+    assert torch.equal(model.net.weight.grad, torch.ones(1, 1))
+    assert model.scheduler.last_epoch == 0
+    assert [watch.seen[event] for event in events] == [[], [], []]
+    batches = 6 if unit == "epoch" else 2 * accumulation
+    steps = {"epoch": range(6), "iteration": [n // accumulation for n in range(batches)]}[unit]
+    assert watch.seen["on_forward_end"] == [(None, False, step) for step in steps]
+
+
+def test_without_backward_the_processor_may_do_the_update_itself() -> None:
+    """C12: as a manual step does."""
+
+    def learn(model: Any, batch: Tensor) -> tuple[Tensor, None]:
+        outputs, loss = forward(model, batch)
+        if torch.is_grad_enabled():
+            model.optimizer.zero_grad()
+            loss.backward()
+            model.optimizer.step()
+            model.scheduler.step()
+        return outputs, None
+
+    model, automatic = Linear(BatchProcessor.from_callable(learn, need_backward=False)), Stepping()
+    make_trainer().fit(model, Numbers(4))
+    make_trainer().fit(automatic, Numbers(4))
+    assert are_equal(weights_of(model), weights_of(automatic))
+
+
+def test_a_training_without_a_loss_ends_with_its_name() -> None:
+    """R29: a UsageError, too."""
+    model = Linear(BatchProcessor.from_callable(lambda model, batch: (batch, None)))
+    with pytest.raises(LossNotProvidedError) as caught:
+        make_trainer().fit(model, Numbers())
+    assert isinstance(caught.value, UsageError)
+
+
+def test_a_loss_that_is_no_scalar_is_an_error() -> None:
+    """R28."""
+    model = Linear(
+        BatchProcessor.from_callable(lambda model, batch: (batch, model.net(batch).repeat(2, 1)))
+    )
+    with pytest.raises(UsageError, match="scalar loss"):
+        make_trainer().fit(model, Numbers())
+
+
+@pytest.mark.parametrize("need_backward", [True, False])
+def test_evaluations_reuse_the_processor_with_backward_off(need_backward: bool) -> None:
+    """R6, R48: in evaluation mode, without gradients, through the transforms."""
+    seen: list[tuple[bool, bool, bool, float]] = []
+
+    class Asking(BatchProcessor):
+        def forward(self, model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+            modes = self.need_backward, model.net.training, torch.is_grad_enabled()
+            seen.append((*modes, batch.item()))
+            return forward(model, batch)
+
+    model = Linear(Asking(need_backward, torch.neg))
+    trainer = make_trainer(total_steps=1, valid_frequency=1)
+    trainer.fit(model, Numbers(1))
+    evaluation = [(False, False, False, -number) for number in (1.0, 2.0, 3.0)]
+    assert seen == [(need_backward, True, True, -1.0), *evaluation]
+    for call in (trainer.validate, trainer.test, trainer.predict):
+        seen.clear()
+        call(model, Numbers(1))
+        assert seen == evaluation
+
+
+def test_validation_and_test_give_the_loss_as_a_score() -> None:
+    """R28: the mean over batches; predictions are the outputs."""
+    model = Linear(BatchProcessor.from_callable(forward))
+    trainer = make_trainer(total_steps=1, valid_frequency=1)
+    trainer.fit(model, Numbers(1))
+    with torch.no_grad():
+        outputs = [model.net(torch.full((1, 1), number)) for number in (1.0, 2.0, 3.0)]
+    losses = [item.square().mean() for item in outputs]
+    expected = float(0.0 + losses[0] + losses[1] + losses[2]) / 3.0
+    assert model.metrics == {"loss": expected}
+    model.metrics.clear()
+    trainer.validate(model, Numbers(1))
+    assert model.metrics == {"loss": expected}
+    trainer.test(model, Numbers(1))
+    assert model.test_scores == {"loss": expected}
+    predictions = trainer.predict(model, Numbers(1))
+    assert are_equal(predictions, outputs)
+
+
+def test_an_evaluation_without_a_loss_gives_no_score() -> None:
+    """R29: only training needs one."""
+    model = Linear(BatchProcessor.from_callable(lambda model, batch: (model.net(batch), None)))
+    make_trainer().test(model, Numbers())
+    assert model.test_scores == {}
+
+
+def test_steps_of_evaluations_may_be_overridden_one_by_one() -> None:
+    """C12: the processor stands in for what the model leaves out."""
+
+    class Mixed(Linear):
+        def valid_step(self, batch: Tensor, step: int) -> dict[str, Any]:
+            return {"own": (batch.sum(), 1)}
+
+        def predict_step(self, batch: Tensor, step: int) -> Any:
+            return "own"
+
+    model = Mixed(BatchProcessor.from_callable(forward))
+    trainer = make_trainer(total_steps=1, valid_frequency=1)
+    trainer.fit(model, Numbers(1))
+    assert model.metrics == {"own": 2.0}
+    assert trainer.predict(model, Numbers(1)) == ["own"] * 3
+    trainer.test(model, Numbers(1))
+    assert set(model.test_scores) == {"loss"}
+
+
+def test_a_training_step_has_one_owner() -> None:
+    """C12."""
+
+    class Both(Stepping):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.batch_processor = BatchProcessor.from_callable(forward)
+
+    with pytest.raises(ArgumentError, match="must write its training step once"):
+        make_trainer().fit(Both(), Numbers())
+    with pytest.raises(ArgumentError, match="must be None or a BatchProcessor"):
+        make_trainer().fit(Linear(forward), Numbers())
+
+
+class Counting(BatchProcessor):
+    """Counts its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return forward(model, batch)
+
+
+class Saving(Counting):
+    """The same; the count is state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+def test_a_processor_with_state_is_saved_as_any_object_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DESIGN section 6."""
+    for steps in (2, 4):
+        model = Linear(Saving())
+        trainer = make_trainer(total_steps=steps, chkpt_root=tmp_path, chkpt_frequency=1)
+        trainer.fit(model, Numbers(4))
+        assert model.batch_processor.count == steps
+    assert "WARNING" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        BatchProcessor.from_callable(lambda model, batch: forward(model, batch)),
+        BatchProcessor.from_callable(forward, transforms=[lambda batch: batch]),
+        Counting(),
+    ],
+)
+def test_only_a_processor_that_training_changes_is_named_at_a_checkpoint(
+    processor: BatchProcessor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DESIGN R5."""
+    trainer = make_trainer(total_steps=1, chkpt_root=tmp_path, chkpt_frequency=1)
+    trainer.fit(Linear(processor), Numbers())
+    text = capsys.readouterr().err
+    assert ("batch_processor" in text) is isinstance(processor, Counting)

@@ -1,0 +1,214 @@
+"""Curves of learning rates: what each step has used, under the right names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import helios
+from helios.loops.loop import Loop
+from helios.loops.yielding import YieldLoop
+from helios.plugins import Plugin
+from helios.plugins.learning_rate import LearningRateMonitor
+from helios.state import TrainingState
+from tests.support.resume import copy_checkpoint
+from tests.support.runs import IndexModule, Setting, SmallModel, train
+
+
+class Curves(Plugin):
+    """Keeps what is logged, by iteration; losses and scores are left out."""
+
+    unsaved = ("points",)
+
+    def __init__(self) -> None:
+        super().__init__("curves")
+        self.points: dict[int, dict[str, float]] = {}
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_log(self, scalars: dict[str, float], state: TrainingState) -> None:
+        for name, value in scalars.items():
+            if not name.startswith(("train/", "valid/")):
+                self.points.setdefault(state.global_iteration, {})[name] = value
+
+    def of(self, name: str) -> dict[int, float]:
+        return {number: point[name] for number, point in self.points.items() if name in point}
+
+
+def fit(model: SmallModel, *plugins: Plugin, loop: Loop | None = None, **options: Any) -> Curves:
+    setting, curves = model.setting, Curves()
+    trainer = helios.Trainer(
+        train_unit=setting.unit,
+        total_steps=setting.total_steps,
+        valid_frequency=setting.valid_frequency,
+        print_frequency=setting.print_frequency,
+        accumulation_steps=setting.accumulation,
+        random_seed=setting.seed,
+        print_banner=False,
+        use_cpu=True,
+        plugins=[*plugins, curves],
+        **options,
+    )
+    if loop is not None:
+        trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=loop)
+    trainer.fit(model, IndexModule(setting))
+    return curves
+
+
+def cosine(count: int) -> list[float]:
+    """Return the rates of the first steps of ``SmallModel``, whose scheduler moves per step."""
+    optimizer = torch.optim.Adam(nn.Linear(1, 1).parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
+    rates = []
+    for _ in range(count):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_the_rate_that_a_step_has_used_is_logged() -> None:
+    """R42."""
+    setting = Setting(total_steps=8, print_frequency=2)
+    curves = fit(SmallModel(setting), LearningRateMonitor())
+    rates = cosine(8)
+    assert curves.points == {number: {"lr": rates[number - 1]} for number in (2, 4, 6, 8)}
+
+
+def test_inside_of_a_window_the_rate_of_its_update_is_logged() -> None:
+    setting = Setting(unit="epoch", total_steps=2, accumulation=3, print_frequency=1)
+    curves = fit(SmallModel(setting), LearningRateMonitor())
+    # Six batches an epoch, so two windows.
+    rates = [rate for rate in cosine(4) for _ in range(3)]
+    assert list(curves.of("lr").values()) == rates
+
+
+def test_manual_steps_log_what_the_optimizer_holds() -> None:
+    setting = Setting(total_steps=4, print_frequency=1, is_manual=True)
+    curves = fit(SmallModel(setting), LearningRateMonitor())
+    assert list(curves.of("lr").values()) == cosine(5)[1:]
+
+
+class Grouped(SmallModel):
+    """A model with two optimizers, of which one has two groups and a rate in a tensor."""
+
+    names: tuple[str, ...] = ()
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        del self.optimizer, self.scheduler
+        parts = [self.net[1], self.net[4]]
+        groups: list[dict[str, Any]] = [{"params": part.parameters()} for part in parts]
+        for group, name in zip(groups, self.names, strict=False):
+            group["name"] = name
+        groups[1] |= {"lr": torch.tensor(0.25), "momentum": 0.5}
+        self.heads = [torch.optim.SGD(groups, lr=0.125)]
+        self.body = torch.optim.Adam(self.net[0].parameters(), lr=0.5, betas=(0.75, 0.9))
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        self.ids = []
+        self._loss_items["loss"] = torch.zeros(())
+
+
+_TWO = {"lr/body": 0.5, "lr/heads.0/0": 0.125, "lr/heads.0/1": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "expected"),
+    [
+        ((), {}, _TWO),
+        (("first",), {}, _TWO),
+        (("same", "same"), {}, _TWO),
+        (
+            ("first", "last"),
+            {"momentum": True},
+            {
+                "lr/body": 0.5,
+                "momentum/body": 0.75,
+                "lr/heads.0/first": 0.125,
+                "momentum/heads.0/first": 0.0,
+                "lr/heads.0/last": 0.25,
+                "momentum/heads.0/last": 0.5,
+            },
+        ),
+    ],
+)
+def test_curves_are_called_by_optimizer_and_group(
+    names: tuple[str, ...], options: dict[str, Any], expected: dict[str, float]
+) -> None:
+    model = Grouped(Setting(total_steps=1, print_frequency=1))
+    model.names = names
+    assert fit(model, LearningRateMonitor(**options)).points == {1: expected}
+
+
+class Yielding(SmallModel):
+    """A model with two optimizers that take turns, each with a scheduler."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        del self.scheduler
+        self.net.requires_grad_(True)
+        self.optimizer = torch.optim.SGD(self.net[4].parameters(), lr=0.5)
+        self.other = torch.optim.SGD(self.net[0].parameters(), lr=0.25)
+        make = torch.optim.lr_scheduler.ExponentialLR
+        self.schedulers = [make(self.optimizer, 0.5), make(self.other, 0.5)]
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        self.ids = []
+        self._loss_items["loss"] = torch.zeros(())
+        yield self.net[4].weight.square().sum()
+        yield self.net[0].weight.square().sum()
+
+
+def test_optimizers_that_take_turns_have_curves_of_their_own() -> None:
+    """L27."""
+    setting = Setting(total_steps=2, print_frequency=1, validates=False, valid_frequency=None)
+    curves = fit(Yielding(setting), LearningRateMonitor(), loop=YieldLoop())
+    first = {"lr/optimizer": 0.5, "lr/other": 0.25}
+    assert curves.points == {1: first, 2: {name: rate / 2 for name, rate in first.items()}}
+
+
+def test_a_rate_in_a_tensor_is_that_of_the_step() -> None:
+    class WithTensor(SmallModel):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=torch.tensor(0.5))
+            self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    curves = fit(WithTensor(Setting(total_steps=3, print_frequency=1)), LearningRateMonitor())
+    assert list(curves.of("lr").values()) == [0.5, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_a_resume_logs_what_an_undisturbed_run_has(
+    unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    total = 6 if unit == "iteration" else 2
+    setting = Setting(unit=unit, total_steps=total, accumulation=2, print_frequency=1)
+    setting.requests = unit == "epoch"
+    whole = Curves()
+    train(tmp_path / "whole", setting, LearningRateMonitor(momentum=True), whole)
+    for path in sorted((tmp_path / "whole").glob("*/*.pth"))[:-1]:
+        since = int(path.stem.split("_iter_")[1])
+        resumed = Curves()
+        folder = copy_checkpoint(path, tmp_path / f"from-{since}")
+        train(folder, setting, LearningRateMonitor(momentum=True), resumed)
+        assert resumed.points == {n: p for n, p in whole.points.items() if n > since}
+    said = capsys.readouterr().err
+    assert "has no state_dict" not in said
+    assert "has logged nothing" not in said
+
+
+def test_a_monitor_that_logs_nothing_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, Setting(total_steps=3, print_frequency=50), LearningRateMonitor())
+    assert "Plugin 'learning-rate' has logged nothing" in capsys.readouterr().err
+    # A resume may be too short for it.
+    train(tmp_path, Setting(total_steps=4, print_frequency=50), LearningRateMonitor())
+    assert "has logged nothing" not in capsys.readouterr().err
