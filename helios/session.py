@@ -57,6 +57,10 @@ class Recorder(Protocol):
         """Write a snapshot as a checkpoint; one that is committed is not written again."""
         ...
 
+    def has_saved(self, state: TrainingState) -> bool:
+        """Whether a checkpoint of this iteration is committed."""
+        ...
+
     @property
     def logs_scalars(self) -> bool:
         """Whether scalars are written anywhere."""
@@ -332,7 +336,10 @@ class Session:
             self.cursor.stop(self.requests.stop_reason)
         is_wanted = is_due or self.requests.is_checkpoint_wanted or self.is_leaving
         self.requests.is_checkpoint_wanted = False
-        if is_wanted and self.can_save and self.recorder is not None:
+        if not is_wanted or not self.can_save or self.recorder is None:
+            return
+        # Where a poll behind the save ends the run, the checkpoint is there already.
+        if not self.recorder.has_saved(self.state):
             snapshot = self.snapshot()
             self.hooks.emit("on_save_checkpoint", snapshot)
             self.recorder.save(snapshot)

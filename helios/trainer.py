@@ -7,30 +7,29 @@ and ends is in ``helios.startup``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path, PosixPath, WindowsPath
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from helios.checkpoint.layout import find_last_checkpoint
+from helios.checkpoint.migrations import (
+    get_trainer_safe_types_for_load,
+    register_trainer_types_for_safe_load,
+)
 from helios.checkpoint.store import CheckpointStore
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import ArgumentTypeError, UsageError
-from helios.loops.batch import BatchLoop
-from helios.loops.epoch import EpochLoop
-from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
+from helios.errors import UsageError
 from helios.loops.fit import FitLoop
-from helios.loops.optimizer import OptimizerLoop
-from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup.arguments import Arguments
+from helios.startup.checks import check_subjects
 from helios.startup.evaluate import EvaluationRun
 from helios.startup.fit import FitRun
 from helios.startup.registration import PluginTable
+from helios.startup.roots import EvaluationRoot, Roots
 from helios.state import Phase, TrainingState, TrainingUnit
 
 __all__ = [
@@ -94,12 +93,18 @@ class Trainer:
         plugins: the plugins by id; ``trainer.plugins[id] = plugin`` registers one.
         train_exceptions: types that pass through :meth:`fit` without being logged.
         test_exceptions: types that pass through :meth:`test` and its kin without being logged.
+        validate_loop, test_loop, predict_loop: the loops of these calls; assign one of your own to
+            replace it (L13).
 
     Raises:
         ArgumentError: for a value that breaks a rule; the message names the argument, the rule,
             the value and a remedy (a ``ValueError``).
         UsageError: if ``use_cpu=False`` finds no GPU (a ``RuntimeError``).
     """
+
+    validate_loop = EvaluationRoot(Phase.VALIDATION)
+    test_loop = EvaluationRoot(Phase.TESTING)
+    predict_loop = EvaluationRoot(Phase.PREDICTION)
 
     def __init__(  # noqa: PLR0913 - the historical arguments keep their order
         self,
@@ -152,12 +157,7 @@ class Trainer:
         self._exit_code = 0
         self.local_rank = 0
         self.rank = 0
-        self._fit_loop: FitLoop = FitLoop(EpochLoop(BatchLoop(OptimizerLoop()), ValidationLoop()))
-        self._evaluation_loops: dict[Phase, EvaluationLoop] = {
-            Phase.VALIDATION: ValidationLoop(),
-            Phase.TESTING: TestingLoop(),
-            Phase.PREDICTION: PredictionLoop(),
-        }
+        self.roots = Roots()
         for plugin in plugins:
             self.register_plugin(plugin)
 
@@ -182,49 +182,11 @@ class Trainer:
     @property
     def fit_loop(self) -> FitLoop:
         """The loop over all epochs; assign another one, or ``connect`` what is below it (L13)."""
-        return self._fit_loop
+        return self.roots.fit
 
     @fit_loop.setter
     def fit_loop(self, loop: FitLoop) -> None:
-        if not isinstance(loop, FitLoop):
-            raise ArgumentTypeError(f"Trainer.fit_loop must be a FitLoop, got {loop!r}.")
-        loop.adopt(self._fit_loop)
-        self._fit_loop = loop
-
-    @property
-    def validate_loop(self) -> EvaluationLoop:
-        """The loop of :meth:`validate`; assign another one to replace it."""
-        return self._evaluation_loops[Phase.VALIDATION]
-
-    @validate_loop.setter
-    def validate_loop(self, loop: EvaluationLoop) -> None:
-        self._replace_loop(Phase.VALIDATION, loop)
-
-    @property
-    def test_loop(self) -> EvaluationLoop:
-        """The loop of :meth:`test`; assign another one to replace it."""
-        return self._evaluation_loops[Phase.TESTING]
-
-    @test_loop.setter
-    def test_loop(self, loop: EvaluationLoop) -> None:
-        self._replace_loop(Phase.TESTING, loop)
-
-    @property
-    def predict_loop(self) -> EvaluationLoop:
-        """The loop of :meth:`predict`; assign another one to replace it."""
-        return self._evaluation_loops[Phase.PREDICTION]
-
-    @predict_loop.setter
-    def predict_loop(self, loop: EvaluationLoop) -> None:
-        self._replace_loop(Phase.PREDICTION, loop)
-
-    def _replace_loop(self, phase: Phase, loop: EvaluationLoop) -> None:
-        if not isinstance(loop, EvaluationLoop) or loop.phase is not phase:
-            raise ArgumentTypeError(
-                f"The loop for {phase.value} must be an EvaluationLoop whose phase is {phase}, "
-                f"got {loop!r}."
-            )
-        self._evaluation_loops[phase] = loop
+        self.roots.replace_fit(loop)
 
     def register_plugin(self, plugin: Plugin) -> None:
         """Register a plugin under its id; ``trainer.plugins[id] = plugin`` does the same.
@@ -348,7 +310,7 @@ class Trainer:
         self._take(model, datamodule)
         self._exit_code = 0
         run = FitRun(
-            self._arguments, self.plugins, model, datamodule, self._show, loop=self._fit_loop
+            self._arguments, self.plugins, model, datamodule, self._show, loop=self.roots.fit
         )
         try:
             is_finished: bool = run.execute(tuple(self.train_exceptions))
@@ -417,7 +379,7 @@ class Trainer:
             model,
             datamodule,
             self._show,
-            loop=self._evaluation_loops[phase],
+            loop=self.roots.evaluations[phase],
             is_trained=self._fitted_model is model,
         )
         return run.execute(tuple(self.test_exceptions))
@@ -426,23 +388,8 @@ class Trainer:
         self._session = session
 
     def _take(self, model: Model, datamodule: DataModule) -> None:
-        if not isinstance(model, Model):
-            raise ArgumentTypeError(f"Trainer.fit(model=...) must be a Model, got {model!r}.")
-        if not isinstance(datamodule, DataModule):
-            raise ArgumentTypeError(
-                f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
-            )
+        check_subjects(model, datamodule)
         self.model, self.datamodule = model, datamodule
         owners: list[Model | DataModule | Plugin] = [model, datamodule, *self.plugins.values()]
         for owner in owners:
             owner.trainer = self
-
-
-def get_trainer_safe_types_for_load() -> list[Any]:
-    """Return the types, beside plain ones, that ``weights_only`` must admit for old checkpoints."""
-    return [TrainingState, PosixPath, WindowsPath]
-
-
-def register_trainer_types_for_safe_load() -> None:
-    """Register these types with ``torch.serialization.add_safe_globals``."""
-    torch.serialization.add_safe_globals(get_trainer_safe_types_for_load())

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests import house  # noqa: E402 (found by the line above)
+from scripts import event_page  # noqa: E402 (found by the line above)
+from tests import house  # noqa: E402
+from tests.support import event_situations  # noqa: E402
+
+GOLDEN = ROOT / "tests" / "golden"
+
+
+def golden_files() -> dict[Path, str]:
+    """Return the text of every golden file, and of the page that is generated."""
+    logs = event_situations.golden_logs()
+    return {
+        GOLDEN / "public_names.txt": house.public_names(),
+        **{GOLDEN / "events" / name: text for name, text in logs.items()},
+        ROOT / "docs" / "hooks.md": event_page.render(),
+    }
 
 
 def main() -> None:
     """Write each golden file and say which ones changed."""
-    folder = ROOT / "tests" / "golden"
-    folder.mkdir(exist_ok=True)
-    for name, text in {"public_names.txt": house.public_names()}.items():
-        path = folder / name
+    # Recorded runs would fill the screen; some of them fail on purpose.
+    logging.disable(logging.CRITICAL)
+    wanted = golden_files()
+    for path in sorted(set((GOLDEN / "events").glob("*")) - set(wanted)):
+        path.unlink()
+        print(f"{path.relative_to(ROOT)}: removed")
+    for path, text in wanted.items():
+        path.parent.mkdir(exist_ok=True)
         found = path.read_text("utf-8") if path.exists() else ""
         path.write_text(text, "utf-8")
-        print(f"{path.relative_to(ROOT)}: {'unchanged' if found == text else 'changed'}")
+        if found != text:
+            print(f"{path.relative_to(ROOT)}: changed")
+    print(f"{len(wanted)} files are as the code makes them.")
 
 
 if __name__ == "__main__":

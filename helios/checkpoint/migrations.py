@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
+
+import torch
 
 from helios.checkpoint import layout
 from helios.errors import IncompatibleCheckpointError
+from helios.state import TrainingState
 
 _COUNTERS = ("global_epoch", "global_iteration")
 # Modules whose objects the published helios-ml pickled; Helios writes none of them.
@@ -63,3 +66,13 @@ def _unmigrated(path: Path) -> IncompatibleCheckpointError:
         f"{path} was written by helios-ml, the earlier package, in a format that is not read any "
         f"more. Migrate it with: python -m chkpt_migrator {path.parent}"
     )
+
+
+def get_trainer_safe_types_for_load() -> list[Any]:
+    """Return the types, beside plain ones, that ``weights_only`` must admit for old checkpoints."""
+    return [TrainingState, PosixPath, WindowsPath]
+
+
+def register_trainer_types_for_safe_load() -> None:
+    """Register these types with ``torch.serialization.add_safe_globals``."""
+    torch.serialization.add_safe_globals(get_trainer_safe_types_for_load())

@@ -195,6 +195,10 @@ class RunFolder:
         files.unlink(entry.path, missing_ok=True)
         files.unlink(entry.sidecar_path, missing_ok=True)
 
+    def has(self, epoch: int, iteration: int) -> bool:
+        """Whether a checkpoint of this (epoch, iteration) is committed."""
+        return any((entry.epoch, entry.iteration) == (epoch, iteration) for entry in self.entries())
+
     def mark_finished(self, path: Path, reason: str) -> None:
         """Note in a checkpoint's sidecar why the run came to its end there.
 

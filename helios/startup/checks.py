@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping
 
 from helios.core.distributed import launched_world_size
-from helios.errors import ArgumentError, UsageError
+from helios.data.datamodule import DataModule
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
@@ -35,6 +36,20 @@ def check_launch() -> None:
         raise UsageError(
             f"This version of Helios trains in one process, but torchrun has started {count}. "
             "Start the script with plain python, or with --nproc-per-node 1."
+        )
+
+
+def check_subjects(model: Model, datamodule: DataModule) -> None:
+    """Check what a call of the trainer is about.
+
+    Raises:
+        ArgumentTypeError: for something that is no model, or no data module.
+    """
+    if not isinstance(model, Model):
+        raise ArgumentTypeError(f"Trainer.fit(model=...) must be a Model, got {model!r}.")
+    if not isinstance(datamodule, DataModule):
+        raise ArgumentTypeError(
+            f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
         )
 
 

@@ -127,6 +127,11 @@ class FitRecorder:
             payload, stem=stem, sidecar=self._sidecar(epoch, iteration), safe_types=self._types()
         )
 
+    def has_saved(self, state: TrainingState) -> bool:
+        """Whether a checkpoint of this iteration is committed."""
+        folder = self._start.folder
+        return folder is not None and folder.has(state.global_epoch, state.global_iteration)
+
     def _types(self) -> list[Any]:
         return self._model.types_for_safe_load()
 

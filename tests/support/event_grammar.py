@@ -1,0 +1,248 @@
+"""A grammar of what a run tells: pseudocode, read as a regular expression over events.
+
+The docstrings of ``Trainer.fit`` and its kin hold such pseudocode; event logs must be sentences of
+it. A line is one of these:
+
+- ``name(arguments)``: an event is told, or a method called;
+- ``for each …:``: what stands below it happens any number of times;
+- ``if …:``: it happens or not; what is known of a run decides, see ``facts``;
+- ``a validation pass:``: it happens, and has a name; ``a validation pass``: it happens again;
+- ``break``: the loop is left; ``return``: all is left but for ``finally:``;
+- ``finally:``: it happens at the end, also after an exception, which may come at any place.
+
+A body of one line may stand behind its colon.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from helios.hooks.events import EVENTS
+
+RAISED = "an exception was raised"
+_TOLD = re.compile(r"([\w.]+)\((.*)\)")
+_ONE_LINE = re.compile(r"((?:if|for each) [^:]+:) (.+)")
+_INDENT = "    "
+
+Facts = Mapping[str, bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A line of pseudocode and what stands below it."""
+
+    text: str
+    body: tuple[Node, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The event that is told or the method that is called; empty for other lines."""
+        found = _TOLD.fullmatch(self.text)
+        return found.group(1) if found else ""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the arguments of an event."""
+        found = _TOLD.fullmatch(self.text)
+        return tuple(filter(None, found.group(2).split(", "))) if found else ()
+
+    @property
+    def conditions(self) -> list[str]:
+        """The conditions of an ``if``, all of which must hold; empty for other lines."""
+        if not self.text.startswith("if "):
+            return []
+        return self.text.removeprefix("if ").removesuffix(":").split(" and ")
+
+    def walk(self) -> Iterator[Node]:
+        """Yield the line and all below it."""
+        yield self
+        for child in self.body:
+            yield from child.walk()
+
+
+def pseudocode_of(function: Callable[..., object]) -> str:
+    """Return the literal block of a docstring, without its indentation."""
+    lines = (inspect.getdoc(function) or "").splitlines()
+    start = next(place for place, line in enumerate(lines) if line.endswith("::")) + 2
+    block = []
+    for line in lines[start:]:
+        if line and not line.startswith(_INDENT):
+            break
+        block.append(line.removeprefix(_INDENT))
+    return "\n".join(block).rstrip()
+
+
+def parse(text: str) -> tuple[Node, ...]:
+    """Read pseudocode; blank lines do not count."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return tuple(_parse(lines))
+
+
+def _parse(lines: Sequence[str]) -> Iterator[Node]:
+    while lines:
+        first, depth = lines[0].strip(), _depth(lines[0])
+        size = 1
+        while size < len(lines) and _depth(lines[size]) > depth:
+            size += 1
+        one_line = _ONE_LINE.fullmatch(first)
+        if one_line:
+            yield Node(one_line.group(1), (Node(one_line.group(2)),))
+        else:
+            yield Node(first, tuple(_parse(lines[1:size])))
+        lines = lines[size:]
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def unparse(nodes: Iterable[Node], depth: int = 0) -> str:
+    """Write nodes as pseudocode; events with the arguments of the table."""
+    text = ""
+    for node in nodes:
+        event = EVENTS.get(node.name)
+        line = node.text if event is None else f"{event.name}({', '.join(event.parameters)})"
+        is_short = node.text.startswith("if ") and len(node.body) == 1 and not node.body[0].body
+        if is_short:
+            text += f"{_INDENT * depth}{line} {unparse(node.body)}"
+        else:
+            text += f"{_INDENT * depth}{line}\n{unparse(node.body, depth + 1)}"
+    return text
+
+
+def specialise(nodes: Iterable[Node], facts: Facts) -> tuple[Node, ...]:
+    """Return pseudocode without the conditions that are known: their bodies stay, or they go."""
+    found: list[Node] = []
+    for node in nodes:
+        body = specialise(node.body, facts)
+        open_conditions = [part for part in node.conditions if part not in facts]
+        if any(facts.get(part) is False for part in node.conditions):
+            continue
+        if node.conditions and not open_conditions:
+            found += body
+        elif node.conditions:
+            found.append(Node(f"if {' and '.join(open_conditions)}:", body))
+        else:
+            found.append(Node(node.text, body))
+    return tuple(found)
+
+
+def named_parts(nodes: Iterable[Node]) -> dict[str, tuple[Node, ...]]:
+    """Return the bodies of lines like ``a validation pass:`` by their names."""
+    return {
+        node.text.removesuffix(":"): node.body
+        for top in nodes
+        for node in top.walk()
+        if _is_name(node) and node.body
+    }
+
+
+def name_parts(nodes: Iterable[Node], parts: Mapping[str, tuple[Node, ...]]) -> tuple[Node, ...]:
+    """Return pseudocode in which each part that it uses is written out at its first place."""
+    missing = {name: body for name, body in parts.items() if name not in named_parts(nodes)}
+
+    def name(node: Node) -> Node:
+        body = missing.pop(node.text, node.body)
+        text = node.text if body is node.body else f"{node.text}:"
+        return Node(text, tuple(name(child) for child in body))
+
+    return tuple(name(node) for node in nodes)
+
+
+def _is_name(node: Node) -> bool:
+    is_other = node.text.startswith(("if ", "for each "))
+    return not (node.name or is_other or node.text in ("finally:", "break", "return"))
+
+
+class Grammar:
+    """What a run may tell.
+
+    Args:
+        nodes: the pseudocode.
+        facts: conditions of it that are known to hold, or not to hold, all over a run.
+        rules: more pseudocode, whose named parts are used.
+    """
+
+    def __init__(self, nodes: Iterable[Node], facts: Facts, rules: Iterable[Node] = ()) -> None:
+        nodes = tuple(nodes)
+        given = specialise(nodes, facts)
+        parts = named_parts(rules) | named_parts(nodes)
+        self._parts = {name: specialise(body, facts) for name, body in parts.items()}
+        self._edges: list[list[tuple[str, int]]] = []
+        self._end_of_run = self._new()
+        start = self._new()
+        last = self._add_all([node for node in given if node.text != "finally:"], start, -1)
+        if facts.get(RAISED):
+            for state in range(self._end_of_run + 1, len(self._edges)):
+                self._link(state, self._end_of_run)
+        else:
+            self._link(last, self._end_of_run)
+        at_last = [part for node in given if node.text == "finally:" for part in node.body]
+        self._accepted = self._add_all(at_last, self._end_of_run, -1)
+        self._start = start
+
+    def _new(self) -> int:
+        self._edges.append([])
+        return len(self._edges) - 1
+
+    def _link(self, state: int, other: int, name: str = "") -> None:
+        self._edges[state].append((name, other))
+
+    def _add_all(self, nodes: Iterable[Node], state: int, loop_end: int) -> int:
+        for node in nodes:
+            state = self._add(node, state, loop_end)
+        return state
+
+    def _add(self, node: Node, state: int, loop_end: int) -> int:
+        """Add a line behind a state; returns the state behind the line."""
+        after = self._new()
+        if node.name:
+            self._link(state, after, node.name)
+        elif node.text == "break":
+            self._link(state, loop_end)
+        elif node.text == "return":
+            self._link(state, self._end_of_run)
+        elif node.text.startswith("for each "):
+            self._link(state, after)
+            self._link(self._add_all(node.body, after, leaving := self._new()), after)
+            self._link(after, leaving)
+            return leaving
+        elif node.conditions:
+            self._link(state, after)
+            self._link(self._add_all(node.body, state, loop_end), after)
+        else:
+            self._link(self._add_all(self._body_of(node), state, loop_end), after)
+        return after
+
+    def _body_of(self, node: Node) -> tuple[Node, ...]:
+        name = node.text.removesuffix(":")
+        if name not in self._parts:
+            raise ValueError(f"{node.text!r} is no line of pseudocode, and nothing has that name.")
+        return self._parts[name]
+
+    def _closure(self, states: Iterable[int]) -> set[int]:
+        found, waiting = set(), list(states)
+        while waiting:
+            state = waiting.pop()
+            if state not in found:
+                found.add(state)
+                waiting += [other for name, other in self._edges[state] if not name]
+        return found
+
+    def fault_of(self, told: Sequence[str]) -> str:
+        """Say where a log is no sentence of the grammar; empty where it is one."""
+        states = self._closure([self._start])
+        for place, name in enumerate(told):
+            edges = [edge for state in states for edge in self._edges[state] if edge[0]]
+            states = self._closure(other for label, other in edges if label == name)
+            if not states:
+                expected = " or ".join(sorted({label for label, _ in edges})) or "nothing"
+                before = ", ".join(told[max(place - 3, 0) : place])
+                return f"line {place}: {name} follows {before}; expected {expected}"
+        if self._accepted in states:
+            return ""
+        labels = {label for state in states for label, _ in self._edges[state] if label}
+        return f"the end; expected {' or '.join(sorted(labels))}"
