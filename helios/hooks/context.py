@@ -27,6 +27,7 @@ class RunView(Protocol):
     schedule: Schedule
     phase: Phase
     is_sanity_check: bool
+    can_save: bool
 
     @property
     def is_in_epoch(self) -> bool:
@@ -150,6 +151,11 @@ class Context:
     def is_sanity_check(self) -> bool:
         """Whether the present validation is a trial before the training, that leaves no trace."""
         return self._run.is_sanity_check
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the run writes checkpoints at all; without them an interruption loses all."""
+        return self._run.can_save
 
     @property
     def is_in_epoch(self) -> bool:

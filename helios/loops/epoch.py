@@ -28,7 +28,13 @@ class EpochLoop(Loop):
         self._timer = AverageTimer()
         self._is_over = False
         self._is_complete = False
+        self._has_left = False
         self._num_done = 0
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the run leaves, at a safe point: the only place where it may (DESIGN R4)."""
+        return self._has_left
 
     @property
     def done(self) -> bool:
@@ -51,7 +57,7 @@ class EpochLoop(Loop):
         cursor = self.session.cursor
         source = self.session.training_source
         total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
-        self._is_over = False
+        self._is_over = self._has_left = False
         self._num_done = 0
         self._is_complete = total == cursor.batch
         self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
@@ -104,7 +110,7 @@ class EpochLoop(Loop):
             self._close_step()
         elif not self._is_complete:
             session.save_if_asked(is_due=False)
-            self._is_over = session.is_leaving
+            self._leave()
 
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
@@ -114,7 +120,7 @@ class EpochLoop(Loop):
         if self._is_left_unfinished:
             session.display.end_epoch()
             return
-        is_cut = session.is_stopping and not self._is_complete
+        is_cut = self._has_left and not self._is_complete
         if not is_cut:
             session.move_epoch_schedulers()
         has_validated = session.schedule.is_by_epoch and self._validate_if_due()
@@ -137,12 +143,16 @@ class EpochLoop(Loop):
             polls_always: whether the stop poll follows without one too, as at an epoch's end.
         """
         session = self.session
-        was_stopping = session.is_stopping
+        before = (session.is_stopping, session.is_leaving)
         if has_validated or polls_always:
             session.poll_stop()
-            if session.is_stopping and not was_stopping:
+            if (session.is_stopping, session.is_leaving) != before:
                 session.save_if_asked(is_due=False)
-        self._is_over |= session.is_leaving
+        self._leave()
+
+    def _leave(self) -> None:
+        self._has_left |= self.session.is_leaving
+        self._is_over |= self._has_left
 
     @property
     def _is_left_unfinished(self) -> bool:
@@ -151,7 +161,7 @@ class EpochLoop(Loop):
         By epochs the end of the epoch is a safe point itself, and is reached first.
         """
         is_at_its_end = self.session.schedule.is_by_epoch and self._is_complete
-        return self.session.is_interrupted and self._is_over and not is_at_its_end
+        return self.session.is_interrupted and self._has_left and not is_at_its_end
 
     def teardown(self) -> None:
         """End the workers of an epoch that an error has left open."""

@@ -141,6 +141,7 @@ class EvaluationLoop(Loop):
         result = take_step(session, self.step_name, batch, step, *which)
         end_forward(session, result, result.loss if isinstance(result, Processed) else None)
         self._take(result)
+        session.context.show_raw_batch()
         hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
         session.context.end_batch()
 

@@ -16,11 +16,18 @@ class FitLoop(Loop):
     def __init__(self, epoch_loop: EpochLoop | None = None) -> None:
         super().__init__()
         self.epoch_loop = epoch_loop
+        self._has_run = False
 
     @property
     def done(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run is to end; what is asked for between epochs waits for a safe point."""
+        if self._has_run:
+            return require(self.epoch_loop).has_left
         return self.session.is_leaving and not self.session.is_in_epoch
+
+    def reset(self) -> None:
+        """Prepare a run."""
+        self._has_run = False
 
     def on_run_start(self) -> None:
         """Tell that the training starts or goes on (C13), and enter where it stands."""
@@ -72,6 +79,7 @@ class FitLoop(Loop):
         except StopIteration as error:
             raise make_stray_stop(error) from error
         self.session.is_resumed = False
+        self._has_run = True
 
     def on_run_end(self) -> str:
         """Tell that the run is finished; returns the reason, empty after an interruption."""

@@ -1,0 +1,224 @@
+"""Records where the time of a training goes, by ``torch.profiler``, for a few iterations.
+
+It looks on: no bit of the training changes. It holds no state: a resumed run begins its schedule
+anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
+from torch.profiler import ProfilerAction, profile, schedule, tensorboard_trace_handler
+
+from helios.errors import ArgumentError, ArgumentTypeError
+from helios.hooks.context import Context
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+_OWN = ("schedule", "on_trace_ready")
+
+
+@PLUGIN_REGISTRY.register
+class Profiler(Plugin):
+    """Profile some iterations, and write a trace of each cycle into a folder.
+
+    Iterations are counted from the start of this process' training. They go by in cycles of
+    ``wait``, ``warmup`` and ``active`` ones; a trace is written after the last active one, or where
+    the training ends before. Traces are read by Perfetto, ``chrome://tracing`` and TensorBoard's
+    profiler plugin.
+
+    Args:
+        folder: where traces go; made where it is missing.
+        skip_first: iterations before the first cycle.
+        wait: iterations of a cycle that are let pass.
+        warmup: iterations that are recorded and thrown away; 0 makes ``torch.profiler`` warn.
+        active: iterations that are recorded.
+        repeat: cycles; 0 for as many as there are.
+        ranges: mark the forward pass, the backward pass and the optimizer step in traces.
+        options: arguments of ``torch.profiler.profile``, such as ``activities``,
+            ``record_shapes``, ``profile_memory`` and ``with_stack``.
+
+    Raises:
+        ArgumentError: for a number that breaks a rule, and for a folder that is a file.
+        ArgumentTypeError: for a path that is none, and an unknown option.
+    """
+
+    unsaved = ("_num_steps", "_num_traces", "_open_ranges", "_profile")
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        skip_first: int = 0,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        repeat: int = 1,
+        ranges: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__("profiler")
+        self._folder = _check_folder(folder)
+        lengths = {"skip_first": skip_first, "wait": wait, "warmup": warmup, "repeat": repeat}
+        for name, value in {**lengths, "active": active}.items():
+            _check_count(name, value, least=1 if name == "active" else 0)
+        _check_options(options)
+        self._before_first = skip_first + wait + warmup
+        self._repeat = repeat
+        self._schedule = schedule(**lengths, active=active)
+        self._options = options
+        self._has_ranges = ranges
+        self._profile: profile | None = None
+        self._closing = ExitStack()
+        self._open_ranges: list[ExitStack] = []
+        self._num_steps = self._num_traces = 0
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_start(self) -> None:
+        """Begin the schedule."""
+        self._num_steps = self._num_traces = 0
+        self._open_ranges = []
+        self._profile = self._closing.enter_context(
+            profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
+        )
+
+    def _write(self, finished: profile) -> None:
+        self._num_traces += 1
+        try:
+            tensorboard_trace_handler(str(self._folder))(finished)
+        except Exception:
+            # Raised inside of torch's state machine, it would crash the process at the end.
+            _LOGGER.exception("Profiler could not write a trace into %s.", self._folder)
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        """Go on in the schedule; after its last cycle nothing is recorded or paid for."""
+        if self._profile is None:
+            return
+        self._num_steps += 1
+        with self._quiet_between_cycles(self._profile):
+            self._step(self._profile)
+        if self._repeat and self._num_traces == self._repeat:
+            self._end()
+
+    def _step(self, recording: profile) -> None:
+        try:
+            recording.step()
+        except BaseException:
+            # To end it, too, would crash the process: what it has closed it would close again.
+            self._closing.pop_all()
+            self._profile = None
+            raise
+
+    @contextmanager
+    def _quiet_between_cycles(self, recording: profile) -> Iterator[None]:
+        """Keep torch from warning that a cycle forgets the one before: it was written."""
+        begins = self._schedule(self._num_steps) is not ProfilerAction.NONE
+        between = (ProfilerAction.NONE, ProfilerAction.RECORD_AND_SAVE)
+        if not begins or recording.current_action not in between:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            yield
+
+    def on_training_end(self) -> None:
+        """End the recording before what comes after the training."""
+        self._end()
+
+    def teardown(self) -> None:
+        """End the recording on every other way out; a trace that was begun is written."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._profile is None:
+            return
+        self._profile = None
+        while self._open_ranges:
+            self._leave()
+        self._closing.close()
+        if self._num_traces == 0:
+            _LOGGER.warning(
+                "Profiler recorded nothing: this start made %d iterations, and the schedule lets "
+                "%d go by first (skip_first, wait and warmup). Lower them, or train longer.",
+                self._num_steps,
+                self._before_first,
+            )
+
+    def _enter(self, name: str) -> None:
+        recording = self._profile
+        if not self._has_ranges or recording is None:
+            return
+        if recording.current_action is not ProfilerAction.NONE:
+            self._open_ranges.append(ExitStack())
+            self._open_ranges[-1].enter_context(record_function(name))
+
+    def _leave(self) -> None:
+        if self._open_ranges:
+            self._open_ranges.pop().close()
+
+    def on_forward_start(self, context: Context) -> None:
+        """Begin a range."""
+        self._enter(f"{context.phase.value} forward")
+
+    def on_forward_end(self, context: Context) -> None:
+        """End the range."""
+        self._leave()
+
+    def on_backward_start(self, loss: torch.Tensor) -> None:
+        """Begin a range."""
+        self._enter("backward")
+
+    def on_backward_end(self) -> None:
+        """End the range."""
+        self._leave()
+
+    def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
+        """Begin a range."""
+        self._enter("optimizer step")
+
+    def on_optimizer_step_end(self, optimizer: Optimizer, committed: bool) -> None:
+        """End the range."""
+        self._leave()
+
+
+def _check_folder(folder: object) -> Path:
+    if not isinstance(folder, str | Path):
+        raise ArgumentTypeError(
+            f'Profiler(folder=...) must be a path, got {folder!r}. Pass e.g. "runs/traces".'
+        )
+    path = Path(folder).absolute()
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"Profiler(folder=...) must be a folder, got the file {str(folder)!r}. Pass another."
+        )
+    return path
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ArgumentError(
+            f"Profiler({name}=...) must be an int of at least {least}, got {value!r}. It counts "
+            "iterations (repeat counts cycles, 0 for no end)."
+        )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    known = [name for name in inspect.signature(profile).parameters if name not in _OWN]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ArgumentTypeError(
+            f"Profiler(**options) must be arguments of torch.profiler.profile, got {unknown}. "
+            f"There are: {', '.join(known)}."
+        )

@@ -1,0 +1,185 @@
+"""Loggers that write what is logged into a text file: CSV, or one JSON object a line.
+
+Both hear ``on_log``, so they get what TensorBoard gets. A resumed run cuts the file back to its
+checkpoint and writes on: the file is, byte for byte, that of an undisturbed run (DESIGN R5).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from helios.core.rows import RowFile
+from helios.errors import ArgumentError, ArgumentTypeError
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+_COLUMNS = ("epoch", "iteration", "name", "value")
+_KEYS = ("epoch", "iteration")
+
+
+def _check_path(owner: str, path: object) -> Path:
+    if not isinstance(path, str | Path):
+        raise ArgumentTypeError(
+            f'{owner}(path=...) must be a path, got {path!r}. Pass e.g. "runs/losses.csv".'
+        )
+    found = Path(path)
+    if found.is_dir() or not found.name:
+        raise ArgumentError(
+            f"{owner}(path=...) must name a file, got the folder {str(path)!r}. Add a file name."
+        )
+    return found
+
+
+class RowLogger(Plugin):
+    """Base of the loggers that write rows.
+
+    The file is open from ``on_fit_start`` to ``teardown``. What validate, test and predict log on
+    their own belongs to no place of the training, and is not written.
+
+    Args:
+        path: the file.
+        header: the first line of the file, with its line end; empty for none.
+        plug_id: the plugin's name.
+    """
+
+    def __init__(self, path: str | Path, header: str, plug_id: str) -> None:
+        super().__init__(plug_id)
+        self._file = RowFile(_check_path(type(self).__name__, path), header)
+        self._mark: dict[str, Any] | None = None
+        self._is_set_up = False
+        self._early: list[str] = []
+
+    @property
+    def path(self) -> Path:
+        """The file, absolute."""
+        return self._file.path
+
+    @abstractmethod
+    def format(self, scalars: Mapping[str, float], state: TrainingState) -> str:
+        """Return the rows, with their line ends, that hold some numbers of an iteration."""
+
+    def setup(self) -> None:
+        """Forget a run before this one; the file is not touched yet."""
+        self._mark = None
+        self._early = []
+        self._is_set_up = True
+
+    def on_fit_start(self) -> None:
+        """Open the file, cut back to the checkpoint if there is one."""
+        self._file.restore(self._mark)
+        for text in self._early:
+            self._file.append(text)
+        self._early = []
+
+    def on_log(self, scalars: Mapping[str, float], state: TrainingState) -> None:
+        """Write the numbers."""
+        if self._file.is_open:
+            self._file.append(self.format(scalars, state))
+        elif self._is_set_up:
+            # Another plugin logs in its on_fit_start, or before: kept until the file is open.
+            self._early.append(self.format(scalars, state))
+
+    def on_training_end(self) -> None:
+        """Warn if nothing was logged at all."""
+        if not self._file.has_rows:
+            _LOGGER.warning(
+                "%s is empty: nothing was logged. Pass print_frequency to the trainer, or log "
+                "numbers by context.log().",
+                self.path,
+            )
+
+    def teardown(self) -> None:
+        """Close the file."""
+        self._is_set_up = False
+        self._early = []
+        self._file.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the file stands, once all its rows are on the disk."""
+        return {"mark": self._file.mark() if self._file.is_open else self._mark}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back where the file stood."""
+        self._mark = state_dict["mark"]
+
+
+@PLUGIN_REGISTRY.register
+class CSVLogger(RowLogger):
+    """Write every logged number into a CSV file, a row each.
+
+    The columns are ``epoch`` (from 1), ``iteration``, ``name`` and ``value``. A new name is a new
+    value in a column, so it never changes a row that is written. Values are Python's ``repr`` of a
+    float, which reads back exactly, also ``nan`` and ``inf``.
+
+    Args:
+        path: the file. A relative path is taken from the working directory of this moment.
+        plug_id: the plugin's name; give it where there are two loggers of this kind.
+
+    Raises:
+        ArgumentError: if the path is that of a folder.
+        ArgumentTypeError: if it is no path.
+    """
+
+    def __init__(self, path: str | Path, plug_id: str = "csv-logger") -> None:
+        super().__init__(path, ",".join(_COLUMNS) + "\n", plug_id)
+
+    def format(self, scalars: Mapping[str, float], state: TrainingState) -> str:
+        """Return a row for each number."""
+        head = f"{state.global_epoch},{state.global_iteration}"
+        return "".join(f"{head},{_quote(name)},{value!r}\n" for name, value in scalars.items())
+
+
+def _quote(name: str) -> str:
+    # Python's writer leaves a lone carriage return as it is, and its reader ends a row there.
+    if not name.isprintable() or any(mark in name for mark in ',"'):
+        return '"' + name.replace('"', '""') + '"'
+    return name
+
+
+@PLUGIN_REGISTRY.register
+class JSONLLogger(RowLogger):
+    """Write what is logged at a time as a JSON object, a line each.
+
+    The keys are ``epoch`` (from 1), ``iteration`` and the names. JSON knows no ``nan`` and no
+    infinity: they are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float``
+    reads; every other value is a number that reads back exactly.
+
+    Args:
+        path: the file. A relative path is taken from the working directory of this moment.
+        plug_id: the plugin's name; give it where there are two loggers of this kind.
+
+    Raises:
+        ArgumentError: if the path is that of a folder.
+        ArgumentTypeError: if it is no path.
+    """
+
+    def __init__(self, path: str | Path, plug_id: str = "jsonl-logger") -> None:
+        super().__init__(path, "", plug_id)
+        self._refused: set[str] = set()
+
+    def format(self, scalars: Mapping[str, float], state: TrainingState) -> str:
+        """Return one object; a number with the name of a key of its own is left out, and said."""
+        values = {name: _as_json(value) for name, value in scalars.items() if name not in _KEYS}
+        for name in set(scalars).intersection(_KEYS) - self._refused:
+            self._refused.add(name)
+            _LOGGER.warning(
+                "%s leaves out the number %r that was logged: every line has a key of that name. "
+                "Log it under another one.",
+                self.path,
+                name,
+            )
+        head = {"epoch": state.global_epoch, "iteration": state.global_iteration}
+        return json.dumps(head | values, allow_nan=False) + "\n"
+
+
+def _as_json(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

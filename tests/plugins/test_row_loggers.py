@@ -1,0 +1,453 @@
+"""Loggers of rows: what stands in the file, and a killed run's file is the undisturbed one's."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.errors import ArgumentError, ArgumentTypeError
+from helios.plugins.metrics import Metrics
+from helios.plugins.plugin import Plugin
+from helios.plugins.row_loggers import CSVLogger, JSONLLogger, RowLogger
+from helios.plugins.time_limit import TimeLimit
+from helios.state import Phase, TrainingState
+from tests.support.kills import KillAt, train_in_child
+from tests.support.resume import copy_checkpoint, resume_everywhere
+from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, train
+
+NAMES = ("log.csv", "log.jsonl")
+
+
+def _setting(**changed: Any) -> Setting:
+    return Setting(**{"print_frequency": 1, "total_steps": 14, **changed})
+
+
+class Talker(Plugin):
+    """Logs wherever a training has something to say."""
+
+    def __init__(self) -> None:
+        super().__init__("talker")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_fit_start(self) -> None:
+        if self.context.state.global_iteration == 0:
+            self.context.log({"early": 0.5})
+
+    def on_validation_batch_end(self, step: int) -> None:
+        self.context.log({"inside": 0.1 * step})
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        self.context.log({f"epoch {current_epoch}": 1 / 3, "nan": math.nan})
+
+
+class Ticker(Plugin):
+    """Time that passes with the batches, and starts at any point in every process."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        super().__init__("ticker")
+        self.now = now
+
+    unsaved = ("now",)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_start(self, state: TrainingState) -> None:
+        self.now += 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Mean:
+    """A metric that needs no library."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.count = torch.zeros(()), 0
+
+    def update(self, values: torch.Tensor) -> None:
+        self.total = self.total + values.sum()
+        self.count += values.numel()
+
+    def compute(self) -> torch.Tensor:
+        return self.total / self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total, self.count = state_dict["total"], state_dict["count"]
+
+
+def _loggers(folder: Path) -> list[Plugin]:
+    return [CSVLogger(folder / "log.csv"), JSONLLogger(folder / "log.jsonl"), Talker()]
+
+
+def _run(folder: Path, setting: Setting | None = None, *more: Plugin) -> Outcome:
+    return train(folder, setting or _setting(), *_loggers(folder), *more)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as handle:
+        return list(csv.DictReader(handle))
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Log:
+    """Hands numbers to a logger as a run does, without one."""
+
+    def __init__(self, logger: RowLogger) -> None:
+        self.logger = logger
+        logger.setup()
+        logger.on_fit_start()
+
+    def __call__(self, scalars: dict[str, float], epoch: int = 1, iteration: int = 1) -> None:
+        state = TrainingState(global_epoch=epoch, global_iteration=iteration)
+        self.logger.on_log(scalars, state)
+
+
+@pytest.fixture
+def open_log() -> Iterator[Callable[[RowLogger], Log]]:
+    opened: list[Log] = []
+
+    def start(logger: RowLogger) -> Log:
+        opened.append(Log(logger))
+        return opened[-1]
+
+    yield start
+    for log in opened:
+        log.logger.teardown()
+
+
+def test_a_csv_file_has_a_row_for_each_number(tmp_path: Path) -> None:
+    _run(tmp_path)
+    rows = _rows(tmp_path / "log.csv")
+    assert list(rows[0]) == ["epoch", "iteration", "name", "value"]
+    losses = [row for row in rows if row["name"] == "train/loss"]
+    assert [int(row["iteration"]) for row in losses] == [*range(1, 15)]
+    assert [int(row["epoch"]) for row in losses] == [1] * 6 + [2] * 6 + [3] * 2
+    scores = [row for row in rows if row["name"] == "valid/score"]
+    assert [int(row["iteration"]) for row in scores] == [3, 6, 9, 12]
+    assert (tmp_path / "log.csv").read_text().count("epoch,iteration,name,value") == 1
+
+
+def test_a_jsonl_file_has_an_object_for_each_call(tmp_path: Path) -> None:
+    _run(tmp_path)
+    found = _objects(tmp_path / "log.jsonl")
+    assert found[0] == {"epoch": 0, "iteration": 0, "early": 0.5}
+    assert {"epoch": 1, "iteration": 6, "epoch 1": 1 / 3, "nan": "NaN"} in found
+    rows = _rows(tmp_path / "log.csv")
+    spread = [
+        (str(line["epoch"]), str(line["iteration"]), name, repr(float(value)))
+        for line in found
+        for name, value in line.items()
+        if name not in ("epoch", "iteration")
+    ]
+    assert spread == [tuple(row.values()) for row in rows]
+
+
+def test_values_and_names_read_back_exactly(
+    tmp_path: Path, open_log: Callable[[RowLogger], Log]
+) -> None:
+    values = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 1e22, 123456789.123456789, 3.0]
+    names = ["plain", "a,b", 'a"b', "a\nb", "a\rb", "é", "", "a b"]
+    scalars = dict(zip(names, values, strict=True))
+    open_log(CSVLogger(tmp_path / "log.csv"))(scalars)
+    open_log(JSONLLogger(tmp_path / "log.jsonl"))(scalars)
+    read = {row["name"]: float(row["value"]) for row in _rows(tmp_path / "log.csv")}
+    (line,) = _objects(tmp_path / "log.jsonl")
+    del line["epoch"], line["iteration"]
+    for found in (read, line):
+        assert list(found) == names
+        assert [value.hex() for value in found.values()] == [value.hex() for value in values]
+
+
+def test_numbers_that_json_does_not_know_are_strings_that_float_reads(
+    tmp_path: Path, open_log: Callable[[RowLogger], Log]
+) -> None:
+    scalars = {"a": math.nan, "b": math.inf, "c": -math.inf}
+    open_log(CSVLogger(tmp_path / "log.csv"))(scalars)
+    open_log(JSONLLogger(tmp_path / "log.jsonl"))(scalars)
+    assert [row["value"] for row in _rows(tmp_path / "log.csv")] == ["nan", "inf", "-inf"]
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    line = json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=refuse)
+    assert [line[name] for name in "abc"] == ["NaN", "Infinity", "-Infinity"]
+    assert math.isnan(float(line["a"]))
+    assert (float(line["b"]), float(line["c"])) == (math.inf, -math.inf)
+
+
+def test_a_number_called_like_a_key_of_json_is_left_out_and_said_once(
+    tmp_path: Path, open_log: Callable[[RowLogger], Log], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = open_log(JSONLLogger(tmp_path / "log.jsonl"))
+    log({"epoch": 7.0, "x": 1.0}, epoch=2, iteration=3)
+    log({"epoch": 8.0, "x": 2.0}, epoch=2, iteration=4)
+    assert _objects(tmp_path / "log.jsonl") == [
+        {"epoch": 2, "iteration": 3, "x": 1.0},
+        {"epoch": 2, "iteration": 4, "x": 2.0},
+    ]
+    (message,) = caplog.messages
+    assert "'epoch'" in message
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger])
+def test_a_path_must_name_a_file(kind: type[RowLogger], tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="must name a file"):
+        kind(tmp_path)
+    with pytest.raises(ArgumentTypeError, match="must be a path"):
+        kind(3)  # type: ignore[arg-type]
+
+
+def test_what_is_logged_before_the_file_is_open_comes_first(tmp_path: Path) -> None:
+    """By a plugin that was registered before, in the same event."""
+    train(tmp_path / "run", _setting(), Talker(), CSVLogger(tmp_path / "log.csv"))
+    assert _rows(tmp_path / "log.csv")[0]["name"] == "early"
+
+
+def test_a_logger_serves_several_fits(tmp_path: Path) -> None:
+    """Another run in the process, or the same one anew, begins a file."""
+    logger, runs = CSVLogger(tmp_path / "log.csv"), []
+    for options in ({}, {"resume": "never"}):
+        setting = _setting(options=options, total_steps=3 + len(runs))
+        train(tmp_path / "run", setting, logger)
+        runs.append([row["iteration"] for row in _rows(tmp_path / "log.csv")])
+    assert runs == [["1", "2", "3", "3"], ["1", "2", "3", "3", "4"]]
+    shorter = _setting(total_steps=6)
+    train(tmp_path / "run", shorter, logger)
+    assert len(_rows(tmp_path / "log.csv")) == 8
+    train(tmp_path / "run", _setting(total_steps=5, options={"resume": "never"}), logger)
+    assert len(_rows(tmp_path / "log.csv")) == 6
+    assert len(_rows(tmp_path / "log.before-2.csv")) == 8
+
+
+def test_two_loggers_of_a_kind_have_names_of_their_own(tmp_path: Path) -> None:
+    first, second = CSVLogger(tmp_path / "a.csv"), CSVLogger(tmp_path / "b.csv", "second")
+    train(tmp_path / "run", _setting(), first, second)
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+
+
+def test_an_empty_file_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    setting = _setting(print_frequency=None, validates=False, valid_frequency=None)
+    train(tmp_path / "run", setting, CSVLogger(tmp_path / "log.csv"))
+    assert (tmp_path / "log.csv").read_text() == "epoch,iteration,name,value\n"
+    assert "log.csv is empty: nothing was logged" in capfd.readouterr().err
+
+
+def _left_by_a_kill(whole: Path, since: int, kind: str) -> dict[str, bytes]:
+    """Return the files as a kill leaves them some time after a checkpoint."""
+    left = {}
+    for name in NAMES:
+        data = (whole / name).read_bytes()
+        mark = _marks(whole, since)[name]
+        assert data[:mark].endswith(b"\n")
+        torn = data[: mark + 17] if kind == "in a row" else data
+        left[name] = data[:mark] if kind == "at once" else torn
+    return left
+
+
+def _marks(whole: Path, since: int) -> dict[str, int]:
+    (path,) = whole.glob(f"*/*_iter_{since}.pth")
+    plugins = helios.load_checkpoint(path)["plugins"]
+    ids = {"log.csv": "csv-logger", "log.jsonl": "jsonl-logger"}
+    return {name: plugins[key]["mark"]["size"] for name, key in ids.items()}
+
+
+@pytest.mark.parametrize("kind", ["at once", "in a row", "at the end"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"accumulation": 3},
+        {"unit": "epoch", "total_steps": 3, "valid_frequency": 1, "requests": True},
+        {"unit": "epoch", "total_steps": 3, "is_manual": True, "requests": True},
+    ],
+    ids=["steps", "accumulation", "epochs", "manual"],
+)
+def test_a_killed_runs_files_are_the_undisturbed_ones(
+    changed: dict[str, Any], kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setting = _setting(**changed)
+    whole = tmp_path / "whole"
+
+    def resume(folder: Path) -> Outcome:
+        (path,) = folder.glob("*/*.pth")
+        since = int(path.stem.split("_iter_")[1])
+        for name, data in _left_by_a_kill(whole, since, kind).items():
+            (folder / name).write_bytes(data)
+        outcome = _run(folder, setting)
+        if outcome.has_ended:
+            for name in NAMES:
+                assert (folder / name).read_bytes() == (whole / name).read_bytes(), since
+        assert {path.name for path in folder.glob("log*")} == set(NAMES)
+        return outcome
+
+    resume_everywhere(lambda folder: _run(folder, setting), tmp_path, make_resumed=resume)
+    said = capfd.readouterr()
+    assert "Nothing to do" in said.err
+    assert "log.csv" not in said.err + said.out
+
+
+def test_real_kills_leave_the_undisturbed_files(tmp_path: Path) -> None:
+    setting = _setting(chkpt_frequency=2)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _run(whole, setting)
+    places = [
+        ("on_training_batch_end", 1),
+        ("on_training_batch_end", 3),
+        ("on_validation_end", 6),
+        ("on_training_epoch_end", 6),
+        ("on_save_checkpoint", 8),
+        ("on_training_batch_end", 13),
+        ("on_training_end", 14),
+    ]
+    for event, iteration in places:
+        plugins = [*_loggers(killed), KillAt(event, iteration)]
+        assert train_in_child(killed, setting, *plugins) == -9
+    assert train_in_child(killed, setting, *_loggers(killed)) == 0
+    for name in NAMES:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_a_start_after_a_kill_before_the_first_checkpoint_begins_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setting = _setting(chkpt_frequency=4)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    _run(whole, setting)
+    assert train_in_child(killed, setting, *_loggers(killed), KillAt("on_log", 3)) == -9
+    assert len(_rows(killed / "log.csv")) == 4
+    _run(killed, setting)
+    assert "log.csv was there already" in capfd.readouterr().err
+    for name in NAMES:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    assert len(_rows(killed / "log.before-1.csv")) == 4
+
+
+def test_a_finished_run_that_is_started_again_leaves_its_file(tmp_path: Path) -> None:
+    _run(tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in NAMES}
+    _run(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in NAMES} == before
+    assert {path.name for path in tmp_path.glob("log*")} == set(NAMES)
+
+
+def test_a_finished_run_that_is_made_longer_goes_on_in_its_file(tmp_path: Path) -> None:
+    _run(tmp_path / "long", _setting(total_steps=20))
+    _run(tmp_path / "short", _setting(total_steps=14))
+    _run(tmp_path / "short", _setting(total_steps=20))
+    for name in NAMES:
+        assert (tmp_path / "short" / name).read_bytes() == (tmp_path / "long" / name).read_bytes()
+
+
+def test_a_start_without_the_file_says_what_is_missing_and_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = tmp_path / "whole"
+    _run(whole)
+    (path,) = whole.glob("*/*_iter_5.pth")
+    resumed = copy_checkpoint(path, tmp_path / "resumed")
+    train(resumed, _setting(), CSVLogger(resumed / "log.csv"), Talker())
+    said = capfd.readouterr().err
+    assert f"{resumed / 'log.csv'} is gone" in said
+    assert f"it was {whole / 'log.csv'}" in said
+    kept = (whole / "log.csv").read_bytes()[_marks(whole, 5)["log.csv"] :]
+    assert (resumed / "log.csv").read_bytes() == b"epoch,iteration,name,value\n" + kept
+
+
+def test_an_evaluation_writes_nothing(tmp_path: Path) -> None:
+    """Neither in the process of the training nor in one of its own."""
+    setting = _setting()
+
+    def make(**more: Any) -> helios.Trainer:
+        return helios.Trainer(
+            train_unit="iteration",
+            total_steps=6,
+            print_frequency=1,
+            use_cpu=True,
+            print_banner=False,
+            plugins=[*_loggers(tmp_path), Metrics({"m": Mean()}, inputs=_ids, phase=Phase.TESTING)],
+            **more,
+        )
+
+    for options in ({"chkpt_root": tmp_path, "chkpt_frequency": 2}, {}):
+        trainer, model, data = make(**options), SmallModel(setting), IndexModule(setting)
+        trainer.fit(model, data)
+        before = (tmp_path / "log.csv").read_bytes()
+        trainer.test(model, data)
+        trainer.validate(model, data)
+        make(**options).test(SmallModel(setting), IndexModule(setting))
+        assert (tmp_path / "log.csv").read_bytes() == before
+        assert b"test/" not in before
+
+
+def _ids(context: Any) -> tuple[Any, ...]:
+    return (context.batch[0].float(),)
+
+
+def test_a_trial_validation_leaves_no_row(tmp_path: Path) -> None:
+    class Careful(Talker):
+        sanity_steps = 1
+
+    setting = _setting()
+    loggers = [logger for logger in _loggers(tmp_path / "a") if not isinstance(logger, Talker)]
+    train(tmp_path / "a", setting, *loggers, Careful())
+    _run(tmp_path / "b", setting)
+    for name in NAMES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def _everything(folder: Path, now: float) -> list[Plugin]:
+    clock = Ticker(now)
+    return [
+        *_loggers(folder),
+        Metrics({"ids": Mean()}, inputs=_ids, phase=Phase.TRAINING),
+        Metrics({"steps": Mean()}, inputs=_ids, phase=Phase.TRAINING, every=3, plug_id="steps"),
+        Metrics({"ids": Mean()}, inputs=_ids),
+        TimeLimit(13, "run", clock=clock),
+        clock,
+    ]
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_all_of_them_together_resume_everywhere(unit: str, tmp_path: Path) -> None:
+    """The run ends by its time, at the same step, with the same files."""
+    setting = _setting(unit=unit, total_steps=30, valid_frequency=3 if unit == "iteration" else 1)
+    setting.requests = True
+    whole = tmp_path / "whole"
+
+    def resume(folder: Path) -> Outcome:
+        for name in NAMES:
+            shutil.copy(whole / name, folder / name)
+        outcome = train(folder, setting, *_everything(folder, 1000.25))
+        for name in NAMES:
+            assert (folder / name).read_bytes() == (whole / name).read_bytes()
+        return outcome
+
+    outcome = resume_everywhere(
+        lambda folder: train(folder, setting, *_everything(folder, 7.5)),
+        tmp_path,
+        make_resumed=resume,
+    )
+    assert len(outcome.records) == 13
+    names = {row["name"] for row in _rows(whole / "log.csv")}
+    assert names >= {"train/loss", "train/ids", "train/steps", "valid/ids", "valid/score"}
