@@ -10,10 +10,11 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
+from helios.data.several import check_names, check_some
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:
@@ -59,17 +60,25 @@ class Dataset:
         return {"dataset": self.dataset, **self.params.to_dict()}
 
 
+Datasets: TypeAlias = Dataset | list[Dataset] | tuple[Dataset, ...] | Mapping[str, Dataset]
+"""The data of an evaluation: one data set, or several that are gone through in order (L32)."""
+
+LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
+"""A loader with its sampler, or several of them; in a dict under the names of the data sets."""
+
+
 class DataModule(ABC):
     """The data of a run (API section 14).
 
     ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and
-    ``_predict_dataset``, those that there are, with :meth:`_create_dataset`.
+    ``_predict_dataset``, those that there are, with :meth:`_create_dataset`. All but the first may
+    be a list of what that returns, or a dict of them by name (L32).
     """
 
     _train_dataset: Dataset | None = None
-    _valid_dataset: Dataset | None = None
-    _test_dataset: Dataset | None = None
-    _predict_dataset: Dataset | None = None
+    _valid_dataset: Datasets | None = None
+    _test_dataset: Datasets | None = None
+    _predict_dataset: Datasets | None = None
     _is_distributed: bool = False
     _trainer: Trainer | None = None
 
@@ -106,17 +115,17 @@ class DataModule(ABC):
 
     @property
     def valid_dataset(self) -> Any:
-        """The data set for validation, or ``None``."""
+        """The data set for validation, or ``None``; a list or dict of them where it is one."""
         return _dataset_of(self._valid_dataset)
 
     @property
     def test_dataset(self) -> Any:
-        """The data set for testing, or ``None``."""
+        """The data set for testing, or ``None``; a list or dict of them where it is one."""
         return _dataset_of(self._test_dataset)
 
     @property
     def predict_dataset(self) -> Any:
-        """The data set for prediction, or ``None``."""
+        """The data set for prediction, or ``None``; a list or dict of them where it is one."""
         return _dataset_of(self._predict_dataset)
 
     def prepare_data(self) -> None:
@@ -131,19 +140,35 @@ class DataModule(ABC):
 
     def train_dataloader(self) -> LoaderPair | None:
         """Return a new loader and its sampler for training, or ``None`` without data."""
-        return _open(self, self._train_dataset, "training data set")
+        pair = self._train_dataset
+        if isinstance(pair, list | tuple | Mapping):
+            raise ArgumentTypeError(
+                f"The training data set of {type(self).__name__} must be one, got {len(pair)} in a "
+                f"{type(pair).__name__}. Join them (torch.utils.data.ConcatDataset), or use a "
+                "batch_sampler that mixes them."
+            )
+        return None if pair is None else _open_one(self, pair, "training data set")
 
-    def valid_dataloader(self) -> LoaderPair | None:
-        """Return a new loader and its sampler for validation, or ``None`` without data."""
-        return _open(self, self._valid_dataset, "validation data set")
+    def valid_dataloader(self) -> LoaderPairs | None:
+        """Return a new loader and its sampler for validation, or ``None`` without data.
 
-    def test_dataloader(self) -> LoaderPair | None:
-        """Return a new loader and its sampler for testing, or ``None`` without data."""
-        return _open(self, self._test_dataset, "test data set")
+        Of several data sets a list of such pairs, or a dict of them by name.
+        """
+        return _open_all(self, self._valid_dataset, "validation data set")
 
-    def predict_dataloader(self) -> LoaderPair | None:
-        """Return a new loader and its sampler for prediction, or ``None`` without data."""
-        return _open(self, self._predict_dataset, "prediction data set")
+    def test_dataloader(self) -> LoaderPairs | None:
+        """Return a new loader and its sampler for testing, or ``None`` without data.
+
+        Of several data sets a list of such pairs, or a dict of them by name.
+        """
+        return _open_all(self, self._test_dataset, "test data set")
+
+    def predict_dataloader(self) -> LoaderPairs | None:
+        """Return a new loader and its sampler for prediction, or ``None`` without data.
+
+        Of several data sets a list of such pairs, or a dict of them by name.
+        """
+        return _open_all(self, self._predict_dataset, "prediction data set")
 
     def _create_dataset(
         self, dataset: Any, params: DataLoaderParams | Mapping[str, Any]
@@ -172,9 +197,18 @@ class DataModule(ABC):
         return Dataset(dataset, params)
 
 
-def _open(module: DataModule, pair: Dataset | None, name: str) -> LoaderPair | None:
-    if pair is None:
-        return None
+def _open_all(module: DataModule, pairs: Datasets | None, name: str) -> LoaderPairs | None:
+    if isinstance(pairs, Mapping):
+        check_some(f"{name}s", pairs)
+        check_names(f"{name}s", pairs)
+        return {key: _open_one(module, pair, f"{name} {key!r}") for key, pair in pairs.items()}
+    if isinstance(pairs, list | tuple):
+        check_some(f"{name}s", pairs)
+        return [_open_one(module, pair, f"{name} {i}") for i, pair in enumerate(pairs)]
+    return None if pairs is None else _open_one(module, pairs, name)
+
+
+def _open_one(module: DataModule, pair: Dataset, name: str) -> LoaderPair:
     if not isinstance(pair, Dataset):
         raise ArgumentTypeError(
             f"The {name} of {type(module).__name__} must be made by self._create_dataset, "
@@ -186,5 +220,9 @@ def _open(module: DataModule, pair: Dataset | None, name: str) -> LoaderPair | N
     return build_loader(pair.dataset, params, name=name)
 
 
-def _dataset_of(pair: Dataset | None) -> Any:
-    return None if pair is None else pair.dataset
+def _dataset_of(pairs: Datasets | None) -> Any:
+    if isinstance(pairs, Mapping):
+        return {name: _dataset_of(pair) for name, pair in pairs.items()}
+    if isinstance(pairs, list | tuple):
+        return [_dataset_of(pair) for pair in pairs]
+    return None if pairs is None else pairs.dataset

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from helios.core import rng
-from helios.data.legacy import WorkerWatch
+from helios.data.legacy import WorkerWatch, legacy_numpy_kept
 from helios.data.order import Order, Place
 
 _END = object()
@@ -137,6 +137,32 @@ class KeyedBatchSampler(Sampler[Keyed]):
         if self.order.yields_batches or self._batch_size is None:
             return chain.from_iterable(blocks)
         return _cut(blocks, self._batch_size, drop_last=self._drop_last)
+
+    def indices_at(self, place: Place, dataset: Any) -> list[Any] | None:
+        """Return the indices of one batch, found on the side: nothing is fetched or moved.
+
+        A user's sampler is copied and asked twice. One whose order follows from more than the
+        place, say a counter of its own, gives itself away by another answer.
+
+        Args:
+            place: the place of the batch.
+            dataset: the user's data set.
+
+        Returns:
+            The indices; ``None`` where they cannot be known, and where there is no such batch.
+        """
+        order = self.order.twin(dataset)
+        if order is None:
+            return None
+        twin = KeyedBatchSampler(order, batch_size=self._batch_size, drop_last=self._drop_last)
+        try:
+            with rng.stream(place.order_key()), legacy_numpy_kept():
+                first, second = (next(twin.lists(place), None) for _ in range(2))
+        except Exception:  # the copy of a user's sampler may miss what it was taken from
+            return None
+        if first is None or first != second:
+            return None
+        return list(first) if self.is_batched else [first]
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the number of batches of a pass that goes on, or went on, at a place.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
@@ -16,6 +17,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, final
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler
 
 from helios.core import rng
@@ -23,12 +26,16 @@ from helios.data.samplers import (
     HasEpoch,
     PositionalSampler,
     ResumableDistributedSampler,
+    ResumableRandomSampler,
     ResumableSampler,
     ResumableSamplerType,
+    ResumableSequentialSampler,
 )
 from helios.errors import StateError
 from helios.protocols import Stateful
 
+_PURE = (ResumableRandomSampler, ResumableSequentialSampler, ResumableDistributedSampler)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _INDICES_AT_ONCE = 1_024
 _BATCHES_AT_ONCE = 64
 
@@ -105,6 +112,25 @@ class Order(ABC):
             is_by_hand=True,
         )
 
+    def twin(self, dataset: Any) -> Order | None:
+        """Return an order of the same items that can be walked without moving this one.
+
+        Args:
+            dataset: the user's data set, which the twin shares.
+
+        Returns:
+            The twin; ``None`` for a sampler with state, and for one that cannot be copied.
+        """
+        sampler = _copy_apart(self.sampler, dataset)
+        return None if sampler is None else self._with(sampler)
+
+    @abstractmethod
+    def _with(self, sampler: Any) -> Order:
+        """Return an order of the same kind over another sampler."""
+
+    def leave(self, place: Place) -> None:
+        """Leave a pass before its end, at the place of the batch that would have come next."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what besides a place is needed to go on; empty where a place is enough."""
         return {}
@@ -136,6 +162,9 @@ class PositionalOrder(Order):
             _prepare(self.sampler, place)
         return self.sampler.blocks(place.sample)
 
+    def _with(self, sampler: Any) -> Order:
+        return PositionalOrder(sampler)
+
 
 @final
 class DrawnOrder(Order):
@@ -157,6 +186,27 @@ class DrawnOrder(Order):
         """Iterate over the items from a place on, in lists; lists of samples are copied."""
         self._settle(place)
         return self._draw(place)
+
+    def twin(self, dataset: Any) -> Order | None:
+        """Return an order to look aside with; ``None`` where the sampler's state would count."""
+        holds_state = self._stateful is not None or any(map(_draws_alone, _parts(self.sampler)))
+        return None if holds_state else super().twin(dataset)
+
+    def _with(self, sampler: Any) -> Order:
+        return DrawnOrder(sampler, yields_batches=self.yields_batches)
+
+    def leave(self, place: Place) -> None:
+        """Leave a pass before its end: a sampler with state stands where it was left.
+
+        How far it was drawn ahead depends on blocks and workers, and must not show in the next
+        epoch.
+        """
+        if self._stateful is None or self._epoch_state is None or place.is_by_hand:
+            return
+        self._stateful.load_state_dict(copy.deepcopy(self._epoch_state["state"]))
+        with _PrivateStream(place.order_key()):
+            self._open(place)
+        self._remember(place.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the sampler had at the start of an epoch, and which epoch."""
@@ -235,6 +285,22 @@ class DrawnOrder(Order):
 def _parts(sampler: Any) -> list[Any]:
     """Return a sampler and, for PyTorch's batch sampler, the one that it groups."""
     return [sampler, sampler.sampler] if isinstance(sampler, BatchSampler) else [sampler]
+
+
+def _draws_alone(sampler: Any) -> bool:
+    """Whether a sampler holds a generator of its own, which each pass moves."""
+    held = getattr(sampler, "__dict__", {})
+    return any(isinstance(value, _GENERATORS) for value in held.values())
+
+
+def _copy_apart(sampler: Any, dataset: Any) -> Any:
+    """Return a copy of a sampler that shares no more than the data set; ``None`` if it has none."""
+    if type(sampler) in _PURE:
+        return copy.copy(sampler)
+    try:
+        return copy.deepcopy(sampler, {id(dataset): dataset})
+    except Exception:  # whatever an object that cannot be copied raises
+        return None
 
 
 def _prepare(sampler: Any, place: Place) -> None:

@@ -7,6 +7,7 @@ foreign one (:mod:`helios.data.foreign`) goes on where it says it can.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import replace
 from typing import Any, final
 
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -87,6 +88,14 @@ class KeyedSource(Source):
         """Return the batches of a whole pass that goes on at a place."""
         return self.loader.batches.num_batches(batch=batch, sample=sample)
 
+    def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
+        """Return the indices of one batch's samples, computed anew: nothing is fetched or moved.
+
+        ``None`` where a user's sampler has a state, and where there is no such batch.
+        """
+        place = Place(self._run_seed, self._purpose, epoch, batch, sample)
+        return self.loader.batches.indices_at(place, self.loader.keyed_dataset.dataset)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a user's sampler had when the epoch began; empty without one."""
         return self.loader.batches.order.state_dict()
@@ -127,8 +136,11 @@ class _LocalBatches(BatchIterator):
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._pins = loader.pin_memory
         self._keys = place.fetch_keys()
+        self._place = place
         self._batch = place.batch
+        self._sample = place.sample
         self._watch: LegacyWatch | None = watch
+        self._order = loader.batches.order
         self._lists = loader.batches.lists(place)
         self._following = next(self._lists, _END)
 
@@ -142,14 +154,18 @@ class _LocalBatches(BatchIterator):
         self.num_samples = len(indices) if self._is_batched else 1
         rng.reseed(self._keys.at(self._batch))
         self._batch += 1
+        self._sample += self.num_samples
         return run_on_one_thread(self._load, indices)
 
     def close(self) -> None:
         """End the pass."""
+        if self._watch is None:
+            return
+        if self._following is not _END:
+            self._order.leave(replace(self._place, batch=self._batch, sample=self._sample))
         self._following, self._lists = _END, iter(())
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
+        self._watch.end()
+        self._watch = None
 
     def _load(self, indices: Any) -> Any:
         try:
@@ -172,7 +188,10 @@ class _WorkerBatches(BatchIterator):
     """A pass that PyTorch's workers fetch ahead."""
 
     def __init__(self, loader: KeyedLoader, place: Place, watch: LegacyWatch) -> None:
+        self._place = place
         self._batch = place.batch
+        self._sample = place.sample
+        self._order = loader.batches.order
         self._ledger = loader.batches.ledger
         self._lives_on = loader.persistent_workers
         self._watch: LegacyWatch | None = watch
@@ -187,10 +206,12 @@ class _WorkerBatches(BatchIterator):
         except StopIteration as error:
             if self._ledger:
                 raise _make_cut_error(self._batch) from error
+            self.is_last = True
             self.close()
             raise
         self._batch += 1
         self.num_samples, self.is_last = self._ledger.popleft()
+        self._sample += self.num_samples
         return batch
 
     def close(self) -> None:
@@ -199,5 +220,7 @@ class _WorkerBatches(BatchIterator):
             return
         if not self._lives_on:
             end_workers(self._batches)
+        if not self.is_last:
+            self._order.leave(replace(self._place, batch=self._batch, sample=self._sample))
         self._watch.end()
         self._watch = None

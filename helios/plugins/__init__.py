@@ -3,12 +3,46 @@
 Nothing here may import more than hooks and what lies below.
 """
 
+from helios.plugins.averaging import EMA, SWA
+from helios.plugins.channels import HookHandle, PipelineHooks
+from helios.plugins.contexts import HookContext
 from helios.plugins.cuda import CUDAPlugin
+from helios.plugins.early_stopping import EarlyStopping
+from helios.plugins.gradient_norm import GradientNormMonitor
+from helios.plugins.learning_rate import LearningRateMonitor
+from helios.plugins.metrics import Metrics
+from helios.plugins.nan_guard import NaNGuard
 from helios.plugins.plugin import (
     PLUGIN_REGISTRY,
     Plugin,
     UniquePluginOverrides,
     create_plugin,
 )
+from helios.plugins.profiler import Profiler
+from helios.plugins.row_loggers import CSVLogger, JSONLLogger
+from helios.plugins.time_limit import TimeLimit
+from helios.plugins.trials import LimitBatches, SanityCheck
 
-__all__ = ["CUDAPlugin", "PLUGIN_REGISTRY", "Plugin", "UniquePluginOverrides", "create_plugin"]
+__all__ = [
+    "CSVLogger",
+    "CUDAPlugin",
+    "EMA",
+    "EarlyStopping",
+    "GradientNormMonitor",
+    "HookContext",
+    "HookHandle",
+    "JSONLLogger",
+    "LearningRateMonitor",
+    "LimitBatches",
+    "Metrics",
+    "NaNGuard",
+    "PLUGIN_REGISTRY",
+    "PipelineHooks",
+    "Plugin",
+    "Profiler",
+    "SWA",
+    "SanityCheck",
+    "TimeLimit",
+    "UniquePluginOverrides",
+    "create_plugin",
+]

@@ -18,10 +18,11 @@ from helios.core import rng
 from helios.core.registry import update_all_registries
 from helios.data.datamodule import DataModule
 from helios.data.legacy import LegacyWatch
-from helios.data.source import Source, open_source
+from helios.data.several import open_sources
+from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import Bus
 from helios.loops.loop import Loop
 from helios.model.model import Model
@@ -105,6 +106,8 @@ class Run(ABC):
         self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
         self._settings = ExitStack()
+        self._passed_through: tuple[type[BaseException], ...] = ()
+        self._has_begun = False
 
     @property
     @abstractmethod
@@ -125,6 +128,7 @@ class Run(ABC):
             BaseException: whatever the call raises, after everything was torn down (C6).
         """
         is_regular = False
+        self._passed_through = passed_through
         log.create_default_loggers(
             enable_tensorboard=self.arguments.enable_tensorboard,
             capture_warnings=self.arguments.capture_warnings,
@@ -163,14 +167,22 @@ class Run(ABC):
                 for source in sources:
                     stack.callback(source.close)
             stack.callback(self.hooks.emit_to_all, "teardown")
-            if is_regular and self.session is not None and self.session.phase is Phase.TRAINING:
-                stack.callback(self.hooks.emit, "on_fit_end")
+            if is_regular and self._has_begun:
+                stack.callback(self._tell_end_of_fit)
             stack.callback(self.engine.teardown)
             stack.callback(self.display.close)
             # After the loops: an evaluation that was cut off gives back what it found in training.
             stack.callback(self._settings.close)
             stack.callback(self.loop.teardown)
             stack.callback(self.show, None)
+
+    def _tell_end_of_fit(self) -> None:
+        try:
+            self.hooks.emit("on_fit_end")
+        except BaseException as error:
+            # The way out is under way, so nobody else would tell of it or log it (C6).
+            self._report(error, is_quiet=isinstance(error, self._passed_through))
+            raise
 
     def _take_session(self, session: Session) -> None:
         """Hand the session to all who may see it."""
@@ -179,6 +191,25 @@ class Run(ABC):
         for plugin in self.plugins.values():
             plugin.context = session.context
         self.loop.attach(session)
+
+    def _make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
+        """Return a session that trains nothing."""
+        return Session(
+            model=self.model,
+            engine=self.engine,
+            hooks=self.hooks,
+            display=self.display,
+            seed=self.arguments.seed,
+            sources=self.sources,
+            plugins=self.plugins,
+            phase=phase,
+        )
+
+    def _load_known_plugins(self, states: dict[str, Any]) -> None:
+        """Load the plugins that are there; without a training others are not missed."""
+        for name, state in states.items():
+            if name in self.plugins:
+                self.plugins[name].load_state_dict(state)
 
     def _forget_session(self) -> None:
         for plugin in self.plugins.values():
@@ -206,23 +237,42 @@ class Run(ABC):
         self.model.discovery.take_baseline()
 
     def _open_source(self, phase: Phase) -> Source | None:
+        """Open the data of a phase; returns that of its first loader, ``None`` without data."""
         make = {
             Phase.TRAINING: self.datamodule.train_dataloader,
             Phase.VALIDATION: self.datamodule.valid_dataloader,
             Phase.TESTING: self.datamodule.test_dataloader,
             Phase.PREDICTION: self.datamodule.predict_dataloader,
         }[phase]
-        pair = make()
-        if pair is None:
+        found: Any = make()
+        if found is None:
             return None
-        loader, sampler = pair
-        source = open_source(
-            loader, sampler, run_seed=self.arguments.seed, purpose=_PURPOSES[phase]
-        )
-        if source.num_batches() == 0:
-            raise ArgumentError(
-                f"The data of {phase.value} must hold at least one batch, got none. Check the data "
-                "set's length, the batch size and drop_last."
+        if phase is Phase.TRAINING and isinstance(found, list | Mapping):
+            raise ArgumentTypeError(
+                f"{type(self.datamodule).__name__}.train_dataloader() must return one loader, got "
+                f"a {type(found).__name__} of {len(found)}. Join the data sets, or use a "
+                "batch_sampler that mixes them."
             )
-        self.sources[phase] = [source]
-        return source
+        self.sources[phase] = open_sources(
+            found,
+            label=phase.value,
+            run_seed=self.arguments.seed,
+            purpose=_PURPOSES[phase],
+            limit=self._limit_of(phase),
+        )
+        return self.sources[phase][0]
+
+    def _limit_of(self, phase: Phase) -> int | None:
+        """Return the most batches of a pass that plugins ask for; ``None`` for no limit."""
+        limits = []
+        for name, plugin in self.plugins.items():
+            limit = plugin.batch_limits.get(phase)
+            if limit is None:
+                continue
+            if type(limit) is not int or limit < 1:
+                raise ArgumentError(
+                    f"Plugin {name!r}: batch_limits[{phase}] must be a positive int, got "
+                    f"{limit!r}. Leave the phase out for no limit."
+                )
+            limits.append(limit)
+        return min(limits, default=None)

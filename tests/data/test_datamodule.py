@@ -125,3 +125,72 @@ def test_splits_have_labels() -> None:
 def test_a_module_must_say_what_its_data_is() -> None:
     with pytest.raises(TypeError, match="abstract"):
         DataModule()
+
+
+class Several(Numbers):
+    """Lists, tuples and dicts of data sets."""
+
+    def setup(self) -> None:
+        super().setup()
+        pairs = [self._create_dataset(Indices(length), self.params) for length in (3, 4)]
+        self._valid_dataset = pairs
+        self._test_dataset = tuple(pairs)
+        self._predict_dataset = {"near": pairs[0], "far": pairs[1]}
+
+
+def test_several_data_sets_give_as_many_loaders_in_order() -> None:
+    module = Several({"batch_size": 2})
+    module.setup()
+    for split in ("valid", "test"):
+        assert list(map(len, getattr(module, f"{split}_dataset"))) == [3, 4]
+        pairs = getattr(module, f"{split}_dataloader")()
+        assert isinstance(pairs, list)
+        assert [as_lists(list(loader)) for loader, _ in pairs] == [[[0, 1], [2]], [[0, 1], [2, 3]]]
+        assert all(isinstance(sampler, ResumableSequentialSampler) for _, sampler in pairs)
+
+
+def test_named_data_sets_keep_their_names() -> None:
+    module = Several({"batch_size": 2})
+    module.setup()
+    found = {name: len(data) for name, data in module.predict_dataset.items()}
+    assert found == {"near": 3, "far": 4}
+    pairs = module.predict_dataloader()
+    assert isinstance(pairs, dict)
+    assert {name: len(loader) for name, (loader, _) in pairs.items()} == {"near": 2, "far": 2}
+    assert list(pairs) == ["near", "far"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda pair: [], "list of validation data sets must hold at least one"),
+        (lambda pair: {}, "list of validation data sets must hold at least one"),
+        (lambda pair: {"a/b": pair}, "names of validation data sets must be non-empty strings"),
+        (lambda pair: {1: pair}, "names of validation data sets must be non-empty strings"),
+        (lambda pair: [pair, None], "validation data set 1 of Numbers must be made by"),
+        (lambda pair: {"a": Indices(3)}, "validation data set 'a' of Numbers must be made by"),
+    ],
+)
+def test_what_is_wrong_among_several_is_named(make: Any, words: str) -> None:
+    module = Numbers(DataLoaderParams())
+    module.setup()
+    module._valid_dataset = make(module._valid_dataset)
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
+        module.valid_dataloader()
+
+
+def test_an_empty_data_set_among_several_is_named() -> None:
+    module = Numbers(DataLoaderParams())
+    module.setup()
+    module._test_dataset = {"full": module._test_dataset, "void": module._create_dataset([], {})}
+    with pytest.raises(ArgumentError, match="The test data set 'void' must hold at least one"):
+        module.test_dataloader()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda pairs: {"a": pairs[0]}])
+def test_the_training_data_is_one(kind: Any) -> None:
+    module = Numbers(DataLoaderParams())
+    module.setup()
+    module._train_dataset = kind([module._train_dataset])
+    with pytest.raises(ArgumentTypeError, match="training data set of Numbers must be one"):
+        module.train_dataloader()

@@ -226,3 +226,47 @@ def test_a_user_sampler_that_overrides_a_built_in_one_is_followed() -> None:
     plain = as_lists(walk(open_with(10, sampler=ResumableRandomSampler(range(10))), 0))
     assert as_lists(walk(source, 0)) == plain[:5]
     assert as_lists(walk(source, 0, batch=2, sample=2)) == plain[2:5]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("cut", [0, 1, 5])
+def test_a_pass_that_is_cut_leaves_the_sampler_where_it_was_left(
+    cut: int, num_workers: int
+) -> None:
+    # A hook may end an epoch: the next one must not depend on how far the sampler was drawn ahead.
+    def make() -> Source:
+        return open_with(sampler=Remembering(LENGTH), batch_size=7, num_workers=num_workers)
+
+    undisturbed = make()
+    walk(undisturbed, 0, limit=cut) if cut else undisturbed.batches(0).close()
+    state = undisturbed.state_dict()
+    following = as_lists(walk(undisturbed, 1))
+    here = open_with(sampler=Remembering(LENGTH), batch_size=7)
+    walk(here, 0, limit=cut) if cut else here.batches(0).close()
+    assert as_lists(walk(here, 1)) == following
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert as_lists(walk(resumed, 1)) == following
+
+
+class Turning(Remembering):
+    """Moves once more behind its last sample."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+        self.first[0] += 11
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_that_is_opened_at_its_end_leaves_the_sampler_at_its_end(num_workers: int) -> None:
+    def make() -> Source:
+        return open_with(12, sampler=Turning(12), batch_size=4, num_workers=num_workers)
+
+    undisturbed = make()
+    assert len(walk(undisturbed, 0)) == 3
+    state = undisturbed.state_dict()
+    following = as_lists(walk(undisturbed, 1))
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert walk(resumed, 0, batch=3, sample=12) == []
+    assert as_lists(walk(resumed, 1)) == following

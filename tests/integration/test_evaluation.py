@@ -57,8 +57,12 @@ def test_the_events_of_a_test_stand_in_the_order_of_the_table(tmp_path: Path) ->
     assert log.events == [
         ("on_testing_start",),
         ("on_testing_batch_start", 0),
+        ("on_forward_start", "Context"),
+        ("on_forward_end", "Context"),
         ("on_testing_batch_end", 0),
         ("on_testing_batch_start", 1),
+        ("on_forward_start", "Context"),
+        ("on_forward_end", "Context"),
         ("on_testing_batch_end", 1),
         ("on_testing_end",),
         ("teardown",),

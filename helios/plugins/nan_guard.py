@@ -1,0 +1,339 @@
+"""A guard against losses and gradients that are not finite: none of them reaches the weights.
+
+Losses are noted where they are, without waiting for the device; at each update one number is read
+that says whether all of them and all gradients are finite. What is wrong is looked for only then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from helios.errors import ArgumentError, UsageError
+from helios.plugins.buffers import BufferCopies
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.plugins.weights import bare_name
+from helios.state import Cursor, TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+_ACTIONS = ("raise", "skip", "stop")
+_CHECKS = ("loss", "gradients", "both")
+_LIMIT = 10
+_MOST_NAMES = 5
+_MOST_SAMPLES = 256
+
+
+class _Note(NamedTuple):
+    """One backward of the open window."""
+
+    place: Cursor
+    loss: Tensor
+
+
+@PLUGIN_REGISTRY.register
+class NaNGuard(Plugin):
+    """Looks for losses and gradients that are NaN or infinite, before they reach the weights.
+
+    The message names the epoch, the iteration, the batches, the indices of their samples and the
+    parameters. Losses are those on which Helios does backward; gradients are those of the whole
+    window, averaged and not yet clipped. In manual steps only ``model.loss_items`` can be checked,
+    after the model has made its update: ``action="skip"`` and ``checks="gradients"`` are errors
+    there.
+
+    A skipped update is thrown away with its gradients (R26): schedulers and, in ITERATION unit,
+    ``current_iteration`` stay where they are, and what was due at that count is not repeated. The
+    buffers of all networks go back to what they were when the window began, or a running average
+    of BatchNorm would keep the NaN for ever; so ``"skip"`` and ``"stop"`` hold a copy of them.
+
+    Args:
+        action: ``"raise"`` an error; ``"skip"`` the update, with a warning, and go on; ``"stop"``:
+            skip it and end the run regularly.
+        checks: ``"loss"``, ``"gradients"`` or ``"both"``.
+        limit: with ``"skip"`` the most windows in a row whose update is left out, 10 by default;
+            one more is an error.
+        plug_id: the plugin's name.
+
+    Attributes:
+        num_skipped: updates that were left out in the whole run.
+
+    Raises:
+        ArgumentError: for a value that breaks a rule.
+
+    Example:
+        >>> NaNGuard(action="skip", limit=3).num_skipped
+        0
+    """
+
+    def __init__(
+        self,
+        action: str = "raise",
+        checks: str = "both",
+        *,
+        limit: int | None = None,
+        plug_id: str = "nan-guard",
+    ) -> None:
+        super().__init__(plug_id)
+        for name, value, known in (("action", action, _ACTIONS), ("checks", checks, _CHECKS)):
+            if value not in known:
+                raise ArgumentError(
+                    f"NaNGuard({name}=...) must be one of {', '.join(known)}, got {value!r}. "
+                    f"Leave it out for {known[0] if name == 'action' else known[-1]!r}."
+                )
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise ArgumentError(
+                f"NaNGuard(limit=...) must be None or a positive int, got {limit!r}. Pass the "
+                "windows in a row that may be left out."
+            )
+        if limit is not None and action != "skip":
+            _LOGGER.warning('NaNGuard(limit=...) has no effect without action="skip".')
+        self._action = action
+        self._sees_losses = checks != "gradients"
+        self._sees_gradients = checks != "loss"
+        self._limit = limit or _LIMIT
+        self._buffers = BufferCopies()
+        self.num_skipped = 0
+        self._num_in_a_row = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window: list[_Note] = []
+        self._has_skipped = False
+        self._knows_manual = False
+        self._keeps_buffers = self._action != "raise"
+        self._buffers.forget()
+
+    def setup(self) -> None:
+        """Begin without counts; a checkpoint brings its own."""
+        self.num_skipped = self._num_in_a_row = 0
+        self._forget()
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        """Look for buffers anew: a hook may have changed the networks."""
+        self._buffers.look_again()
+
+    def on_training_step_start(self, state: TrainingState) -> None:
+        """Keep the buffers as they are before the window."""
+        if self._keeps_buffers:
+            self._buffers.keep(self.context.model.discovery.modules)
+
+    def on_backward_start(self, loss: Tensor) -> None:
+        """Note a loss and where its batch lies."""
+        self._window.append(_Note(self.context.place, loss.detach().reshape(())))
+
+    def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
+        """Check the window; nothing but one number is read while all is well.
+
+        Raises:
+            UsageError: if something is not finite, as ``action`` says.
+        """
+        if self._seems_finite(optimizer):
+            return
+        text = self._describe(optimizer)
+        if not text:
+            return
+        if self._action == "raise":
+            raise UsageError(
+                f"{text} The weights are as they were before. The same command comes here again: "
+                'correct the data or the model, or pass NaNGuard(action="skip").'
+            )
+        if self._action == "stop":
+            self._request_stop()
+        self._skip(text)
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        """Check the losses of a manual step: its update is made already.
+
+        Raises:
+            UsageError: if one is not finite and ``action`` says so, and for what cannot be done.
+        """
+        if self.context.attached_loss is not None:
+            return
+        if not self._knows_manual:
+            self._knows_manual = True
+            self._settle_manual()
+        bad = self._bad_items()
+        if not bad:
+            return
+        text = (
+            f"In {self._where()} not finite: the losses {', '.join(bad)} of "
+            f"{self._name_batch(self.context.place)}. The model has made its update by itself, so "
+            "the weights may have taken harm."
+        )
+        if self._action == "raise":
+            raise UsageError(f"{text} Go back to an earlier checkpoint.")
+        self._request_stop()
+        _LOGGER.warning("%s The run is ended.", text)
+
+    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+        """Close the window."""
+        if not self._has_skipped:
+            self._num_in_a_row = 0
+        self._has_skipped = False
+        self._window.clear()
+
+    def teardown(self) -> None:
+        """Let go of losses and buffers."""
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts; a window is closed wherever a checkpoint is taken."""
+        return {"num_skipped": self.num_skipped, "num_in_a_row": self._num_in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned."""
+        self.num_skipped = state_dict["num_skipped"]
+        self._num_in_a_row = state_dict["num_in_a_row"]
+
+    def _seems_finite(self, optimizer: Optimizer) -> bool:
+        """Whether losses and gradients are finite; if not, a sum may have overflowed only."""
+        values = [note.loss for note in self._window] if self._sees_losses else []
+        if self._sees_gradients:
+            gradients = [part.grad for part in _parameters_of(optimizer) if part.grad is not None]
+            if any(gradient.is_sparse for gradient in gradients):
+                gradients = list(map(_numbers_of, gradients))
+            if gradients:
+                with torch.no_grad():
+                    values += torch._foreach_norm(gradients)  # noqa: SLF001 - a pass over all
+        return _are_finite(values)
+
+    def _skip(self, text: str) -> None:
+        if not self._has_skipped:
+            self._has_skipped = True
+            self._num_in_a_row += 1
+        if self._action == "skip" and self._num_in_a_row > self._limit:
+            raise UsageError(
+                f"{text} This is window number {self._num_in_a_row} in a row, and "
+                f"NaNGuard(limit={self._limit}) were to be left out at most: the training does not "
+                "recover. Go back to an earlier checkpoint, or lower the learning rate."
+            )
+        self.num_skipped += 1
+        self._buffers.put_back()
+        self.context.skip_step(text)
+        _LOGGER.warning(
+            "%s The update is left out: window number %d in a row, update number %d in all.%s",
+            text,
+            self._num_in_a_row,
+            self.num_skipped,
+            " The run is ended." if self._action == "stop" else "",
+        )
+
+    def _request_stop(self) -> None:
+        self.context.request_stop(f"NaNGuard: a loss or gradient was not finite ({self._where()})")
+
+    def _where(self) -> str:
+        state = self.context.state
+        return f"epoch {state.global_epoch}, iteration {state.global_iteration}"
+
+    def _describe(self, optimizer: Optimizer) -> str:
+        """Say what is not finite, and which samples it may come from; nothing if all is."""
+        bad = {}
+        if self._sees_losses:
+            bad = {tuple(n.place.dict().values()): n for n in self._window if not _is_fine(n.loss)}
+        parts = [
+            f"the loss of {self._name_batch(note.place)} ({note.loss.item()})"
+            for note in bad.values()
+        ]
+        names = self._name_gradients(optimizer) if self._sees_gradients else ""
+        if not parts and not names:
+            return ""
+        if names:
+            parts.append(f"the gradients of {names}")
+        if not bad:
+            places = {tuple(note.place.dict().values()): note.place for note in self._window}
+            batches = " and ".join(self._name_batch(place) for place in places.values())
+            parts[-1] += f", which come from {batches}"
+        return f"In {self._where()} not finite: {', and '.join(parts)}."
+
+    def _name_batch(self, place: Cursor) -> str:
+        text = f"batch {place.batch} (from 0) of epoch {place.epoch + 1}"
+        found = self.context.indices_of(place)
+        if found is None:
+            return f"{text}, samples unknown (the sampler has a state)"
+        indices = [index.item() if isinstance(index, Tensor) else index for index in found]
+        more = len(indices) - _MOST_SAMPLES
+        shown = ", ".join(map(str, indices[:_MOST_SAMPLES]))
+        return f"{text}, samples {shown}{f' and {more} more' if more > 0 else ''}"
+
+    def _name_gradients(self, optimizer: Optimizer) -> str:
+        names = {
+            id(parameter): f"{path}.{bare_name(name)}"
+            for path, network in self.context.model.discovery.modules().items()
+            for name, parameter in network.named_parameters()
+        }
+        bad = [
+            names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+            for parameter in _parameters_of(optimizer)
+            if parameter.grad is not None and not _is_fine(_numbers_of(parameter.grad))
+        ]
+        more = len(bad) - _MOST_NAMES
+        return ", ".join(bad[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+    def _settle_manual(self) -> None:
+        """Say what cannot be done because the model steps its optimizers itself."""
+        self._keeps_buffers = False
+        self._buffers.forget()
+        why = "train_step returns None, so the model makes its updates itself"
+        if self._action == "skip":
+            raise UsageError(
+                f'NaNGuard(action="skip") must come with a train_step that returns the loss, but '
+                f'{why}. Leave out the update there, or pass action="raise" or "stop".'
+            )
+        if not self._sees_losses:
+            raise UsageError(
+                f'NaNGuard(checks="gradients") must come with a train_step that returns the loss, '
+                f'but {why}. Check the gradients there, or pass checks="loss".'
+            )
+        if self._sees_gradients:
+            _LOGGER.warning(
+                "Plugin %r checks the losses in loss_items only, after the update: %s.",
+                self.plug_id,
+                why,
+            )
+        if not self.context.model.loss_items:
+            _LOGGER.warning(
+                "Plugin %r has nothing to check: the model puts no loss into loss_items.",
+                self.plug_id,
+            )
+
+    def _bad_items(self) -> list[str]:
+        """Return which losses of the present batch are bad; reads the device once."""
+        items = self.context.model.loss_items.items()
+        tensors = {name: item.detach() for name, item in items if isinstance(item, Tensor)}
+        bad = [name for name, item in items if _is_bad_number(item)]
+        if not _are_finite([tensor.sum() for tensor in tensors.values()]):
+            bad += [name for name, tensor in tensors.items() if not _is_fine(tensor)]
+        return bad
+
+
+def _are_finite(values: list[Tensor]) -> bool:
+    """Whether the sum of some numbers, each without a dimension, is finite; waits for it once."""
+    if not values:
+        return True
+    device = values[0].device
+    if any(value.device != device for value in values):
+        values = [value.to(device) for value in values]
+    return math.isfinite(torch.stack(values).sum().item())
+
+
+def _is_bad_number(item: object) -> bool:
+    return isinstance(item, int | float) and not math.isfinite(item)
+
+
+def _is_fine(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _numbers_of(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
