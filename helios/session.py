@@ -352,6 +352,7 @@ class Session:
             "cursor": self.cursor.dict(),
             "model": self.model.state_dict(),
             "tables": {name: _as_plain(table) for name, table in self.model.tables.items()},
+            "is_manual": self.is_manual,
             "plugins": self.carried_plugins
             | {name: plugin.state_dict() for name, plugin in self.plugins.items()},
             "loops": self.carried_loops | self.loop_states(),

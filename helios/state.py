@@ -90,6 +90,28 @@ class TrainingState:
         if is_boundary or unit is TrainingUnit.EPOCH:
             self.current_iteration += 1
 
+    def withdraw_iteration(
+        self, unit: TrainingUnit, *, was_boundary: bool, was_committed: bool
+    ) -> None:
+        """Take back a batch that was counted, and then refused by a hook.
+
+        Args:
+            unit: what the run counts.
+            was_boundary: what ``is_step_boundary`` was before.
+            was_committed: what ``is_step_committed`` was before.
+        """
+        self.global_iteration -= 1
+        self.running_iter -= 1
+        if self.is_step_boundary or unit is TrainingUnit.EPOCH:
+            self.current_iteration -= 1
+        self.is_step_boundary = was_boundary
+        self.is_step_committed = was_committed
+
+    def drop_window(self) -> None:
+        """End a window without an update: the next batch begins a new one."""
+        self.is_step_boundary = True
+        self.is_step_committed = False
+
     def withdraw_step(self, unit: TrainingUnit) -> None:
         """Take back the step that was counted for a window whose update was not made (R26)."""
         if self.is_step_committed and unit is TrainingUnit.ITERATION:

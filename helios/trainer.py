@@ -313,7 +313,8 @@ class Trainer:
             self._arguments, self.plugins, model, datamodule, self._show, loop=self.roots.fit
         )
         try:
-            is_finished: bool = run.execute(tuple(self.train_exceptions))
+            with self.plugins.used():
+                is_finished: bool = run.execute(tuple(self.train_exceptions))
         except BaseException as error:
             self._exit_code = 75 if isinstance(error, KeyboardInterrupt) else 1
             raise
@@ -382,12 +383,14 @@ class Trainer:
             loop=self.roots.evaluations[phase],
             is_trained=self._fitted_model is model,
         )
-        return run.execute(tuple(self.test_exceptions))
+        with self.plugins.used():
+            return run.execute(tuple(self.test_exceptions))
 
     def _show(self, session: Session | None) -> None:
         self._session = session
 
     def _take(self, model: Model, datamodule: DataModule) -> None:
+        self.plugins.check_idle()
         check_subjects(model, datamodule)
         self.model, self.datamodule = model, datamodule
         owners: list[Model | DataModule | Plugin] = [model, datamodule, *self.plugins.values()]

@@ -109,6 +109,7 @@ class Context:
         self.start_epoch = 0
         self.start_step = 0
         self._skip_reason = ""
+        self._is_window_open = False
 
     def begin_batch(self, batch: Any) -> None:
         """Show a new batch; for the loops."""
@@ -283,20 +284,44 @@ class Context:
         self._run.interrupt(reason)
 
     def skip_step(self, reason: str) -> None:
-        """Leave out the present update: for use in ``on_optimizer_step_start`` and before.
+        """Leave out the present update: from ``on_training_step_start`` to its own start event.
 
         Its gradients are thrown away; schedulers and, in ITERATION unit, ``current_iteration`` do
         not move.
 
         Raises:
-            UsageError: in manual steps: the model makes the update itself.
+            UsageError: in manual steps, where the model makes the update itself, and outside of a
+                window: the next one would be hit, and a resume in between would not know of it.
         """
         if self._run.is_manual_mode:
             raise UsageError(
                 "Context.skip_step() must be called in automatic mode, but train_step returns None "
                 "and steps itself. Leave out the step there, or return the loss."
             )
+        if not self._is_window_open:
+            raise UsageError(
+                "Context.skip_step() must be called between on_training_step_start and the update "
+                "that it leaves out, in on_optimizer_step_start at the latest. No window is open "
+                "here."
+            )
         self._skip_reason = self._skip_reason or reason
+
+    def open_window(self) -> None:
+        """Begin a window, whose update may be left out; for the loops."""
+        self._is_window_open = True
+
+    def close_window(self) -> None:
+        """End a window; for the loops.
+
+        Raises:
+            UsageError: if a skip was asked for after the update that it was meant for.
+        """
+        self._is_window_open = False
+        if self.take_skip():
+            raise UsageError(
+                "Context.skip_step() must be called before the update that it leaves out: in "
+                "on_optimizer_step_start at the latest. This window's update was made already."
+            )
 
     def take_skip(self) -> str:
         """Return why the present update is left out, empty if it is not; for the loops."""

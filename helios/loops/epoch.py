@@ -7,18 +7,25 @@ safe point, so that exactly those events follow that an undisturbed run has (DES
 
 from __future__ import annotations
 
+import logging
+
 from helios import schedule as due
 from helios.core.utils import AverageTimer
 from helios.data.source import BatchIterator
 from helios.errors import UsageError
+from helios.loops.batch import BatchLoop
+from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.state import Phase
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class EpochLoop(Loop):
     """The default epoch loop."""
 
     roles = ("batch_loop", "val_loop")
+    role_types: ClassVar = {"batch_loop": BatchLoop, "val_loop": ValidationLoop}
 
     def __init__(self, batch_loop: Loop | None = None, val_loop: Loop | None = None) -> None:
         super().__init__()
@@ -80,14 +87,25 @@ class EpochLoop(Loop):
         session, state, hooks = self.session, self.session.state, self.session.hooks
         batches = self.batches
         batch = next(batches)
-        is_new_window = state.is_step_boundary or state.global_iteration == 0
+        found = (state.is_step_boundary, state.is_step_committed)
         self._begin_iteration(is_last=batches.is_last)
         session.seed_iteration()
-        if is_new_window:
-            hooks.emit("on_training_step_start", state)
-        session.context.begin_batch(batch)
-        hooks.emit("on_training_batch_start", state)
+        try:
+            if found[0] or state.global_iteration == 1:
+                session.context.open_window()
+                hooks.emit("on_training_step_start", state)
+            session.context.begin_batch(batch)
+            hooks.emit("on_training_batch_start", state)
+        except StopIteration:
+            # The batch was not trained on: a count of it would end runs and windows too early.
+            was_boundary, was_committed = found
+            state.withdraw_iteration(
+                session.schedule.unit, was_boundary=was_boundary, was_committed=was_committed
+            )
+            raise
         require(self.batch_loop).run(batch)
+        if state.is_step_boundary:
+            session.context.close_window()
         try:
             self._end_iteration(batches.num_samples)
         except StopIteration as error:
@@ -117,6 +135,8 @@ class EpochLoop(Loop):
         session = self.session
         self._close_batches()
         self._refuse_empty_epoch()
+        if not self._is_over and not self._is_complete:
+            self._settle_cut()
         if self._is_left_unfinished:
             session.display.end_epoch()
             return
@@ -171,12 +191,42 @@ class EpochLoop(Loop):
     def _refuse_empty_epoch(self) -> None:
         # Epochs without batches would follow each other for ever, or pass for a training.
         session = self.session
-        if self._num_done == 0 and session.cursor.batch == 0 and not session.is_stopping:
+        if self._num_done == 0 and session.cursor.batch == 0 and not self._has_left:
+            if session.is_leaving:
+                raise UsageError(
+                    "A hook raises StopIteration at every first batch, while the run waits for the "
+                    "end of an accumulation window, where it may end. Ask for the end with "
+                    "request_stop or interrupt alone, and let the window be completed."
+                )
             raise UsageError(
                 f"Epoch {session.state.global_epoch} has come to no batch at all. Either the data "
                 "is an iterator that can be read once only (let its __iter__ begin anew), or a "
                 "hook raises StopIteration at every first batch."
             )
+
+    def _settle_cut(self) -> None:
+        """Bring an epoch that a hook has ended early to where it may end.
+
+        By steps an open window goes on in the next epoch, and a closed one is a safe point: the run
+        may leave here. By epochs windows do not outlive their epoch.
+        """
+        session, state = self.session, self.session.state
+        if not session.schedule.is_by_epoch:
+            if session.is_leaving and state.is_step_boundary:
+                session.save_if_asked(is_due=False)
+                self._leave()
+        elif not state.is_step_boundary and state.global_iteration > 0:
+            _LOGGER.warning(
+                "Epoch %d was ended inside of an accumulation window: its gradients are dropped, "
+                "without an update.",
+                state.global_epoch,
+            )
+            for optimizer in session.find_optimizers().values():
+                session.engine.zero_grad(optimizer)
+            session.engine.close_window()
+            session.context.take_skip()
+            session.context.close_window()
+            state.drop_window()
 
     def _begin_iteration(self, *, is_last: bool) -> None:
         session, state = self.session, self.session.state
@@ -195,7 +245,6 @@ class EpochLoop(Loop):
         session.context.show_raw_batch()
         hooks.emit("on_training_batch_end", state, should_log)
         session.context.end_batch()
-        self._refuse_late_skip()
         if state.is_step_boundary:
             hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.end_step()
@@ -208,14 +257,6 @@ class EpochLoop(Loop):
         self._num_done += 1
         state.end_iteration()
         state.average_iter_time = self._timer.record()
-
-    def _refuse_late_skip(self) -> None:
-        # It would hit the next window, and a resume from here would not know of it.
-        if self.session.state.is_step_boundary and self.session.context.take_skip():
-            raise UsageError(
-                "Context.skip_step() must be called before the update that it leaves out: in "
-                "on_optimizer_step_start at the latest. This window's update was made already."
-            )
 
     def _close_step(self) -> None:
         session = self.session

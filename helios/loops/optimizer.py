@@ -40,6 +40,8 @@ class OptimizerLoop(Loop):
         self._optimizer: Optimizer | None = None
         self._attribute: tuple[str, Any] = ("", None)
         self._has_begun = False
+        self._shown: dict[str, Any] = {}
+        self._updated_in = self._skipped_in = 0
 
     @property
     def done(self) -> bool:
@@ -57,10 +59,20 @@ class OptimizerLoop(Loop):
             UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
         """
         self._is_done = True
+        if not self._has_begun:
+            # A resume brings back the table as the last batch before it left it.
+            items = self.session.model.loss_items.items()
+            self._shown = {name: loss for name, loss in items if name.startswith("loss")}
         try:
             self._train(batch)
         except StopIteration as error:
             raise make_stray_stop(error) from error
+
+    def on_run_end(self) -> Any:
+        """Take back the step that was counted, if its window has seen no update (R26)."""
+        state = self.session.state
+        if self._skipped_in == state.global_iteration != self._updated_in:
+            state.withdraw_step(self.session.schedule.unit)
 
     def _train(self, batch: Any) -> None:
         session = self.session
@@ -72,15 +84,29 @@ class OptimizerLoop(Loop):
         self._settle_mode(is_manual=loss is None)
         if loss is None:
             return
-        losses = session.model.loss_items
-        if not losses:
-            losses["loss"] = loss.detach()
+        self._show({"loss": loss.detach()})
         session.engine.count_micro_batch()
         self._backward(loss)
         if session.state.is_step_boundary:
-            if not self._update(self._find_optimizer()):
-                session.state.withdraw_step(session.schedule.unit)
+            self._note_update(is_committed=self._update(self._find_optimizer()))
             session.engine.close_window()
+
+    def _note_update(self, *, is_committed: bool) -> None:
+        # A loop around may run this one several times in a window: one update is a step.
+        if is_committed:
+            self._updated_in = self.session.state.global_iteration
+        else:
+            self._skipped_in = self.session.state.global_iteration
+
+    def _show(self, losses: dict[str, Tensor]) -> None:
+        """Put losses into the table, if the model has put nothing there in this batch."""
+        table, shown = self.session.model.loss_items, self._shown
+        # A model that overrides on_training_batch_start without super() does not clear it.
+        is_left_over = table.keys() == shown.keys() and all(table[x] is shown[x] for x in shown)
+        if not table or is_left_over:
+            table.clear()
+            table.update(losses)
+            self._shown = losses
 
     def _settle_mode(self, *, is_manual: bool) -> None:
         """Know the mode from the first step on.
@@ -181,12 +207,6 @@ class OptimizerLoop(Loop):
         """Forget the optimizer of this training."""
         self._optimizer = None
         self._has_begun = False
+        self._shown = {}
+        self._updated_in = self._skipped_in = 0
         super().teardown()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return whether the steps are manual, so that a resume knows it before its first step."""
-        return {"is_manual": self.session.is_manual}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the mode."""
-        self.session.is_manual = state_dict["is_manual"]

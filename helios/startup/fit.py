@@ -210,6 +210,7 @@ class FitRun(Run):
         session.hooks.emit("on_load_checkpoint", payload)
         session.state, session.cursor, session.is_resumed = state, cursor, True
         session.requests.stop_reason = cursor.stop_reason
+        session.is_manual = payload["is_manual"]
         self.engine.load_state_dict(payload["engine"])
         self.model.load_state_dict(payload["model"])
         self._load_tables(payload)

@@ -4,19 +4,47 @@ from __future__ import annotations
 
 import logging
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from helios.errors import ArgumentTypeError, DuplicateError
+from helios.errors import ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver
 from helios.hooks.events import EVENTS
 from helios.plugins.plugin import Plugin
+from helios.startup.checks import check_state_methods
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class PluginTable(UserDict[str, Plugin]):
-    """Plugins by id, in order of registration."""
+    """Plugins by id, in order of registration; while a run uses them, none may come or go."""
+
+    def __init__(self) -> None:
+        self._is_in_use = False
+        super().__init__()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Mark the table as used by a run."""
+        self._is_in_use = True
+        try:
+            yield
+        finally:
+            self._is_in_use = False
+
+    def check_idle(self) -> None:
+        """Check that no run is under way: it and a second one would set up the same objects.
+
+        Raises:
+            UsageError: if one is.
+        """
+        if self._is_in_use:
+            raise UsageError(
+                "A Trainer must run one call at a time, but fit, validate, test or predict was "
+                "called inside of another one. Set valid_frequency, or use a second Trainer with "
+                "a model of its own."
+            )
 
     def __setitem__(self, name: str, plugin: Plugin) -> None:
         """Register a plugin under its id.
@@ -25,8 +53,12 @@ class PluginTable(UserDict[str, Plugin]):
             DuplicateError: if the id is taken, or is not the plugin's own (a ``KeyError``, H59).
             ArgumentTypeError: for something that is no plugin, and for a method whose parameters
                 are not those of its event.
-            ArgumentError: if it overrides a ``process_*_batch`` that another one owns (H60).
+            ArgumentError: if it overrides a ``process_*_batch`` that another one owns (H60), or
+                only one of ``state_dict`` and ``load_state_dict``.
+            UsageError: if its ``__init__`` left out that of ``Plugin``.
+            UsageError: while a run uses the table: it would neither be set up nor hear anything.
         """
+        self._refuse_in_use(name)
         if not isinstance(plugin, Plugin):
             raise ArgumentTypeError(
                 f"Trainer.plugins[{name!r}] must be a Plugin object, got {plugin!r}. Derive it "
@@ -41,9 +73,26 @@ class PluginTable(UserDict[str, Plugin]):
                 f"A plugin must have an id of its own, but {name!r} is registered already. Pass "
                 "another plug_id."
             )
+        check_state_methods(plugin)
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])
         self.data[name] = plugin
+
+    def __delitem__(self, name: str) -> None:
+        """Take a plugin out.
+
+        Raises:
+            UsageError: while a run uses the table.
+        """
+        self._refuse_in_use(name)
+        super().__delitem__(name)
+
+    def _refuse_in_use(self, name: str) -> None:
+        if self._is_in_use:
+            raise UsageError(
+                f"Trainer.plugins[{name!r}] must be set or removed between runs, but a call of "
+                "the trainer is running. Register plugins before fit."
+            )
 
     def __ior__(self, other: Any) -> PluginTable:  # type: ignore[override, misc]
         """Register the plugins of another table: the operator would else pass by the checks."""

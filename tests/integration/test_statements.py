@@ -809,12 +809,12 @@ def test_loops_are_replaced_by_their_path_and_resume(tmp_path: Path) -> None:
 
 
 def test_a_stop_iteration_of_a_hook_ends_the_epoch() -> None:
-    """L19, K37: the events of the epoch's end follow, the end of that batch does not."""
+    """L19, K37: the events of the epoch's end follow; that batch does not end, nor count."""
     seen: list[tuple[str, int]] = []
 
     class Cutting(Quiet):
         def on_training_batch_start(self, state: TrainingState) -> None:
-            if state.global_iteration == 2:
+            if state.global_iteration == 2 and state.global_epoch == 1:
                 raise StopIteration
 
         def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
@@ -824,8 +824,9 @@ def test_a_stop_iteration_of_a_hook_ends_the_epoch() -> None:
             seen.append(("epoch", current_epoch))
 
     make_trainer(total_steps=5, plugins=[Cutting()]).fit(Linear(), Numbers())
-    batches = [("batch", number) for number in (3, 4, 5)]
-    assert seen == [("batch", 1), ("epoch", 1), *batches, ("epoch", 2)]
+    batches = [("batch", number) for number in (2, 3, 4)]
+    end = [("batch", 5), ("epoch", 3)]
+    assert seen == [("batch", 1), ("epoch", 1), *batches, ("epoch", 2), *end]
 
 
 class CountingEpochs(EpochLoop):

@@ -672,18 +672,6 @@ def test_stop_iteration_of_user_code_is_an_error(place: str) -> None:
         train_on(loop, session, 2.0)
 
 
-def test_the_mode_is_part_of_the_state() -> None:
-    """DESIGN R4: after a resume the first batch must have the window that it would have had."""
-    session = make_session(Stepper(lambda weight, batch: None), unit=EPOCH, accumulation=3)
-    loop = attached(OptimizerLoop(), session)
-    train_on(loop, session, 1.0)
-    states = loop.collect_states("fit.epoch.batch.optimizer")
-    assert states == {"fit.epoch.batch.optimizer": {"is_manual": True}}
-    resumed = make_session(Stepper(lambda weight, batch: None), unit=EPOCH, accumulation=3)
-    attached(OptimizerLoop(), resumed).spread_states("fit.epoch.batch.optimizer", states)
-    assert resumed.is_manual is True
-
-
 def test_a_batch_is_moved_then_mapped_then_trained_on() -> None:
     """DESIGN section 5, "A batch"; C12."""
     order: list[str] = []

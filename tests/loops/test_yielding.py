@@ -731,6 +731,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name() -> None:
 def test_a_run_of_manual_steps_does_not_go_on_with_yields() -> None:
     """C12: windows and counters of both differ."""
     loop, session = prepared(Pair(), unit=ITERATION)
-    loop.load_state_dict({"is_manual": True})
+    session.is_manual = True
     with pytest.raises(UsageError, match="returned a loss after it had returned None"):
         train_on(loop, session, 2.0)
