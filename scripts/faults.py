@@ -116,9 +116,10 @@ FAULTS = (
     Fault(
         "the partial window is divided by the full count",
         "helios/engines/engine.py",
-        "        count, self._open_micro_batches = self._open_micro_batches, 0",
-        "        count, self._open_micro_batches = 3, 0",
-        "tests/engines/test_engine.py",
+        "        count = self._open_micro_batches\n        if count > 1:",
+        "        count = 3 if self._open_micro_batches > 1 else 1\n        if count > 1:",
+        "tests/engines/test_engine.py::"
+        "test_gradients_are_the_mean_over_the_batches_really_in_the_window",
     ),
     Fault(
         "the poll behind the safe point is skipped after a resume",
@@ -235,8 +236,8 @@ FAULTS = (
     Fault(
         "a skipped step keeps its count",
         "helios/state.py",
-        "            self.current_iteration -= 1",
-        "            pass",
+        "        if self.is_step_committed and unit is TrainingUnit.ITERATION:",
+        "        if False:",
         "tests/loops/test_loop.py::test_an_update_that_a_hook_leaves_out_is_withdrawn",
     ),
     Fault(

@@ -156,10 +156,19 @@ def test_a_skip_is_refused_where_no_window_is_open(event: str, tmp_path: Path) -
     "event", ["on_training_step_start", "on_training_batch_start", "on_optimizer_step_start"]
 )
 def test_a_skip_is_taken_where_a_window_is_open(event: str) -> None:
-    skipping, model = Calling(event, lambda plugin: plugin.context.skip_step("now")), Linear()
-    trainer = make_trainer(train_unit="epoch", total_steps=1, plugins=[skipping])
+    weights: list[float] = []
+    skipping = Calling(event, lambda plugin: plugin.context.skip_step("now"))
+    noting = Calling(
+        "on_training_step_end", lambda p: weights.append(p.context.model.net.weight.item()), "note"
+    )
+    model = Linear()
+    trainer = make_trainer(train_unit="epoch", total_steps=1, plugins=[skipping, noting])
     trainer.fit(model, Numbers(4))
-    assert model.optimizer.state_dict()["state"] == {}
+    assert len(weights) == 4
+    assert len(set(weights)) == 1
+    del trainer.plugins["calling"]
+    trainer.fit(model, Numbers(4))
+    assert len(set(weights[4:])) == 4
 
 
 @pytest.mark.parametrize("call", ["fit", "validate", "test", "predict"])
