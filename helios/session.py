@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from helios import schedule as due
+from helios.core import logging as log
 from helios.core import rng
 from helios.core.progress import Display
 from helios.data.source import Source
@@ -185,19 +186,32 @@ class Session:
         return self.sanity_steps if self.is_sanity_check else None
 
     @contextmanager
-    def trying(self) -> Iterator[None]:
-        """Run a trial validation; what it has changed is put back (K14)."""
-        self.hooks.emit("on_sanity_check_start")
-        requests = replace(self.requests)
-        trace = Trace([self.model, *self.plugins.values()])
-        self.is_sanity_check = True
-        try:
-            yield
-        finally:
-            self.is_sanity_check = False
+    def trying(self, *others: object) -> Iterator[None]:
+        """Run a trial validation; what it has changed is put back (K14).
+
+        After an error nothing is put back: the run ends before the training begins.
+
+        Args:
+            others: what it may change besides the model, plugins, engine and loaders.
+        """
+        sources = self.sources[Phase.VALIDATION]
+        with rng.stream(rng.key(self.seed, "sanity")):
+            self.hooks.emit("on_sanity_check_start")
+            requests = replace(self.requests)
+            loaders = [source.loader for source in sources]
+            trace = Trace([self.model, self.engine, *self.plugins.values(), *loaders, *others])
+            self.is_sanity_check = True
+            try:
+                with log.muted_tensorboard():
+                    yield
+            finally:
+                self.is_sanity_check = False
+            # Workers that live from pass to pass end here, and not when they are collected.
+            for source in sources:
+                source.close()
             trace.erase()
             self.requests = requests
-        self.hooks.emit("on_sanity_check_end")
+            self.hooks.emit("on_sanity_check_end")
 
     def seed_iteration(self) -> None:
         """Set the random numbers of the present iteration (DESIGN R2)."""

@@ -366,6 +366,8 @@ class Trainer:
     def predict(self, model: Model, datamodule: DataModule) -> list[Any]:
         """Return what ``predict_step`` returns for each batch, in the order of the data.
 
+        With several loaders a list of such lists, one for each loader (L34).
+
         The order is that of :meth:`validate`, with ``predicting`` for ``validation`` and
         ``predict_step`` for ``valid_step``.
         """

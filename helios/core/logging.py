@@ -11,6 +11,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,11 @@ def get_root_logger() -> RootLogger:
 def is_root_logger_active() -> bool:
     """Return whether the default root logger exists."""
     return _Default.root is not None
+
+
+def muted_tensorboard() -> AbstractContextManager[None]:
+    """Return a context in which nothing is written to TensorBoard."""
+    return nullcontext() if _Default.tensorboard is None else _Default.tensorboard.muted()
 
 
 def get_tensorboard_writer() -> TensorboardWriter | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,15 @@ class TensorboardWriter:
             self.close()
             _cut_back(run_path, marks)
         self.setup(run_path)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Write nothing in a block: what is tried there belongs to no curve (C17)."""
+        writer, self._writer = self._writer, None
+        try:
+            yield
+        finally:
+            self._writer = writer
 
     def flush(self) -> None:
         """Bring everything to the files; returns when it is there."""
