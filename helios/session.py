@@ -20,7 +20,7 @@ from helios.core import rng
 from helios.core.progress import Display
 from helios.data.source import Source
 from helios.engines.engine import Engine
-from helios.hooks.bus import Bus
+from helios.hooks.bus import Bus, naming
 from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
@@ -49,6 +49,11 @@ def as_numbers(scores: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(score, int | float):
             numbers[str(name)] = float(score)
     return numbers
+
+
+def _state_of(plugin: Plugin) -> dict[str, Any]:
+    with naming(plugin, "state_dict"):
+        return plugin.state_dict()
 
 
 class Recorder(Protocol):
@@ -368,7 +373,7 @@ class Session:
             "tables": {name: _as_plain(table) for name, table in self.model.tables.items()},
             "is_manual": self.is_manual,
             "plugins": self.carried_plugins
-            | {name: plugin.state_dict() for name, plugin in self.plugins.items()},
+            | {name: _state_of(plugin) for name, plugin in self.plugins.items()},
             "loops": self.carried_loops | self.loop_states(),
             "data": {"description": source.description, "state": source.state_dict()},
             "engine": self.engine.state_dict(),

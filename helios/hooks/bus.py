@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from helios.errors import ArgumentError, ArgumentTypeError
@@ -41,21 +42,71 @@ def overridden(owner: object, event: Event) -> Callable[..., Any] | None:
     return None if method is None or is_silent(method) else method
 
 
+@contextmanager
+def naming(owner: object, event: str) -> Iterator[None]:
+    """Say in the traceback of what is raised in a ``with`` statement which plugin raised it."""
+    try:
+        yield
+    except BaseException as error:
+        _note(error, owner, event)
+        raise
+
+
+def _note(error: BaseException, owner: object, event: str) -> None:
+    if not isinstance(owner, HasId):
+        return
+    text = f"Raised by {name_of(owner)} in {event}."
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:
+        _LOGGER.error("%s", text)
+
+
+def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspect.Signature:
+    """Return the signature of something that is to be called, and that then really runs.
+
+    Args:
+        name: how messages call it.
+        method: it.
+        may_yield: whether it may be a generator, which somebody else runs.
+
+    Raises:
+        ArgumentTypeError: if it cannot be called, or if a call would only make a coroutine or a
+            generator, whose body nobody runs.
+    """
+    if not callable(method):
+        raise ArgumentTypeError(f"{name} must be a method, got {method!r}. Define it by def.")
+    is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+    if is_async or (inspect.isgeneratorfunction(method) and not may_yield):
+        word, kind = ("async", "async") if is_async else ("yield", "a generator")
+        raise ArgumentTypeError(
+            f"{name} must be a plain method, but is {kind}: a call would not run its body. Write "
+            f"it without {word}."
+        )
+    return inspect.signature(method)
+
+
 def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable[..., Any]:
     """Return the method as something that takes the event's arguments by position.
 
     Raises:
-        ArgumentTypeError: if the method takes other parameters than the table says.
+        ArgumentTypeError: if the method takes other parameters than the table says, or would not
+            run when called.
     """
-    signature = inspect.signature(method)
+    place = f"{type(owner).__name__}.{event.name}"
+    signature = signature_of(place, method, may_yield=event.name == "train_step")
     names = event.parameters
     whole = names + (event.optional if _takes_by_name(signature, event.optional) else ())
     in_place, in_place_whole = _count_in_place(signature, names), _count_in_place(signature, whole)
     if in_place is None:
         may_take = f", and may take {', '.join(event.optional)}" if event.optional else ""
+        whole = names + event.optional
+        remedy = "Correct the parameters of the method."
+        if _count_in_place(signature, whole) is not None:
+            defaults = ", ".join(f"{name}=0" for name in event.optional)
+            remedy = f"They are not always given: give it a default: {defaults}."
         raise ArgumentTypeError(
-            f"{type(owner).__name__}.{event.name} must take ({', '.join(names)}){may_take}, but "
-            f"takes {signature}. Correct the parameters of the method."
+            f"{place} must take ({', '.join(names)}){may_take}, but takes {signature}. {remedy}"
         )
     if in_place_whole == len(names + event.optional):
         return method
@@ -106,7 +157,8 @@ class Bus:
         engine: the engine.
 
     Raises:
-        ArgumentTypeError: for a method whose parameters are not those of the table.
+        ArgumentTypeError: for a method whose parameters are not those of the table, or that is
+            async or a generator.
         ArgumentError: if two objects own the processing of one batch (H60).
     """
 
@@ -196,21 +248,15 @@ class Bus:
 
     def _note(self, error: BaseException, event: str, place: int) -> None:
         """Say in the error's traceback which plugin raised it, and in which event."""
-        owner = self._owners[event][place]
-        if not isinstance(owner, HasId):
-            return
-        text = f"Raised by {name_of(owner)} in {event}."
-        if sys.version_info >= (3, 11):
-            error.add_note(text)
-        else:
-            _LOGGER.error("%s", text)
+        _note(error, self._owners[event][place], event)
 
 
 def check_receiver(plugin: object) -> None:
     """Check the methods of a plugin when it registers.
 
     Raises:
-        ArgumentTypeError: for a method whose parameters are not those of the table.
+        ArgumentTypeError: for a method whose parameters are not those of the table, or that is
+            async or a generator.
     """
     for event in EVENTS.values():
         method = overridden(plugin, event)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from helios.loops.loop import Loop, make_stray_stop, require
+from helios.loops.optimizer import OptimizerLoop
 from helios.state import Phase
 
 
@@ -12,6 +13,7 @@ class BatchLoop(Loop):
     """The default batch loop; this process carries one replica."""
 
     roles = ("optimizer_loop",)
+    role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
 
     def __init__(self, optimizer_loop: Loop | None = None) -> None:
         super().__init__()

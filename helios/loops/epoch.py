@@ -8,6 +8,7 @@ safe point, so that exactly those events follow that an undisturbed run has (DES
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 from helios import schedule as due
 from helios.core.utils import AverageTimer
@@ -252,7 +253,8 @@ class EpochLoop(Loop):
                 session.cursor.end_step()
         if should_log:
             session.log_losses()
-        session.display.advance(session.model.loss_items, num_samples, state.is_step_boundary)
+        has_stepped = state.is_step_boundary and state.is_step_committed
+        session.display.advance(session.model.loss_items, num_samples, has_stepped)
         session.cursor.advance(num_samples)
         self._num_done += 1
         state.end_iteration()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from helios import schedule as due
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
@@ -12,6 +14,7 @@ class FitLoop(Loop):
     """The default fit loop; its result is the reason for which the run has ended."""
 
     roles = ("epoch_loop",)
+    role_types: ClassVar = {"epoch_loop": EpochLoop}
 
     def __init__(self, epoch_loop: EpochLoop | None = None) -> None:
         super().__init__()
@@ -69,8 +72,11 @@ class FitLoop(Loop):
         session, val_loop = self.session, require(self.epoch_loop).val_loop
         steps = session.sanity_steps
         if steps and not session.is_resumed and Phase.VALIDATION in session.sources:
-            with session.trying():
-                require(val_loop).run()
+            with session.trying(val_loop):
+                try:
+                    require(val_loop).run()
+                except StopIteration as error:
+                    raise make_stray_stop(error) from error
 
     def advance(self) -> None:
         """Run one epoch."""

@@ -7,9 +7,10 @@ state and cursor, so a replaced loop resumes from any checkpoint (DESIGN section
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar, final
 
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError, StateError, UsageError
 from helios.session import Session
 
 Child = TypeVar("Child", bound="Loop")
@@ -57,12 +58,19 @@ class Loop(ABC):
 
     Attributes:
         roles: names of the children; each is an attribute that holds a loop.
+        role_types: which of Helios' own loops a role takes; a loop that derives from none of them
+            may take any role.
         session: what the loop may see; before it is attached, a ``UsageError`` (L7).
     """
 
     roles: ClassVar[tuple[str, ...]] = ()
+    role_types: ClassVar[Mapping[str, type[Loop]]] = {}
     session: Session = _Unattached()  # type: ignore[assignment]
     _overridden: ClassVar[frozenset[str]] = frozenset()
+    _is_made = False
+
+    def __init__(self) -> None:
+        self._is_made = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Find out once which hooks a class overrides: run() calls no others.
@@ -76,7 +84,12 @@ class Loop(ABC):
 
     @final
     def children(self) -> dict[str, Loop]:
-        """Return the child loops that are there, by role."""
+        """Return the child loops that are there, by role.
+
+        Raises:
+            UsageError: if a subclass's ``__init__`` left out that of its base.
+        """
+        self._check_made()
         found = {role: getattr(self, role) for role in self.roles}
         return {role: child for role, child in found.items() if child is not None}
 
@@ -93,6 +106,7 @@ class Loop(ABC):
 
         Raises:
             UsageError: if a role is empty.
+            ArgumentError: for a loop that was made for another role.
         """
         missing = sorted(set(self.roles) - set(self.children()))
         if missing:
@@ -103,7 +117,9 @@ class Loop(ABC):
         vars(self).pop("session", None)
         if session is not None:
             self.session = session
-        for child in self.children().values():
+        for role, child in self.children().items():
+            if session is not None:
+                self._check_child(role, child)
             child.attach(session)
 
     @final
@@ -111,7 +127,8 @@ class Loop(ABC):
         """Replace children by role; roles that a new child leaves empty keep the old one's loops.
 
         Raises:
-            ArgumentError: for an unknown role, or something that is no loop.
+            ArgumentError: for an unknown role, something that is no loop, or a loop that was made
+                for another role.
         """
         for role, loop in loops.items():
             self._check_child(role, loop)
@@ -123,6 +140,13 @@ class Loop(ABC):
             if "session" in vars(self):
                 loop.attach(self.session)
 
+    def _check_made(self) -> None:
+        if not self._is_made:
+            raise UsageError(
+                f"{type(self).__name__}.__init__ must call super().__init__(): without it the "
+                "loop has neither children nor a beginning. Add the call."
+            )
+
     def _check_child(self, role: str, loop: object) -> None:
         if role not in self.roles:
             raise ArgumentError(
@@ -132,6 +156,14 @@ class Loop(ABC):
         if not isinstance(loop, Loop):
             raise ArgumentError(
                 f"{type(self).__name__}.connect({role}=...) must be a Loop instance, got {loop!r}."
+            )
+        loop.children()  # raises
+        wanted = self.role_types.get(role, Loop)
+        if not isinstance(loop, wanted) and _is_built_in(type(loop)):
+            raise ArgumentError(
+                f"{type(self).__name__}.{role} must be a {wanted.__name__}, got a "
+                f"{type(loop).__name__}, which was made for another role. Derive the loop from "
+                f"{wanted.__name__}, or connect it where it belongs."
             )
 
     @final
@@ -220,8 +252,24 @@ class Loop(ABC):
 
     @final
     def spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
-        """Give saved states, by role path, to the loop and all below it."""
+        """Give saved states, by role path, to the loop and all below it.
+
+        Raises:
+            StateError: if a loop refuses its state.
+        """
         if path in states and type(self).load_state_dict is not Loop.load_state_dict:
-            self.load_state_dict(states.pop(path))
+            try:
+                self.load_state_dict(states.pop(path))
+            except Exception as error:
+                raise StateError(
+                    f"The loop {path} ({type(self).__name__}) refused its saved state: {error!r}. "
+                    "Connect the loop that the state was saved with, or correct load_state_dict()."
+                ) from error
         for role, child in self.children().items():
             child.spread_states(f"{path}.{role.removesuffix('_loop')}", states)
+
+
+def _is_built_in(kind: type) -> bool:
+    """Whether a class is one of Helios' own loops, or derives from one."""
+    kinds = (base for base in kind.__mro__ if issubclass(base, Loop) and base is not Loop)
+    return any(base.__module__.startswith("helios.") for base in kinds)

@@ -68,11 +68,11 @@ class YieldLoop(OptimizerLoop):
                 if is_boundary:
                     is_committed |= self._update_now(path, optimizer)
             self._finish(generator)
-        self._show(losses)
+        is_one = len(losses) == 1
+        self._show({"loss" if is_one else f"loss_{path}": x for path, x in losses.items()})
         if is_boundary:
             engine.close_window()
-            if not is_committed:
-                session.state.withdraw_step(session.schedule.unit)
+            self._note_update(is_committed=is_committed)
 
     def _start(self, batch: Any) -> Losses:
         """Call the step, which runs nothing of it yet.
@@ -169,13 +169,6 @@ class YieldLoop(OptimizerLoop):
         reason = self.session.context.take_skip()
         if reason:
             self._skips = dict.fromkeys(paths, reason) | self._skips
-
-    def _show(self, losses: dict[str, Tensor]) -> None:
-        """Put the losses into the table, if the model has put nothing there."""
-        table = self.session.model.loss_items
-        if not table:
-            is_one = len(losses) == 1
-            table.update({"loss" if is_one else f"loss_{path}": x for path, x in losses.items()})
 
     def _find_turns(self) -> dict[str, Optimizer]:
         """Return the optimizers by path, in the order of the yields.

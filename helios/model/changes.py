@@ -152,6 +152,16 @@ def _deleted(found: Found, baseline: dict[SlotKey, Digest]) -> dict[str, list[An
     return deleted
 
 
+def places_in(values: dict[str, Any]) -> list[SlotKey]:
+    """Return the places that saved values are of, those that were deleted too."""
+    return [
+        (parent, key)
+        for kind in ("changed", "deleted")
+        for parent, keys in values[kind].items()
+        for key in keys
+    ]
+
+
 def restore_values(
     values: dict[str, Any], found: Found, may_set: Callable[[str, Any], bool]
 ) -> None:

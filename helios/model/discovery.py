@@ -8,7 +8,7 @@ Whatever else has changed is named loudly, since a resumed run would not have it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.errors import ArgumentTypeError, StateError, UsageError
-from helios.model.changes import changes_since, digests_of, restore_values
+from helios.model.changes import changes_since, digests_of, places_in, restore_values
 from helios.model.parts import (
     Parameters,
     Shape,
@@ -52,6 +52,7 @@ from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+_UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
 
 
 @final
@@ -106,6 +107,12 @@ class _Baseline:
     shapes: dict[str, Shape]
     digests: dict[SlotKey, Digest]
     settled: dict[str, dict[str, Any]]
+
+    def distrust(self, places: Iterable[SlotKey]) -> None:
+        """Take places for changed, whatever they hold; a place that is gone for deleted."""
+        for parent, key in places:
+            self.digests[parent, key] = _UNLIKE_ANY
+            self.settled.get(parent, {}).pop(key, None)
 
 
 @final
@@ -245,6 +252,10 @@ class Discovery:
         if not is_inference:
             load_flags(state["flags"], scene.found, parameters)
             load_grads(state["grads"], parameters)
+            if self._baseline is not None:
+                # A model that was trained before in this process may hold these values since
+                # before setup(). A new process would not: the next checkpoint needs them too.
+                self._baseline.distrust(places_in(state["values"]))
 
     def _all(self) -> Found:
         # What needs no checkpoint takes part in the training all the same.
@@ -263,12 +274,13 @@ class Discovery:
         texts = []
         if others:
             names = ", ".join(f'"{slot.path}"' for slot in others)
+            is_iterator = any(isinstance(slot.value, Iterator) for slot in others)
+            reason = " (an iterator: nothing tells how far it has come)" if is_iterator else ""
             texts.append(
-                f"Training changed {_listed(others)}, which cannot be saved as plain values "
-                "(an iterator: nothing tells how far it has come): a resumed run finds there what "
-                "setup() makes. Give such an object state_dict() and load_state_dict() and make it "
-                f"an attribute of the {self._name}, or declare that it need not be saved: "
-                f"unsaved = ({names},)."
+                f"Training changed {_listed(others)}, which cannot be saved as plain values"
+                f"{reason}: a resumed run finds there what setup() makes. Give such an object "
+                "state_dict() and load_state_dict() and make it an attribute of the "
+                f"{self._name}, or declare that it need not be saved: unsaved = ({names},)."
             )
         if large:
             texts.append(

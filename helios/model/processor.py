@@ -61,6 +61,19 @@ class BatchProcessor(ABC):
         self._is_evaluating = False
         self._transforms = _as_list(transforms)
 
+    @final
+    def check(self) -> None:
+        """Check that the processor is ready for use.
+
+        Raises:
+            UsageError: if a subclass's ``__init__`` left out that of this class.
+        """
+        if "_transforms" not in vars(self):
+            raise UsageError(
+                f"{type(self).__name__}.__init__ must call super().__init__(): without it there is "
+                "neither need_backward nor transforms. Add the call."
+            )
+
     @staticmethod
     def from_callable(
         function: Forward,

@@ -176,6 +176,7 @@ class WeightAverage(Plugin, ABC):
             for tensor in self._averages.tensors_of(network).values():
                 weights.release(tensor, self.plug_id)
         self._networks = {}
+        self._averages.let_go()
         self._is_fitting = False
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,20 +9,22 @@ on_optimizer_step (C10).
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, final
 
-from helios.errors import ArgumentError, ArgumentTypeError
-from helios.hooks.events import CHANNELS
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.hooks.events import CHANNELS, EVENTS
 from helios.hooks.scopes import Scopes
-from helios.plugins.contexts import HookContext, has_state
+from helios.plugins.contexts import HookContext, check_parts, has_state
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
 from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
+_HEARD = EVENTS.keys() - {"setup"}
 
 
 @dataclass(eq=False)
@@ -130,6 +132,25 @@ class PipelineHooks(Plugin):
         plug_id: the plugin's name; the states of its contexts are saved under it.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse methods that would switch a channel off: those that leave out the base's.
+
+        Raises:
+            UsageError: if a class overrides an event that opens or closes a scope, without a call
+                of ``super()``.
+        """
+        super().__init_subclass__(**kwargs)
+        bases = {"super", *(base.__name__ for base in cls.__mro__[1:])}
+        for name in sorted(_HEARD & vars(PipelineHooks).keys() & vars(cls).keys()):
+            function = inspect.unwrap(vars(cls)[name])
+            code = function.__code__ if inspect.isfunction(function) else None
+            if code is not None and bases.isdisjoint(code.co_names + code.co_freevars):
+                raise UsageError(
+                    f"{cls.__name__}.{name} must call super().{name}(...): by this event "
+                    "PipelineHooks enters or leaves its contexts, which would else never run. Add "
+                    "the call, or hear the event in a plugin of its own."
+                )
+
     def __init__(self, plug_id: str = "pipeline-hooks") -> None:
         super().__init__(plug_id)
         self._channels = {name: _Channel() for name in CHANNELS}
@@ -173,8 +194,10 @@ class PipelineHooks(Plugin):
 
         Raises:
             ArgumentError: for a channel that does not exist (R18), and a context that overrides
-                only one of ``state_dict`` and ``load_state_dict``.
-            ArgumentTypeError: for something that is no ``HookContext``.
+                neither ``on_enter`` nor ``on_exit``, or only one of ``state_dict`` and
+                ``load_state_dict``.
+            ArgumentTypeError: for something that is no ``HookContext``, and for methods that take
+                other arguments than the context, or are async or generators.
         """
         place = self._find(channel)
         if not isinstance(hook, HookContext):
@@ -182,6 +205,7 @@ class PipelineHooks(Plugin):
                 f"PipelineHooks.register(hook=...) must be a HookContext object, got {hook!r}. "
                 "Wrap functions by HookContext.from_callable(before=..., after=...)."
             )
+        check_parts(hook)
         has_state(hook)  # raises
         return HookHandle([(place, place.add(hook))])
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 from helios.errors import ArgumentError, ArgumentTypeError
+from helios.hooks.bus import signature_of
 from helios.hooks.context import Context
 from helios.hooks.scopes import join, leave
 
@@ -43,7 +44,8 @@ class HookContext:
             after: called with it when the scope ends.
 
         Raises:
-            ArgumentTypeError: for something that cannot be called.
+            ArgumentTypeError: for something that cannot be called, does not take one argument, or
+                is async or a generator.
             ArgumentError: if both are left out.
         """
         for name, part in (("before", before), ("after", after)):
@@ -52,6 +54,8 @@ class HookContext:
                     f"HookContext.from_callable({name}=...) must be a function of the context, "
                     f"got {part!r}. Pass e.g. lambda ctx: print(ctx.loss)."
                 )
+            if part is not None:
+                _check_part(f"HookContext.from_callable({name}=...)", part)
         if before is None and after is None:
             raise ArgumentError(
                 "HookContext.from_callable(before=..., after=...) must get one of both, got none: "
@@ -100,6 +104,36 @@ def has_state(hook: HookContext) -> bool:
             f"got {present} only. Add the other one."
         )
     return saves
+
+
+def check_parts(hook: HookContext) -> None:
+    """Check that a context does something when it is entered or left.
+
+    Raises:
+        ArgumentError: if it overrides neither ``on_enter`` nor ``on_exit``.
+        ArgumentTypeError: for one of them that does not take one argument, or is async or a
+            generator.
+    """
+    kind = type(hook)
+    bases = (HookContext.on_enter, HookContext.on_exit)
+    if tuple(getattr(part, "__func__", None) for part in (hook.on_enter, hook.on_exit)) == bases:
+        raise ArgumentError(
+            f"{kind.__name__} must override on_enter(self, ctx), on_exit(self, ctx) or both, got "
+            "neither: the context would do nothing. Check the names of its methods."
+        )
+    _check_part(f"{kind.__name__}.on_enter", hook.on_enter)
+    _check_part(f"{kind.__name__}.on_exit", hook.on_exit)
+
+
+def _check_part(name: str, part: Part) -> None:
+    signature = signature_of(name, part)
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{name} must take one argument, the context object, but takes {signature}. Correct "
+            "its parameters."
+        ) from error
 
 
 @final

@@ -71,6 +71,7 @@ class Plugin(ABC):
     sanity_steps: int = 0
     batch_limits: Mapping[Phase, int] = {}
     unsaved: tuple[str, ...] = ()
+    _plug_id: str = ""
 
     def __init__(self, plug_id: str) -> None:
         self._plug_id = plug_id
@@ -102,7 +103,16 @@ class Plugin(ABC):
 
     @property
     def plug_id(self) -> str:
-        """The plugin's name."""
+        """The plugin's name.
+
+        Raises:
+            UsageError: without one.
+        """
+        if not self._plug_id:
+            raise UsageError(
+                f"{type(self).__name__} has no plug_id: its __init__ must call "
+                "super().__init__(plug_id) with a name that is not empty."
+            )
         return self._plug_id
 
     @property

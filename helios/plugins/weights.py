@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, TypeAlias, final
 
 import torch
@@ -20,6 +22,9 @@ _LOGGER = logging.getLogger(__name__)
 Tensors: TypeAlias = Mapping[str, Tensor]
 Networks: TypeAlias = Mapping[str, nn.Module]
 Merge: TypeAlias = Callable[[list[Tensor], list[Tensor], int], None]
+
+_TABLES = ("_modules", "_parameters")
+_FORM = attrgetter("shape", "dtype", "device")
 
 _CLAIMS = "_helios_averages"
 """Attribute of a tensor that averages swap: who does, by phase."""
@@ -74,16 +79,6 @@ def difference(averages: Tensors, tensors: Tensors) -> str:
     return ", ".join((*missing, *left_over, *shapes))
 
 
-def grouped(averages: Tensors, tensors: Tensors) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-    """Return averages beside their tensors in lists of one device and type each."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for name, average in averages.items():
-        pair = groups.setdefault((average.device, average.dtype), ([], []))
-        pair[0].append(average)
-        pair[1].append(tensors[name].to(average.dtype))
-    return groups.values()
-
-
 def claim(tensor: Tensor, who: str, phases: Iterable[str]) -> tuple[str, str] | None:
     """Note on a tensor who swaps it in which phases; returns the phase and name of another one."""
     claims: dict[str, str] = vars(tensor).setdefault(_CLAIMS, {})
@@ -102,6 +97,55 @@ def release(tensor: Tensor, who: str) -> None:
 
 
 @final
+class _Pairs:
+    """Averages beside the tensors of networks, in groups, and whether they are still those.
+
+    To walk through networks by name costs several times what an update does. So it is done once,
+    and every update only compares what modules hold, by identity, and what tensors are.
+    """
+
+    def __init__(
+        self, networks: Networks, parts: Mapping[str, Tensors], with_buffers: bool
+    ) -> None:
+        self._networks = dict(networks)
+        self._modules = [part for network in networks.values() for part in network.modules()]
+        self._tables = (*_TABLES, "_buffers") if with_buffers else _TABLES
+        self._names, self._objects = self._look()
+        self._tensors: list[Tensor] = []
+        self._groups: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        for path, network in networks.items():
+            for name, tensor in tensors_of(network, with_buffers=with_buffers).items():
+                average = parts[path][name]
+                kind = (average.device, average.dtype, tensor.dtype)
+                group = self._groups.setdefault(kind, ([], []))
+                group[0].append(average)
+                group[1].append(tensor)
+                self._tensors.append(tensor)
+        self._forms = list(map(_FORM, self._tensors))
+
+    def _look(self) -> tuple[list[str], list[Any]]:
+        tables = [table for name in self._tables for table in map(attrgetter(name), self._modules)]
+        names = chain.from_iterable(table.keys() for table in tables)
+        return list(names), list(chain.from_iterable(table.values() for table in tables))
+
+    def are_those_of(self, networks: Networks) -> bool:
+        """Whether these are the networks, and nothing in them was replaced, moved or reshaped."""
+        if networks != self._networks:
+            return False
+        names, objects = self._look()
+        return (
+            names == self._names
+            and all(map(is_, objects, self._objects))
+            and list(map(_FORM, self._tensors)) == self._forms
+        )
+
+    def groups(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Yield averages beside their tensors in lists of one device and type each."""
+        for (_, dtype, own), (averages, tensors) in self._groups.items():
+            yield averages, tensors if own is dtype else [x.to(dtype) for x in tensors]
+
+
+@final
 class Averages:
     """Averages by network and name, and how many weights went into them.
 
@@ -114,12 +158,18 @@ class Averages:
         self._owner = owner
         self._with_buffers = with_buffers
         self._parts: dict[str, dict[str, Tensor]] = {}
+        self._pairs: _Pairs | None = None
         self.num_updates = 0
 
     def clear(self) -> None:
         """Forget all averages."""
+        self.let_go()
         self._parts = {}
         self.num_updates = 0
+
+    def let_go(self) -> None:
+        """Look anew at the networks in the next update, and hold none of them until then."""
+        self._pairs = None
 
     def tensors_of(self, network: nn.Module) -> dict[str, Tensor]:
         """Return what is averaged of a network, by name."""
@@ -140,18 +190,23 @@ class Averages:
             StateError: if their weights are not those of the averages.
         """
         with ordinary():
-            for path, network in networks.items():
-                tensors = self.tensors_of(network)
-                if not self.num_updates:
-                    self._parts[path] = {
-                        name: part.to(wide(part.dtype), copy=True) for name, part in tensors.items()
-                    }
-                    continue
-                if difference(self._parts[path], tensors):
-                    self.match(networks, is_strict=True)
-                for averages, present in grouped(self._parts[path], tensors):
+            if not self.num_updates:
+                self._parts = {path: self._copy_of(part) for path, part in networks.items()}
+                self.let_go()
+            else:
+                for averages, present in self._pair(networks).groups():
                     merge(averages, present, self.num_updates)
         self.num_updates += 1
+
+    def _copy_of(self, network: nn.Module) -> dict[str, Tensor]:
+        tensors = self.tensors_of(network).items()
+        return {name: part.to(wide(part.dtype), copy=True) for name, part in tensors}
+
+    def _pair(self, networks: Networks) -> _Pairs:
+        if self._pairs is None or not self._pairs.are_those_of(networks):
+            self.match(networks, is_strict=True)
+            self._pairs = _Pairs(networks, self._parts, self._with_buffers)
+        return self._pairs
 
     def match(self, networks: Networks, *, is_strict: bool) -> dict[str, nn.Module]:
         """Return the networks that have averages, which are moved to their devices.
@@ -191,6 +246,7 @@ class Averages:
         return known
 
     def _follow(self, networks: Networks) -> None:
+        self.let_go()
         with ordinary():
             for averages, tensors in self.pairs(networks):
                 for name, tensor in tensors.items():
@@ -213,6 +269,7 @@ class Averages:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a copy of what :meth:`state_dict` returned."""
+        self.let_go()
         self.num_updates = state["num_updates"]
         self._parts = {
             path: {name: average.clone() for name, average in averages.items()}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from helios.core.distributed import launched_world_size
 from helios.data.datamodule import DataModule
@@ -18,10 +19,43 @@ from helios.plugins.plugin import Plugin
 _LOGGER = logging.getLogger(__name__)
 
 _KNOWN = (*EVENTS, "train_step", "valid_step", "test_step", "predict_step")
+_TRANSFER = "batch_to_device of the model, or process_training_batch of a plugin"
+_OF_OTHER_TRAINERS = {
+    "backward": "backward of an engine, or a train_step that returns None",
+    "configure_callbacks": "Trainer(plugins=[...])",
+    "configure_gradient_clipping": "Trainer(clip_norm=...), or clip_gradients of an engine",
+    "configure_model": "setup()",
+    "configure_optimizers": "attributes that setup() builds",
+    "lr_scheduler_step": "scheduler_interval, or a train_step that returns None",
+    "on_after_backward": "on_backward_end",
+    "on_after_batch_transfer": _TRANSFER,
+    "on_before_backward": "on_backward_start",
+    "on_before_batch_transfer": _TRANSFER,
+    "on_before_optimizer_step": "on_optimizer_step_start",
+    "on_predict_epoch_end": "on_predicting_end",
+    "on_predict_epoch_start": "on_predicting_start",
+    "on_test_epoch_end": "on_testing_end",
+    "on_test_epoch_start": "on_testing_start",
+    "on_validation_epoch_end": "on_validation_end",
+    "on_validation_epoch_start": "on_validation_start",
+    "optimizer_step": "on_optimizer_step_start, or optimizer_step of an engine",
+    "optimizer_zero_grad": "on_before_zero_grad, or zero_grad of an engine",
+    "test_epoch_end": "on_testing_end",
+    "training_epoch_end": "on_training_epoch_end",
+    "transfer_batch_to_device": _TRANSFER,
+    "val_dataloader": "valid_dataloader of the data module",
+    "validation_epoch_end": "on_validation_end",
+}
+"""What others call, and what does the same here, where the names are not alike."""
+
 _FLAGS = {
     "training_batch": "process_training_batch",
     "validation_batch": "process_validation_batch",
     "testing_batch": "process_testing_batch",
+}
+_WITHOUT_STATE_METHODS = {
+    Model: "Without them all networks, optimizers and schedulers among its attributes are saved.",
+    Plugin: "Without them nothing of a plugin is saved. Add the other one.",
 }
 
 
@@ -70,37 +104,73 @@ def check_plugins(plugins: Mapping[str, Plugin]) -> None:
 
 
 def warn_of_unknown_hooks(owner: object) -> None:
-    """Warn of methods that look like a hook or a step, but are none, and so are never called."""
-    for kind in type(owner).__mro__:
-        if kind.__module__.startswith("helios.") or kind is object:
-            continue
-        for name in vars(kind):
-            close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.75)
-            looks_so = name.startswith(("on_", "process_")) or name.endswith("_step")
-            if looks_so and name not in _KNOWN and close:
-                _LOGGER.warning(
-                    "%s.%s is neither a hook nor a step, and is never called by Helios; did you "
-                    "mean %s?",
-                    kind.__name__,
-                    name,
-                    close[0],
-                )
+    """Warn of methods that look like a hook or a step, but are none, and so are never called.
+
+    These are all ``on_*`` and ``process_*``, and names that other trainers call or that are spelt
+    almost like one of ours. Private names are the user's own, and so is what overrides a method.
+    """
+    told: set[str] = set()
+    for name in _own_methods(owner):
+        text = _describe_unknown(name)
+        if name not in told and text:
+            told.add(name)
+            _LOGGER.warning("%s.%s is never called by Helios%s", type(owner).__name__, name, text)
 
 
-def check_processor(model: Model) -> None:
+def _own_methods(owner: object) -> Iterator[str]:
+    """Yield the methods that a user has written, on the object and in its classes."""
+    kinds = [kind for kind in type(owner).__mro__ if kind is not object]
+    rooms = {kind: kind.__module__.partition(".")[0] for kind in kinds}
+    known = {name for kind in kinds if rooms[kind] in ("helios", "torch") for name in vars(kind)}
+    written = [vars(kind) for kind in kinds if rooms[kind] not in ("helios", "torch")]
+    for methods in (vars(owner), *written):
+        for name, method in methods.items():
+            if inspect.isroutine(method) and name not in known:
+                yield name
+
+
+def _describe_unknown(name: str) -> str:
+    """Return what to do about a method that is never called; empty if that is the user's wish."""
+    if name in _KNOWN:
+        return ""
+    if name in _OF_OTHER_TRAINERS:
+        return f"; in its place take {_OF_OTHER_TRAINERS[name]}."
+    looks_like_hook = name.startswith(("on_", "process_"))
+    close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.75)
+    if close and (looks_like_hook or name.endswith("_step")):
+        return f": it is neither a hook nor a step; did you mean {close[0]}?"
+    own = ": it is no hook. If it is a helper of your own, begin its name with an underscore."
+    return own if looks_like_hook else ""
+
+
+def check_processor(model: Model, *, is_inference: bool = False) -> None:
     """Check, after a model's setup, that its training step has one owner.
 
+    Args:
+        model: the model.
+        is_inference: whether nothing is trained, so that no step is needed.
+
     Raises:
-        ArgumentError: if it names a batch processor and overrides ``train_step`` too.
+        ArgumentError: if it names a batch processor and overrides ``train_step`` too, or has
+            neither.
+        UsageError: if the processor's ``__init__`` left out that of its base.
     """
     kind = type(model)
     if model.batch_processor is None:
+        function = getattr(model.train_step, "__func__", None)
+        if function is Model.train_step and not is_inference:
+            raise ArgumentError(
+                f"{kind.__name__} must override train_step, or name a batch_processor, to be "
+                "trained; got neither, so no weight would ever move. Write "
+                "train_step(self, batch, state)."
+            )
         return
     if not isinstance(model.batch_processor, BatchProcessor):
         raise ArgumentError(
             f"{kind.__name__}.batch_processor must be None or a BatchProcessor, got "
             f"{model.batch_processor!r}. Wrap a function by BatchProcessor.from_callable."
         )
+    model.batch_processor.check()
     if kind.train_step is not Model.train_step:
         raise ArgumentError(
             f"{kind.__name__} must write its training step once, but names a batch_processor and "
@@ -108,21 +178,21 @@ def check_processor(model: Model) -> None:
         )
 
 
-def check_state_methods(model: Model) -> None:
-    """Check that a model overrides both methods of its state, or none.
+def check_state_methods(owner: Model | Plugin) -> None:
+    """Check that a model or a plugin overrides both methods of its state, or none.
 
     Raises:
         ArgumentError: if it overrides one of them.
     """
-    kind = type(model)
+    kind = type(owner)
+    base = Model if isinstance(owner, Model) else Plugin
     overrides = {
-        "state_dict": kind.state_dict is not Model.state_dict,
-        "load_state_dict": kind.load_state_dict is not Model.load_state_dict,
+        "state_dict": kind.state_dict is not base.state_dict,
+        "load_state_dict": kind.load_state_dict is not base.load_state_dict,
     }
     if len(set(overrides.values())) > 1:
         present = next(name for name, is_there in overrides.items() if is_there)
         raise ArgumentError(
             f"{kind.__name__} must override both state_dict and load_state_dict or none of them, "
-            f"got {present} only. Without them all networks, optimizers and schedulers among its "
-            "attributes are saved."
+            f"got {present} only. {_WITHOUT_STATE_METHODS[base]}"
         )

@@ -13,6 +13,7 @@ from helios.data.datamodule import DataModule
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
+from helios.hooks.bus import naming
 from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
@@ -225,7 +226,8 @@ class FitRun(Run):
     def _load_plugins(self, session: Session, states: dict[str, Any]) -> None:
         for name, state in states.items():
             if name in self.plugins:
-                self.plugins[name].load_state_dict(state)
+                with naming(self.plugins[name], "load_state_dict"):
+                    self.plugins[name].load_state_dict(state)
             elif state:
                 session.carried_plugins[name] = state
         _warn_of_left_over("plugin", list(session.carried_plugins))

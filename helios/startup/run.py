@@ -5,6 +5,8 @@ Whatever happens, everything that was set up is torn down, and what was found is
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -23,9 +25,10 @@ from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
-from helios.hooks.bus import Bus
+from helios.hooks.bus import Bus, naming
 from helios.loops.loop import Loop
 from helios.model.model import Model
+from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup import outputs
@@ -62,6 +65,28 @@ def _make_engine(arguments: Arguments) -> Engine:
     )
 
 
+def _take_own_processor(model: Model) -> None:
+    """Give a model a copy of the processor that its class names.
+
+    As an attribute its state is saved. A copy, so that models of one class do not share it: what
+    another one has done in this process would not be there in the next.
+
+    Raises:
+        ArgumentError: if it cannot be copied.
+    """
+    named = inspect.getattr_static(model, "batch_processor")
+    if "batch_processor" in vars(model) or not isinstance(named, BatchProcessor):
+        return
+    try:
+        model.batch_processor = copy.deepcopy(named)
+    except Exception as error:
+        raise ArgumentError(
+            f"{type(model).__name__}.batch_processor must be one that can be copied, as each model "
+            f"gets its own, but copy.deepcopy failed: {error!r}. Assign self.batch_processor in "
+            "setup() instead."
+        ) from error
+
+
 class Run(ABC):
     """What all four calls share.
 
@@ -95,19 +120,22 @@ class Run(ABC):
         check_plugins(plugins)
         check_state_methods(model)
         self.engine = _make_engine(arguments)
-        self.hooks = Bus(
-            plugins=list(plugins.values()),
-            monitors=[plugin for plugin in plugins.values() if plugin.monitor],
-            data=datamodule,
-            model=model,
-            engine=self.engine,
-        )
+        self.hooks = self._make_bus()
         self.display = outputs.open_display(arguments)
         self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
         self._settings = ExitStack()
         self._passed_through: tuple[type[BaseException], ...] = ()
         self._has_begun = False
+
+    def _make_bus(self) -> Bus:
+        return Bus(
+            plugins=list(self.plugins.values()),
+            monitors=[plugin for plugin in self.plugins.values() if plugin.monitor],
+            data=self.datamodule,
+            model=self.model,
+            engine=self.engine,
+        )
 
     @property
     @abstractmethod
@@ -209,7 +237,8 @@ class Run(ABC):
         """Load the plugins that are there; without a training others are not missed."""
         for name, state in states.items():
             if name in self.plugins:
-                self.plugins[name].load_state_dict(state)
+                with naming(self.plugins[name], "load_state_dict"):
+                    self.plugins[name].load_state_dict(state)
 
     def _forget_session(self) -> None:
         for plugin in self.plugins.values():
@@ -227,14 +256,18 @@ class Run(ABC):
         watch = LegacyWatch("setup", None)
         watch.begin()
         for plugin in self.plugins.values():
-            plugin.setup()
+            with naming(plugin, "setup"):
+                plugin.setup()
         self.datamodule.setup()
+        _take_own_processor(self.model)
         for table in self.model.tables.values():
             table.clear()
         self.model.setup(fast_init=is_inference)
         watch.end()
-        check_processor(self.model)
+        check_processor(self.model, is_inference=is_inference)
         self.model.discovery.take_baseline()
+        # What setup has put in the place of a method is heard from here on.
+        self.hooks = self._make_bus()
 
     def _open_source(self, phase: Phase) -> Source | None:
         """Open the data of a phase; returns that of its first loader, ``None`` without data."""

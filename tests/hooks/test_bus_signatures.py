@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -253,3 +254,61 @@ def test_the_steps_of_a_model_are_checked_too(event: str) -> None:
     parameters = ", ".join(EVENTS[event].parameters)
     with pytest.raises(ArgumentTypeError, match=rf"Wrong\.{event} must take \({parameters}\)"):
         Bus(model=wrong)
+
+
+async def hear_async(self: Any, state: Any) -> None: ...
+
+
+def hear_by_generator(self: Any, state: Any) -> Any:
+    yield
+
+
+async def hear_by_async_generator(self: Any, state: Any) -> Any:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (hear_async, "is async: a call would not run its body. Write it without async."),
+        (hear_by_async_generator, "is async: a call would not run its body"),
+        (hear_by_generator, "is a generator: a call would not run its body. Write it without yie"),
+        (functools.partial(hear_async, None), "is async"),
+    ],
+)
+def test_a_method_whose_body_nobody_runs_is_refused(method: Callable[..., Any], words: str) -> None:
+    """DESIGN R5: a hook that never runs is a loss in silence."""
+    kind = type("Deferred", (QuietPlugin,), {"on_training_batch_start": method})
+    for check in (check_receiver, lambda plugin: Bus(plugins=[plugin])):
+        with pytest.raises(
+            ArgumentTypeError, match=r"Deferred\.on_training_batch_start must be a p"
+        ):
+            check(kind("deferred"))
+        with pytest.raises(ArgumentTypeError, match=words):
+            check(kind("deferred"))
+
+
+def test_only_a_training_step_may_be_a_generator() -> None:
+    """C12: a YieldLoop runs it."""
+
+    def step(self: Any, batch: Any, state: Any) -> Any:
+        yield
+
+    Bus(model=type("Yielding", (QuietModel,), {"train_step": step})("yielding"))
+    with pytest.raises(ArgumentTypeError, match=r"Yielding\.valid_step must be a plain method"):
+        Bus(model=type("Yielding", (QuietModel,), {"valid_step": step})("yielding"))
+
+
+def test_something_that_cannot_be_called_is_refused() -> None:
+    kind = type("Flagged", (QuietPlugin,), {"on_log": True})
+    with pytest.raises(ArgumentTypeError, match=r"Flagged\.on_log must be a method, got True"):
+        check_receiver(kind("flagged"))
+
+
+def test_an_optional_argument_without_a_default_is_told_so() -> None:
+    """L32."""
+
+    def step(self: Any, batch: Any, step: int, dataloader_idx: int) -> None: ...
+
+    with pytest.raises(ArgumentTypeError, match="give it a default: dataloader_idx=0"):
+        Bus(model=type("Eager", (QuietModel,), {"valid_step": step})("eager"))

@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD
 
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError, HeliosError, UsageError
+from helios.errors import ArgumentError, HeliosError, StateError, UsageError
 from helios.loops.batch import BatchLoop
+from helios.loops.epoch import EpochLoop
+from helios.loops.evaluation import TestingLoop, ValidationLoop
+from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop, require
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins.plugin import Plugin
@@ -352,6 +355,69 @@ def test_a_child_that_is_connected_while_running_sees_the_session() -> None:
     assert leaf.session is session
 
 
+@pytest.mark.parametrize(
+    ("parent", "role", "loop"),
+    [
+        (FitLoop, "epoch_loop", BatchLoop),
+        (EpochLoop, "batch_loop", OptimizerLoop),
+        (EpochLoop, "batch_loop", ValidationLoop),
+        (EpochLoop, "val_loop", TestingLoop),
+        (BatchLoop, "optimizer_loop", BatchLoop),
+    ],
+)
+def test_a_loop_that_was_made_for_another_role_is_refused(
+    parent: type[Loop], role: str, loop: type[Loop]
+) -> None:
+    """L11: also where a constructor got it; an heir is no better."""
+    heir = type("Heir", (loop,), {})
+    for child in (loop(), heir()):
+        with pytest.raises(
+            ArgumentError, match=rf"{parent.__name__}\.{role} must be a \w+, got a "
+        ):
+            parent().connect(**{role: child})
+    top = parent(**{role: loop()})
+    for other in top.roles:
+        if other != role:
+            setattr(top, other, Leaf())
+    with pytest.raises(ArgumentError, match=rf"{parent.__name__}\.{role} must be a"):
+        top.attach(make_session(Stepper()))
+
+
+def test_an_own_loop_may_take_any_role() -> None:
+    """L11: one that derives from Loop itself."""
+    epochs = EpochLoop()
+    own = Leaf()
+    epochs.connect(batch_loop=own, val_loop=own)
+    batches = type("Own", (BatchLoop,), {})(own)
+    epochs.connect(batch_loop=batches)
+    assert epochs.children() == {"batch_loop": batches, "val_loop": own}
+
+
+@pytest.mark.parametrize("kind", [BatchLoop, OptimizerLoop, Leaf])
+def test_a_loop_calls_the_constructor_of_its_base(kind: type[Loop]) -> None:
+    class Forgetful(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            """Leave out the base."""
+
+    with pytest.raises(UsageError, match=r"Forgetful\.__init__ must call super\(\)\.__init__\(\)"):
+        Top().connect(middle_loop=Forgetful())
+    with pytest.raises(UsageError, match=r"Forgetful\.__init__ must call super"):
+        Forgetful().attach(make_session(Stepper()))
+
+
+def test_a_loop_that_refuses_its_state_is_named() -> None:
+    """L36, DESIGN R5."""
+
+    class Strict(Leaf):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.state = state_dict["missing"]
+
+    top = Top(Middle(Strict()), Leaf())
+    with pytest.raises(StateError, match=r"loop fit\.middle\.inner \(Strict\) refused") as caught:
+        top.spread_states("fit", {"fit.middle.inner": {"count": 1}})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 def test_teardown_reaches_every_loop() -> None:
     """L40."""
     leaf, side = Leaf(), Leaf()
@@ -476,6 +542,30 @@ def test_a_table_that_the_model_has_filled_is_left_alone() -> None:
     session = make_session(model)
     train_on(attached(OptimizerLoop(), session), session, 2.0)
     assert model.loss_items == {"mine": 1.0}
+
+
+def test_a_table_that_nobody_clears_shows_each_loss_all_the_same() -> None:
+    """DESIGN R5: a model may forget `super()` in `on_training_batch_start`."""
+
+    class Forgetful(Stepper):
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            """Clear nothing."""
+
+    model = Forgetful(lambda weight, batch: (weight + batch).sum())
+    session = make_session(model)
+    loop = attached(OptimizerLoop(), session)
+    for batch, loss in ((2.0, 2.0), (2.0, 1.0), (7.0, 5.5)):
+        train_on(loop, session, batch)
+        assert model.loss_items["loss"].item() == loss
+    # A resume brings the table back by value; what the model puts there stays all the same.
+    model.loss_items["loss"] = model.loss_items["loss"].clone()
+    resumed = attached(OptimizerLoop(), session)
+    train_on(resumed, session, 9.0)
+    assert model.loss_items["loss"].item() == 7.25
+    model.loss_items["mine"] = 1.0
+    shown = dict(model.loss_items)
+    train_on(resumed, session, 9.0)
+    assert model.loss_items == shown
 
 
 def test_none_means_that_the_model_steps_itself() -> None:
@@ -624,6 +714,7 @@ def test_an_update_that_a_hook_leaves_out_is_withdrawn(unit: TrainingUnit) -> No
     watcher = Watcher(model)
     session = make_session(model, watcher, unit=unit)
     loop = attached(OptimizerLoop(), session)
+    session.context.open_window()
     session.context.skip_step("test")
     assert train_on(loop, session, 2.0) is False
     assert [event for event, *_ in watcher.seen][-2:] == ["zero_grad", "step done"]
@@ -639,12 +730,48 @@ def test_a_skip_inside_of_a_window_leaves_out_the_update_at_its_end() -> None:
     model = Stepper()
     session = make_session(model, accumulation=2)
     loop = attached(OptimizerLoop(), session)
+    session.context.open_window()
     session.context.skip_step("test")
     train_on(loop, session, 2.0, is_boundary=False)
     assert train_on(loop, session, 4.0) is False
     train_on(loop, session, 2.0, is_boundary=False)
     assert train_on(loop, session, 4.0) is True
     assert model.weight == -3.0
+
+
+@pytest.mark.parametrize("unit", [EPOCH, ITERATION])
+@pytest.mark.parametrize(
+    ("skipped", "is_committed"), [((0,), True), ((1,), True), ((0, 1), False), ((), True)]
+)
+def test_one_update_of_several_in_a_window_is_a_step(
+    unit: TrainingUnit, skipped: tuple[int, ...], is_committed: bool
+) -> None:
+    """R26: a loop may update twice; the step is withdrawn only if nothing was updated."""
+
+    class Twice(OptimizerLoop):
+        def advance(self, batch: Any) -> None:
+            super().advance(batch)
+            super().advance(batch)
+
+    class Skipper(Watcher):
+        number = 0
+
+        def on_optimizer_step_start(self, optimizer: Any) -> None:
+            if self.number in skipped:
+                self.context.skip_step("test")
+            self.number += 1
+
+    model = Stepper()
+    skipper = Skipper(model)
+    session = make_session(model, skipper, unit=unit)
+    skipper.context = session.context
+    loop = attached(Twice(), session)
+    session.context.open_window()
+    assert train_on(loop, session, 1.0) is is_committed
+    assert session.state.current_iteration == (is_committed if unit is ITERATION else 1)
+    assert model.scheduler.last_epoch == 2 - len(skipped)
+    session.context.open_window()
+    assert train_on(loop, session, 1.0) is True
 
 
 def test_a_manual_step_cannot_be_left_out() -> None:

@@ -32,6 +32,11 @@ def both(model: Pair, batch: Any) -> Iterator[Any]:
     yield (model.a * batch).sum()
 
 
+def one(model: Pair, batch: Any) -> Iterator[Any]:
+    """Yield a loss for `right`."""
+    yield (model.b * batch).sum()
+
+
 class Pair(Model):
     """Two weights, an optimizer and a scheduler for each; the step is up to the test."""
 
@@ -550,6 +555,7 @@ def test_a_skip_before_the_first_yield_leaves_out_all_updates() -> None:
     """E26: it is the step that is skipped."""
     model = Pair()
     loop, session = prepared(model)
+    session.context.open_window()
     session.context.skip_step("test")
     assert train_on(loop, session, 2.0) is False
     assert (model.weights, model.moves) == ((0.0, 0.0), (0, 0))
@@ -564,6 +570,25 @@ def test_losses_are_put_into_an_empty_table_under_their_optimizers() -> None:
     train_on(loop, session, 2.0)
     shown = {name: (loss.item(), loss.requires_grad) for name, loss in model.loss_items.items()}
     assert shown == {"loss_right": (-4.0, False), "loss_left": (-4.0, False)}
+
+
+def test_a_table_that_nobody_clears_shows_each_loss_all_the_same() -> None:
+    """DESIGN R5: a model may forget `super()` in `on_training_batch_start`."""
+
+    class Forgetful(Pair):
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            """Clear nothing."""
+
+    model = Forgetful()
+    loop, session = prepared(model)
+    for batch, loss in ((2.0, 0.0), (3.0, -6.0)):
+        train_on(loop, session, batch)
+        shown = {name: part.item() for name, part in model.loss_items.items()}
+        assert shown == {"loss_right": loss, "loss_left": loss}
+    del model.left, model.left_scheduler
+    model.body = one
+    train_on(loop, session, 4.0)
+    assert {name: part.item() for name, part in model.loss_items.items()} == {"loss": -14.0}
 
 
 def test_a_table_that_the_step_fills_late_is_left_alone() -> None:

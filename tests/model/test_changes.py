@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import Counter, defaultdict, deque
@@ -393,3 +394,57 @@ def test_values_return_to_the_device_that_they_were_on(tmp_path: Path) -> None:
     assert (again.same.device.type, again.late["b"].device.type) == ("cuda", "cpu")
     assert again.net.weight.grad.device.type == "cuda"
     assert bits(again.net.weight.cpu()) == bits(owner.net.weight.cpu())
+
+
+def _train_first(owner: Any) -> None:
+    owner.best = 1.5
+    owner.net[0].is_open = True
+    del owner.warm
+    del owner.table["left"]
+
+
+def _make_untrained() -> Owner:
+    net = network()
+    net[0].is_open = False
+    return Owner(best=None, warm=True, table={"left": 1, "kept": 2}, net=net)
+
+
+def test_what_a_checkpoint_held_as_changed_is_in_the_next_one_too() -> None:
+    """DESIGN R4: a second fit of the same object finds it changed since before its setup."""
+    owner = _make_untrained()
+    discovery = started(owner)
+    _train_first(owner)
+    first = copy.deepcopy(discovery.capture())
+    discovery.take_baseline()
+    discovery.restore(first)
+    second = copy.deepcopy(discovery.capture())
+    assert second["values"] == first["values"]
+    assert first["values"]["changed"][""] == {"best": 1.5, "table": {"kept": 2}}
+    assert first["values"]["changed"]["net.0/"] == {"is_open": True}
+    fresh = resumed(_make_untrained, second)
+    assert (fresh.best, fresh.table, fresh.net[0].is_open) == (1.5, {"kept": 2}, True)
+    assert "warm" not in vars(fresh)
+
+
+def test_what_was_changed_before_may_be_deleted_later_and_come_back() -> None:
+    owner = _make_untrained()
+    discovery = started(owner)
+    _train_first(owner)
+    first = copy.deepcopy(discovery.capture())
+    discovery.take_baseline()
+    discovery.restore(first)
+    del owner.best
+    owner.warm = True
+    fresh = resumed(_make_untrained, copy.deepcopy(discovery.capture()))
+    assert "best" not in vars(fresh)
+    assert fresh.warm is True
+
+
+def test_a_load_for_inference_leaves_the_baseline_as_it_is() -> None:
+    owner = _make_untrained()
+    discovery = started(owner)
+    _train_first(owner)
+    state = copy.deepcopy(discovery.capture())
+    discovery.take_baseline()
+    discovery.restore(state, is_inference=True)
+    assert discovery.capture()["values"] == {"changed": {}, "deleted": {}, "devices": []}

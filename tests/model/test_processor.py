@@ -430,3 +430,35 @@ def test_only_a_processor_that_training_changes_is_named_at_a_checkpoint(
     trainer.fit(Linear(processor), Numbers())
     text = capsys.readouterr().err
     assert ("batch_processor" in text) is isinstance(processor, Counting)
+
+
+class OfTheClass(Linear):
+    """Names its processor as an attribute of the class."""
+
+    batch_processor = Saving()
+
+    def __init__(self) -> None:
+        helios.Model.__init__(self, "linear")
+
+
+def test_a_processor_of_the_class_is_saved_too(tmp_path: Path) -> None:
+    """DESIGN section 6, R5."""
+    for steps in (2, 4):
+        model = OfTheClass()
+        make_trainer(total_steps=steps, chkpt_root=tmp_path, chkpt_frequency=1).fit(
+            model, Numbers(4)
+        )
+        assert model.batch_processor.count == steps
+    assert OfTheClass.batch_processor.count == 0, "each model has its own"
+
+
+def test_a_processor_of_the_class_that_cannot_be_copied_is_refused() -> None:
+    class Fixed(Saving):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise TypeError("no copies")
+
+    class Model(OfTheClass):
+        batch_processor = Fixed()
+
+    with pytest.raises(ArgumentError, match=r"Model\.batch_processor must be one that can be copi"):
+        make_trainer().fit(Model(), Numbers())

@@ -106,3 +106,17 @@ def test_an_open_file_is_no_iterator_that_moved(tmp_path: Path, said: list[str])
         discovery = started(Owner(handle=handle))
         discovery.capture()
     assert not said
+
+
+def test_only_an_iterator_is_called_one(said: list[str]) -> None:
+    class Opaque:
+        def __init__(self) -> None:
+            self.count = 0
+
+    owner = Owner(opaque=Opaque())
+    discovery = started(owner)
+    owner.opaque.count += 1
+    discovery.capture()
+    (text,) = said
+    assert "opaque (Opaque), which cannot be saved as plain values: a resumed run" in text
+    assert "iterator" not in text

@@ -17,7 +17,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageErr
 from helios.loops.evaluation import ValidationLoop
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA, SWA, WeightAverage
-from helios.plugins.weights import ordinary
+from helios.plugins.weights import Averages, Swap, ordinary
 from helios.state import Phase, TrainingState
 from tests.support.resume import resume_everywhere
 from tests.support.runs import WIDTH, IndexModule, Setting, SmallModel, digest, train
@@ -734,6 +734,173 @@ def test_a_layer_that_changes_is_refused_at_once() -> None:
     trainer = make_trainer(setting, EMA(0.5), Listener(on_training_step_end=replace))
     with pytest.raises(StateError, match=r"4.weight is \(2, 8\), its average \(1, 8\)"):
         trainer.fit(Quiet(setting), IndexModule(setting))
+
+
+class Walked(nn.Sequential):
+    """A network that counts how often it is walked through by name."""
+
+    walks = 0
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        self.walks += 1
+        return super().named_parameters(*args, **kwargs)
+
+
+def _average_of(net: nn.Module) -> tuple[Averages, Callable[[], None]]:
+    """Return an average of a network, and what updates it after the weights have moved."""
+    averages = Averages("plugin 'ema'", with_buffers=True)
+    merge: Any = get_ema_multi_avg_fn(0.9)
+
+    def update() -> None:
+        with torch.no_grad():
+            for part in (*net.parameters(), *net.buffers()):
+                part.add_(1)
+        averages.update({"net": net}, merge)
+
+    update()
+    return averages, update
+
+
+def _expected(parts: dict[str, Any], net: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what the next average must be, from a walk of its own."""
+    tensors: dict[str, torch.Tensor] = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    tensors = {name: part.detach() for name, part in tensors.items() if part.is_floating_point()}
+    wide = {name: torch.promote_types(part.dtype, torch.float32) for name, part in tensors.items()}
+    next_ones = {name: parts[name].to(wide[name], copy=True) for name in tensors}
+    for name, part in next_ones.items():
+        get_ema_multi_avg_fn(0.9)([part], [(tensors[name] + 1).to(part.dtype)], 1)
+    return next_ones
+
+
+def _replace(net: Any) -> None:
+    net[0].weight = nn.Parameter(net[0].weight.detach() * 3)
+
+
+def _load(net: Any) -> None:
+    net.load_state_dict({name: part * 2 for name, part in net.state_dict().items()})
+
+
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda net: None,
+    "another parameter": _replace,
+    "another layer": lambda net: net.__setitem__(0, nn.Linear(3, 3)),
+    "other bytes of a parameter": lambda net: setattr(
+        net[0].weight, "data", net[0].weight.data * 3
+    ),
+    "another buffer": lambda net: setattr(net[1], "running_mean", torch.full((3,), 7.0)),
+    "a parameter that thaws": lambda net: net[2].requires_grad_(True),
+    "a parameter that is frozen": lambda net: net[0].requires_grad_(False),
+    "half precision": lambda net: net.bfloat16(),
+    "double precision": lambda net: net.double(),
+    "one layer in half precision": lambda net: net[0].bfloat16(),
+    "weights that are loaded": _load,
+}
+
+
+@pytest.mark.parametrize("name", _CHANGES)
+def test_an_average_follows_what_a_training_does_to_its_network(name: str) -> None:
+    """What was found once is looked for anew where something is another object, or another form."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    net[2].requires_grad_(False)
+    averages, update = _average_of(net)
+    update()
+    _CHANGES[name](net)
+    for _ in range(2):
+        expected = _expected(averages.state_dict()["averages"]["net"], net)
+        update()
+        assert same(averages.state_dict()["averages"]["net"], expected)
+
+
+def test_an_average_that_has_moved_for_an_evaluation_is_the_one_that_goes_on() -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    averages, update = _average_of(net)
+    update()
+    net.double()
+    averages.match({"net": net}, is_strict=True)
+    net.float()
+    expected = _expected(averages.state_dict()["averages"]["net"], net)
+    update()
+    assert same(averages.state_dict()["averages"]["net"], expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_average_follows_its_network_to_another_device() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    averages, update = _average_of(net)
+    update()
+    for device in ("cuda", "cpu"):
+        net.to(device)
+        expected = _expected(
+            {k: v.to(device) for k, v in averages.state_dict()["averages"]["net"].items()}, net
+        )
+        update()
+        assert same(averages.state_dict()["averages"]["net"], expected)
+
+
+def _rename(table: dict[str, Any], name: str) -> None:
+    table["new"] = table.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda net: setattr(net[0].weight, "data", net[0].weight.data[:2]), r"\(2, 3\), its"),
+        (lambda net: setattr(net[0].weight, "data", net[0].weight.data.view(9)), r"\(9,\), its"),
+        (lambda net: net.append(nn.Linear(1, 1)), "2.weight has no average"),
+        (lambda net: setattr(net[1], "weight", net[0].weight), "averaged 1.weight is not there"),
+        (lambda net: net[0].register_parameter("bias", None), "averaged 0.bias is not there"),
+        (lambda net: _rename(vars(net[1])["_parameters"], "bias"), "1.new has no average"),
+    ],
+)
+def test_a_network_of_other_weights_is_refused_at_the_next_update(change: Any, text: str) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    _, update = _average_of(net)
+    update()
+    change(net)
+    with pytest.raises(StateError, match=text):
+        update()
+
+
+def test_an_update_walks_through_a_network_only_where_it_has_changed() -> None:
+    """The walk costs several times what the arithmetic does."""
+    net = Walked(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    averages, update = _average_of(net)
+    update()
+    walks = net.walks
+
+    def walks_of_updates() -> int:
+        nonlocal walks
+        walks = net.walks
+        averages.update({"net": net}, lambda *_: None)
+        averages.update({"net": net}, lambda *_: None)
+        return net.walks - walks
+
+    assert walks_of_updates() == 0
+    net[0].weight = nn.Parameter(torch.zeros(3, 3))
+    again = walks_of_updates()
+    assert again > 0
+    assert walks_of_updates() == 0
+    averages.let_go()
+    assert walks_of_updates() == again
+
+
+def test_an_average_that_is_loaded_or_swapped_in_is_the_one_that_moves() -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    averages, update = _average_of(net)
+    update()
+    old = averages.state_dict()
+    kept = {name: part.clone() for name, part in old["averages"]["net"].items()}
+    averages.load_state_dict(old)
+    expected = _expected(kept, net)
+    update()
+    assert same(averages.state_dict()["averages"]["net"], expected)
+    assert same(old["averages"]["net"], kept)
+    swap = Swap()
+    swap.put_in(averages.pairs({"net": net}))
+    swap.put_back()
+    expected = _expected(averages.state_dict()["averages"]["net"], net)
+    update()
+    assert same(averages.state_dict()["averages"]["net"], expected)
 
 
 def test_a_network_must_be_there() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helios.core.registry import Registry
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import check_receiver
 from helios.hooks.context import Context
 from helios.hooks.events import CHANNELS, EVENTS
@@ -201,7 +201,7 @@ def test_a_set_has_the_channels_of_the_table() -> None:
     assert [f"on_{name}" for name in names.split()] == list(CHANNELS)
     for channel in CHANNELS:
         assert hooks.contexts(channel) == []
-        hook = HookContext()
+        hook = Noting([], "quiet")
         hooks.register(channel, hook)
         assert hooks.contexts(channel) == [hook]
     check_receiver(hooks)
@@ -543,9 +543,9 @@ def test_a_resume_between_epochs_begins_no_epoch() -> None:
 
 def test_one_object_counts_once_and_stays_until_its_last_handle_is_removed() -> None:
     """R17."""
-    hooks, hook = PipelineHooks(), HookContext()
+    hooks, hook = PipelineHooks(), Noting([], "quiet")
     first = hooks.register("on_batch", hook)
-    other = HookContext()
+    other = Noting([], "quiet")
     hooks.register("on_batch", other)
     second = hooks.register("on_batch", hook)
     assert hooks.contexts("on_batch") == [hook, other]
@@ -561,7 +561,7 @@ def test_one_object_counts_once_and_stays_until_its_last_handle_is_removed() -> 
 def test_equal_objects_are_two() -> None:
     """R17: the same object, not an equal one."""
 
-    class Equal(HookContext):
+    class Equal(Counting):
         def __eq__(self, other: object) -> bool:
             return isinstance(other, Equal)
 
@@ -577,7 +577,7 @@ def test_equal_objects_are_two() -> None:
 
 def test_one_object_may_stand_in_several_channels() -> None:
     """R17."""
-    hooks, hook = PipelineHooks(), HookContext()
+    hooks, hook = PipelineHooks(), Noting([], "quiet")
     handle = hooks.register("on_batch", hook)
     hooks.register("on_epoch", hook)
     handle.remove()
@@ -587,7 +587,7 @@ def test_one_object_may_stand_in_several_channels() -> None:
 
 def test_a_handle_removes_at_the_end_of_a_with_statement() -> None:
     """R17: also after an exception, and only what it stands for."""
-    hooks, hook = PipelineHooks(), HookContext()
+    hooks, hook = PipelineHooks(), Noting([], "quiet")
     with hooks.register("on_batch", hook) as handle:
         assert isinstance(handle, HookHandle)
         assert hooks.contexts("on_batch") == [hook]
@@ -600,7 +600,7 @@ def test_a_handle_removes_at_the_end_of_a_with_statement() -> None:
 def test_a_channel_that_does_not_exist_is_an_error() -> None:
     """R18: it names those that do."""
     with pytest.raises(ArgumentError, match=r"on_loop, on_epoch.*got 'on_batches'"):
-        PipelineHooks().register("on_batches", HookContext())
+        PipelineHooks().register("on_batches", Noting([], "quiet"))
     with pytest.raises(ArgumentError, match="on_optimizer_step"):
         PipelineHooks().contexts("")
 
@@ -614,7 +614,7 @@ def test_only_contexts_are_registered(hook: Any) -> None:
 
 def test_unregister_all_empties_every_channel_for_good() -> None:
     """R19: a handle of before does not take back what was registered afterwards."""
-    hooks, hook = PipelineHooks(), HookContext()
+    hooks, hook = PipelineHooks(), Noting([], "quiet")
     handles = [hooks.register(channel, hook) for channel in CHANNELS]
     hooks.unregister_all()
     assert [hooks.contexts(channel) for channel in CHANNELS] == [[]] * len(CHANNELS)
@@ -675,7 +675,7 @@ def test_a_context_that_comes_into_an_open_scope_is_entered_at_the_next_beginnin
 def test_a_sum_is_a_new_set_under_the_first_id() -> None:
     """R20."""
     first, second = PipelineHooks("first"), PipelineHooks("second")
-    a, b, c, shared = (HookContext() for _ in range(4))
+    a, b, c, shared = (Noting([], "quiet") for _ in range(4))
     for hooks, hook in ((first, a), (first, shared), (second, b), (second, shared)):
         hooks.register("on_batch", hook)
     second.register("on_loop", c)
@@ -690,14 +690,14 @@ def test_a_sum_is_a_new_set_under_the_first_id() -> None:
 def test_a_sum_is_a_snapshot() -> None:
     """R20: later changes of either are not seen."""
     first, second = PipelineHooks(), PipelineHooks()
-    kept = HookContext()
+    kept = Noting([], "quiet")
     handle = second.register("on_batch", kept)
     both = first + second
     first += second
     handle.remove()
-    first.register("on_epoch", HookContext())
-    second.register("on_batch", HookContext())
-    second.register("on_loop", HookContext())
+    first.register("on_epoch", Noting([], "quiet"))
+    second.register("on_batch", Noting([], "quiet"))
+    second.register("on_loop", Noting([], "quiet"))
     for hooks in (first, both):
         assert hooks.contexts("on_batch") == [kept]
         assert hooks.contexts("on_loop") == []
@@ -708,7 +708,7 @@ def test_adding_in_place_keeps_the_object() -> None:
     """R20."""
     hooks = before = PipelineHooks("mine")
     other = PipelineHooks()
-    other.register("on_batch", HookContext())
+    other.register("on_batch", Noting([], "quiet"))
     hooks += other
     assert hooks is before
     assert hooks.plug_id == "mine"
@@ -719,7 +719,7 @@ def test_adding_in_place_keeps_the_object() -> None:
 def test_one_handle_removes_all_that_was_added() -> None:
     """R20; what was there before stays."""
     hooks, other = PipelineHooks(), PipelineHooks()
-    mine, shared, added = (HookContext() for _ in range(3))
+    mine, shared, added = (Noting([], "quiet") for _ in range(3))
     hooks.register("on_batch", mine)
     hooks.register("on_batch", shared)
     other.register("on_batch", shared)
@@ -785,7 +785,7 @@ def test_sets_are_made_of_what_configurations_hold(registry: Registry) -> None:
     assert table == {"type": "Ready", "name": "configured"}
     assert isinstance(PipelineHooks.from_hooks(Ready), Ready)
     assert PipelineHooks.from_hooks(lambda: hooks) is hooks
-    hooks.register("on_loop", HookContext())
+    hooks.register("on_loop", Noting([], "quiet"))
     all_of_them = PipelineHooks.from_hooks(part for part in (hooks, table, Ready, None, [hooks]))
     assert type(all_of_them) is PipelineHooks
     assert all_of_them is not hooks
@@ -830,7 +830,7 @@ def test_a_table_must_name_a_registered_set(registry: Registry) -> None:
 def test_the_state_is_that_of_the_contexts_by_channel_and_number() -> None:
     hooks = PipelineHooks()
     removed = [hooks.register("on_batch", Counting(7)) for _ in range(2)]
-    hooks.register("on_batch", HookContext())
+    hooks.register("on_batch", Noting([], "quiet"))
     hooks.register("on_batch", Counting(1))
     hooks.register("on_loop", Counting(2))
     for handle in removed:
@@ -848,7 +848,7 @@ def test_the_state_is_that_of_the_contexts_by_channel_and_number() -> None:
 def test_the_state_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     def make(count: int) -> PipelineHooks:
         hooks = PipelineHooks()
-        hooks.register("on_batch", HookContext())
+        hooks.register("on_batch", Noting([], "quiet"))
         hooks.register("on_batch", Counting(count))
         hooks.register("on_epoch", Counting(10 * count))
         return hooks
@@ -893,16 +893,93 @@ def test_an_inference_load_does_not_complain(caplog: pytest.LogCaptureFixture) -
 
 
 def test_a_context_with_half_a_state_is_an_error() -> None:
-    class Half(HookContext):
+    class Half(Noting):
         def state_dict(self) -> dict[str, Any]:
             return {"tensor": torch.zeros(1)}
 
     with pytest.raises(ArgumentError, match=r"Half must override both.*got state_dict only"):
-        PipelineHooks().register("on_batch", Half())
+        PipelineHooks().register("on_batch", Half([], "half"))
 
-    class OtherHalf(HookContext):
+    class OtherHalf(Noting):
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Nothing."""
 
     with pytest.raises(ArgumentError, match="got load_state_dict only"):
-        PipelineHooks().register("on_batch", OtherHalf())
+        PipelineHooks().register("on_batch", OtherHalf([], "half"))
+
+
+# What would never run
+
+
+def test_a_context_that_would_do_nothing_is_refused() -> None:
+    """DESIGN R5: most often its methods are misspelt."""
+
+    class Misspelt(HookContext):
+        def on_begin(self, ctx: Context) -> None: ...
+
+    with pytest.raises(
+        ArgumentError, match=r"Misspelt must override on_enter\(self, ctx\), on_exit"
+    ):
+        PipelineHooks().register("on_batch", Misspelt())
+
+
+async def act_async(*args: Any) -> None: ...
+
+
+def act_by_generator(*args: Any) -> Any:
+    yield
+
+
+def act_without(self: Any) -> None: ...
+
+
+def act_with_two(self: Any, ctx: Any, more: Any) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["on_enter", "on_exit"])
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (act_async, "must be a plain method, but is async"),
+        (act_by_generator, "must be a plain method, but is a generator"),
+        (act_without, r"must take one argument, the context object, but takes \(\)"),
+        (act_with_two, "must take one argument, the context object, but takes .*more"),
+    ],
+)
+def test_a_part_that_would_not_run_is_refused(name: str, method: Any, words: str) -> None:
+    hook = type("Wrong", (HookContext,), {name: method})()
+    with pytest.raises(ArgumentTypeError, match=rf"Wrong\.{name} {words}"):
+        PipelineHooks().register("on_batch", hook)
+
+
+@pytest.mark.parametrize("function", [act_async, act_by_generator, lambda: None])
+def test_a_function_that_would_not_run_makes_no_context(function: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"from_callable\(after=\.\.\.\) must"):
+        HookContext.from_callable(after=function)
+
+
+def test_a_set_that_hears_an_event_itself_keeps_its_channels() -> None:
+    """R22: an override without super() would switch a channel off."""
+    with pytest.raises(
+        UsageError, match=r"Deaf\.on_training_batch_start must call super\(\)\.on_training_batch"
+    ):
+
+        class Deaf(PipelineHooks):
+            def on_training_batch_start(self, state: TrainingState) -> None: ...
+
+    class Hearing(PipelineHooks):
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            super().on_training_batch_start(state)
+
+        def on_log(self, scalars: dict[str, float], state: TrainingState) -> None: ...
+
+    class Heir(Hearing):
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            Hearing.on_training_batch_start(self, state)
+
+    log: list[Any] = []
+    hooks = Heir("hearing")
+    hooks.context = Context(Run())
+    hooks.register("on_batch", Noting(log, "batch"))
+    tell(hooks, "on_training_batch_start")
+    assert log == ["batch("]

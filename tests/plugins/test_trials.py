@@ -260,7 +260,6 @@ class Nasty(Plain):
             self.trainer.request_checkpoint()
             self.trainer.request_stop("nobody shall hear this")
             self.trainer._session.context.interrupt("nor this")
-            self.trainer._session.context.skip_step("nor this")
 
     def train_step(self, batch: Any, state: TrainingState) -> Any:
         ids, features = batch

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
+from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
-from helios.startup.checks import check_plugins, check_state_methods
+from helios.startup.checks import check_plugins, check_processor, check_state_methods
 from helios.state import TrainingState
 
 
@@ -101,3 +102,27 @@ def test_overriding_one_of_them_is_an_error_that_names_it(kind: type[Plain], met
     form = f"{kind.__name__} must override both.*got {method} only. Without them"
     with pytest.raises(ArgumentError, match=form):
         check_state_methods(kind())
+
+
+def test_a_model_that_trains_has_a_step() -> None:
+    """C12: without one no weight would move, and nobody would say so."""
+    with pytest.raises(ArgumentError, match=r"Plain must override train_step, or name a batch_pro"):
+        check_processor(Plain())
+    check_processor(Plain(), is_inference=True)
+    replaced = Plain()
+    replaced.train_step = lambda batch, state: None  # type: ignore[method-assign]
+    check_processor(replaced)
+
+
+def test_a_processor_calls_the_constructor_of_its_base() -> None:
+    class Forgetful(BatchProcessor):
+        def __init__(self) -> None:
+            """Leave out the base."""
+
+        def forward(self, model: Any, batch: Any) -> Any:
+            return batch, None
+
+    model = Plain()
+    model.batch_processor = Forgetful()
+    with pytest.raises(UsageError, match=r"Forgetful\.__init__ must call super\(\)\.__init__\(\)"):
+        check_processor(model)

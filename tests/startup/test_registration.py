@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import helios
-from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError
+from helios.errors import ArgumentError, ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus
 from helios.plugins import Plugin
 from helios.startup.registration import PluginTable, log_order
@@ -213,3 +214,69 @@ def test_without_plugins_there_is_no_order_to_log(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.DEBUG):
         log_order(PluginTable(), Bus())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+@every_way
+def test_a_plugin_with_half_a_state_is_refused_when_it_registers(
+    register: Callable[[helios.Trainer, Any], Any], method: str
+) -> None:
+    """DESIGN R5: what one half writes the other could not read."""
+    half = type("Half", (Quiet,), {method: lambda self, *args: {}})
+    with pytest.raises(ArgumentError, match=f"Half must override both.*got {method} only"):
+        register(make_trainer(), half("half"))
+
+
+def test_a_plugin_calls_the_constructor_of_its_base() -> None:
+    class Forgetful(Quiet):
+        def __init__(self) -> None:
+            """Leave out the base."""
+
+    with pytest.raises(UsageError, match=r"Forgetful has no plug_id: its __init__ must call super"):
+        make_trainer(Forgetful())
+
+
+class Replacing(Quiet):
+    """Hears an event by a function that its setup has made."""
+
+    def __init__(self, plug_id: str) -> None:
+        super().__init__(plug_id)
+        self.seen: list[int] = []
+
+    def setup(self) -> None:
+        self.on_training_batch_start = lambda state: self.seen.append(state.global_iteration)
+
+
+class Wrapped(Linear):
+    """Puts another function in the place of its step, as torch.compile does."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.calls = 0
+        inner = self.train_step
+
+        def step(batch: Any, state: TrainingState) -> Any:
+            self.calls += 1
+            return inner(batch, state)
+
+        self.train_step = step  # type: ignore[method-assign]
+
+
+def test_a_hook_that_setup_has_put_in_place_is_heard() -> None:
+    """DESIGN section 7."""
+    plugin, model = Replacing("replacing"), Wrapped()
+    trainer = make_trainer(plugin)
+    trainer.fit(model, Numbers(2))
+    assert plugin.seen == [1, 2]
+    assert model.calls == 2
+
+
+def test_an_error_in_a_setup_names_the_plugin() -> None:
+    class Failing(Quiet):
+        def setup(self) -> None:
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken") as caught:
+        make_trainer(Failing("failing")).fit(Linear(), Numbers())
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == ["Raised by plugin 'failing' (Failing) in setup."]

@@ -47,6 +47,9 @@ def test_a_plugin_that_declares_or_saves_it_is_not(
         def state_dict(self) -> dict[str, Any]:
             return {"count": self.count}
 
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.count = state_dict["count"]
+
     train(tmp_path / "declaring", Setting(total_steps=2), Declaring())
     train(tmp_path / "saving", Setting(total_steps=2), Saving())
     assert "'counting'" not in capsys.readouterr().err
