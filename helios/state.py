@@ -118,6 +118,12 @@ class TrainingState:
             self.current_iteration -= 1
         self.is_step_committed = False
 
+    def restore_step(self, unit: TrainingUnit) -> None:
+        """Count the step again that was withdrawn: a later update of its window was made."""
+        if not self.is_step_committed and unit is TrainingUnit.ITERATION:
+            self.current_iteration += 1
+        self.is_step_committed = True
+
     def end_step(self) -> None:
         """Count the update of a window, after its last hook, if it was made."""
         self.global_step += self.is_step_committed

@@ -41,7 +41,7 @@ class OptimizerLoop(Loop):
         self._attribute: tuple[str, Any] = ("", None)
         self._has_begun = False
         self._shown: dict[str, Any] = {}
-        self._updated_in = self._skipped_in = 0
+        self._updated_in = 0
 
     @property
     def done(self) -> bool:
@@ -68,12 +68,6 @@ class OptimizerLoop(Loop):
         except StopIteration as error:
             raise make_stray_stop(error) from error
 
-    def on_run_end(self) -> Any:
-        """Take back the step that was counted, if its window has seen no update (R26)."""
-        state = self.session.state
-        if self._skipped_in == state.global_iteration != self._updated_in:
-            state.withdraw_step(self.session.schedule.unit)
-
     def _train(self, batch: Any) -> None:
         session = self.session
         result = take_step(session, "train_step", batch, session.state)
@@ -92,11 +86,16 @@ class OptimizerLoop(Loop):
             session.engine.close_window()
 
     def _note_update(self, *, is_committed: bool) -> None:
-        # A loop around may run this one several times in a window: one update is a step.
+        """Count the window's step if one of its updates was made (R26).
+
+        A loop around may run this one several times in a window.
+        """
+        state, unit = self.session.state, self.session.schedule.unit
         if is_committed:
-            self._updated_in = self.session.state.global_iteration
-        else:
-            self._skipped_in = self.session.state.global_iteration
+            self._updated_in = state.global_iteration
+            state.restore_step(unit)
+        elif self._updated_in != state.global_iteration:
+            state.withdraw_step(unit)
 
     def _show(self, losses: dict[str, Tensor]) -> None:
         """Put losses into the table, if the model has put nothing there in this batch."""
@@ -208,5 +207,5 @@ class OptimizerLoop(Loop):
         self._optimizer = None
         self._has_begun = False
         self._shown = {}
-        self._updated_in = self._skipped_in = 0
+        self._updated_in = 0
         super().teardown()

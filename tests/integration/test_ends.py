@@ -341,7 +341,7 @@ def test_a_mistyped_hook_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         def validation_step(self, batch: Any, step: int) -> None:
             """Never called."""
 
-        def on_my_own(self) -> None:
+        def _on_my_own(self) -> None:
             """A helper of the user's: none of our business."""
 
     setting = Setting()
@@ -350,7 +350,7 @@ def test_a_mistyped_hook_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "did you mean on_training_epoch_end?" in said
     assert "did you mean valid_step?" in said
-    assert "on_my_own" not in said
+    assert "_on_my_own" not in said
 
 
 def test_validation_without_data_is_said(

@@ -824,3 +824,18 @@ def test_a_batch_is_moved_then_mapped_then_trained_on() -> None:
 def test_a_batch_loop_without_an_optimizer_loop_says_so() -> None:
     with pytest.raises(HeliosError, match=r"BatchLoop has no loop in the roles"):
         BatchLoop().attach(make_session(Stepper()))
+
+
+@pytest.mark.parametrize("unit", [TrainingUnit.EPOCH, TrainingUnit.ITERATION])
+def test_an_update_behind_one_that_was_left_out_counts_the_step_again(unit: TrainingUnit) -> None:
+    """R26: a loop around may run the optimizer loop several times in a window."""
+    session = make_session(Stepper(), unit=unit)
+    loop = attached(OptimizerLoop(), session)
+    session.state.begin_iteration(unit, is_boundary=True)
+    session.context.open_window()
+    session.context.skip_step("the first")
+    loop.run(1.0)
+    assert not session.state.is_step_committed
+    loop.run(1.0)
+    assert session.state.is_step_committed
+    assert session.state.current_iteration == 1
