@@ -18,8 +18,10 @@ from helios import schedule as due
 from helios.core import logging as log
 from helios.core import rng
 from helios.core.progress import Display
+from helios.core.scalars import as_number, as_numbers
 from helios.data.source import Source
 from helios.engines.engine import Engine
+from helios.errors import UsageError
 from helios.hooks.bus import Bus, naming
 from helios.hooks.context import Context
 from helios.model.model import Model
@@ -38,17 +40,6 @@ def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
         name: value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
         for name, value in table.items()
     }
-
-
-def as_numbers(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Return those scores that are single numbers, as such."""
-    numbers = {}
-    for name, score in scores.items():
-        if isinstance(score, torch.Tensor) and score.numel() == 1:
-            score = score.item()
-        if isinstance(score, int | float):
-            numbers[str(name)] = float(score)
-    return numbers
 
 
 def _state_of(plugin: Plugin) -> dict[str, Any]:
@@ -141,6 +132,7 @@ class Session:
     is_sanity_check: bool = False
     context: Context = field(init=False)
     train_keys: rng.KeySeries = field(init=False)
+    _is_logging: bool = False
 
     def __post_init__(self) -> None:
         self.context = Context(self)
@@ -308,13 +300,19 @@ class Session:
         is_wanted = is_written or self.hooks.is_heard("on_log")
         if self.is_sanity_check or not is_wanted or not scalars:
             return
-        numbers = {
-            name: float(value.detach() if isinstance(value, torch.Tensor) else value)
-            for name, value in scalars.items()
-        }
+        if self._is_logging:
+            raise UsageError(
+                "Context.log(...) must not be called in on_log, which it tells: it would never "
+                "end. Log in another event."
+            )
+        numbers = {name: as_number(name, value) for name, value in scalars.items()}
         if self.recorder is not None:
             self.recorder.log_scalars(numbers, self.state)
-        self.hooks.emit("on_log", numbers, self.state)
+        self._is_logging = True
+        try:
+            self.hooks.emit("on_log", numbers, self.state)
+        finally:
+            self._is_logging = False
 
     def log_losses(self) -> None:
         """Log the losses of the present batch."""

@@ -141,6 +141,7 @@ class EpochLoop(Loop):
         if self._is_left_unfinished:
             session.display.end_epoch()
             return
+        self._warn_of_lost_steps()
         is_cut = self._has_left and not self._is_complete
         if not is_cut:
             session.move_epoch_schedulers()
@@ -203,6 +204,15 @@ class EpochLoop(Loop):
                 f"Epoch {session.state.global_epoch} has come to no batch at all. Either the data "
                 "is an iterator that can be read once only (let its __iter__ begin anew), or a "
                 "hook raises StopIteration at every first batch."
+            )
+
+    def _warn_of_lost_steps(self) -> None:
+        session = self.session
+        if session.cursor.step == 0 and self._num_done and not session.state.is_step_committed:
+            _LOGGER.warning(
+                "Epoch %d has made no optimizer step at all: each was left out. A run that counts "
+                "steps never ends like this.",
+                session.state.global_epoch,
             )
 
     def _settle_cut(self) -> None:

@@ -11,8 +11,8 @@ from helios.checkpoint import layout
 from helios.checkpoint.store import Sidecar
 from helios.core import logging as log
 from helios.core.progress import Display, create_display
+from helios.core.scalars import as_numbers
 from helios.model.model import Model
-from helios.session import as_numbers
 from helios.startup.arguments import Arguments
 from helios.startup.resume import Start
 from helios.startup.watch import PluginWatch

@@ -252,3 +252,35 @@ def test_the_mode_is_known_before_the_first_step_of_a_resume(tmp_path: Path) -> 
     path = sorted(tmp_path.glob("*/*.pth"))[0]
     assert helios.load_checkpoint(path)["is_manual"] is True
     assert torch.load(path, weights_only=True)["is_manual"] is True
+
+
+@pytest.mark.parametrize("is_skipping", [True, False])
+def test_an_epoch_without_any_update_is_warned_of(
+    is_skipping: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By steps such a run has no end."""
+    skipping = Calling(
+        "on_optimizer_step_start",
+        lambda p: is_skipping and p.context.state.global_epoch == 1 and p.context.skip_step("bad"),
+    )
+    make_trainer(total_steps=4, plugins=[skipping]).fit(Linear(), Numbers(4))
+    said = capsys.readouterr().err
+    assert ("Epoch 1 has made no optimizer step at all" in said) is is_skipping
+    assert "Epoch 2 has made" not in said
+
+
+@pytest.mark.parametrize("value", ["text", None, torch.zeros(2)])
+def test_what_is_no_number_is_not_logged(value: Any) -> None:
+    logging = Calling("on_training_start", lambda p: p.context.log({"mine": value}))
+    listening = Calling("on_log", lambda p: None, "listening")
+    trainer = make_trainer(plugins=[logging, listening])
+    with pytest.raises(UsageError, match=r"must be one number, but 'mine' is"):
+        trainer.fit(Linear(), Numbers(2))
+
+
+def test_a_log_within_a_log_is_refused() -> None:
+    """It would never end."""
+    logging = Calling("on_log", lambda p: p.context.log({"mine": 1.0}))
+    trainer = make_trainer(plugins=[logging], print_frequency=1)
+    with pytest.raises(UsageError, match=r"must not be called in on_log"):
+        trainer.fit(Linear(), Numbers(2))
