@@ -78,7 +78,7 @@ class OptimizerLoop(Loop):
         self._settle_mode(is_manual=loss is None)
         if loss is None:
             return
-        self._show({"loss": loss.detach()})
+        self._show({"loss": loss})
         session.engine.count_micro_batch()
         self._backward(loss)
         if session.state.is_step_boundary:
@@ -101,11 +101,11 @@ class OptimizerLoop(Loop):
         """Put losses into the table, if the model has put nothing there in this batch."""
         table, shown = self.session.model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
-        is_left_over = table.keys() == shown.keys() and all(table[x] is shown[x] for x in shown)
-        if not table or is_left_over:
-            table.clear()
-            table.update(losses)
-            self._shown = losses
+        if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):
+            return
+        self._shown = {name: loss.detach() for name, loss in losses.items()}
+        table.clear()
+        table.update(self._shown)
 
     def _settle_mode(self, *, is_manual: bool) -> None:
         """Know the mode from the first step on.
