@@ -347,8 +347,8 @@ FAULTS = (
     Fault(
         "a trial validation leaves its scores",
         "helios/session.py",
-        "Trace([self.model, *self.plugins.values()])",
-        "Trace([*self.plugins.values()])",
+        "Trace([self.model, self.engine, *self",
+        "Trace([self.engine, *self",
         "tests/plugins/test_metrics.py::test_a_trial_validation_leaves_nothing_behind",
     ),
     Fault(
