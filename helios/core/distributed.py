@@ -1,23 +1,28 @@
 """Other processes: who we are among them, and the collectives that users call by name.
 
 Everything here also works without a process group, as rank 0 of one process; only the two
-collectives ask for one. The environment variables of a launcher are read here.
+collectives ask for one. The environment variables of torchrun are read here; how groups are joined
+and left is in ``helios.core.group``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from helios.core.group import DistributedInfo as DistributedInfo
+from helios.core.group import collective, destroy_group, own_membership
+from helios.core.group import control_group as control_group
+from helios.core.group import has_failed as has_failed
+from helios.core.group import is_dist_active as is_dist_active
+from helios.core.group import join_group as join_group
+from helios.core.group import leave_group as leave_group
 from helios.errors import ArgumentError, UsageError
 
-# The port that the historical API used; a launcher that knows a free one sets MASTER_PORT.
-_FALLBACK_PORT = "12355"
-_TORCHRUN_VARIABLES = (
+TORCHRUN_VARIABLES = (
     "LOCAL_RANK",
     "RANK",
     "GROUP_RANK",
@@ -32,31 +37,9 @@ _TORCHRUN_VARIABLES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class DistributedInfo:
-    """Where this process stands among all.
-
-    Attributes:
-        local_rank: its number on this machine, from 0.
-        rank: its number among all processes, from 0.
-        local_world_size: processes on this machine.
-        world_size: all processes.
-    """
-
-    local_rank: int = 0
-    rank: int = 0
-    local_world_size: int = 1
-    world_size: int = 1
-
-
 def is_using_torchrun() -> bool:
     """Return whether torchrun started this process: all of its variables are set (H48)."""
-    return all(name in os.environ for name in _TORCHRUN_VARIABLES)
-
-
-def launched_world_size() -> int:
-    """Return how many processes torchrun has started; 1 without it."""
-    return int(os.environ["WORLD_SIZE"]) if is_using_torchrun() else 1
+    return all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
 def init_dist(
@@ -65,8 +48,8 @@ def init_dist(
     """Join the process group.
 
     Under torchrun its variables say who takes part. Otherwise pass ``rank`` and ``world_size``:
-    the processes meet at ``MASTER_ADDR`` and ``MASTER_PORT`` where these are set, else at a fixed
-    port of this machine; a single process needs no port.
+    the processes meet at ``MASTER_ADDR`` (this machine where it is not set) and ``MASTER_PORT``; a
+    single process needs no port (H51).
 
     Args:
         backend: ``"nccl"`` for CUDA, ``"gloo"`` for CPU.
@@ -75,50 +58,71 @@ def init_dist(
 
     Raises:
         ArgumentError: when only one of ``rank`` and ``world_size`` is given (a ``ValueError``).
+        UsageError: when nothing says who takes part, or where several processes meet (a
+            ``RuntimeError``).
     """
+    meeting = "env://"
     if rank is None and world_size is None:
-        dist.init_process_group(backend)
-        return
-    if rank is None or world_size is None:
+        _require_variables("init_dist()", ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    elif rank is None or world_size is None:
         raise ArgumentError(
             "init_dist(rank=..., world_size=...) must get both or neither, got "
             f"rank={rank}, world_size={world_size}; pass both, or none under torchrun."
         )
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = os.environ.get("MASTER_PORT", _FALLBACK_PORT)
-    meeting: dict[str, Any] = {"init_method": f"tcp://{host}:{port}"}
-    if world_size == 1:
-        meeting = {"store": dist.HashStore()}  # type: ignore[attr-defined]
-    device = torch.device("cuda", rank) if backend == "nccl" else None
-    dist.init_process_group(backend, rank=rank, world_size=world_size, device_id=device, **meeting)
+    elif world_size > 1:
+        _require_variables(f"init_dist(world_size={world_size})", ("MASTER_PORT",))
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        meeting = f"tcp://{host}:{os.environ['MASTER_PORT']}"
+    info = _read_place(rank, world_size)
+    device = torch.device("cuda", info.local_rank) if backend == "nccl" else None
+    join_group(info, backend=backend, meeting=meeting, device=device)
 
 
-def shutdown_dist() -> None:
-    """Leave the process group; nothing where there is none."""
-    if is_dist_active():
-        dist.destroy_process_group()
+def _require_variables(caller: str, names: tuple[str, ...]) -> None:
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"{caller} must know where the processes meet, but the environment variables "
+            f"{', '.join(missing)} are not set. Start the script by torchrun, or set MASTER_PORT "
+            "to a free port of rank 0's machine (and MASTER_ADDR to that machine, where there are "
+            "several) for all processes."
+        )
 
 
-def is_dist_active() -> bool:
-    """Return whether this process is in a process group."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def get_dist_info() -> DistributedInfo:
-    """Return where this process stands; without a process group, rank 0 of 1 (DESIGN C9).
-
-    A launcher that does not set ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` is taken to have started
-    all processes on this machine.
-    """
-    if not is_dist_active():
-        return DistributedInfo()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def _read_place(rank: int, world_size: int) -> DistributedInfo:
     return DistributedInfo(
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         rank=rank,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
         world_size=world_size,
     )
+
+
+def shutdown_dist() -> None:
+    """Leave the process group without waiting for others; nothing where there is none."""
+    if is_dist_active():
+        destroy_group()
+
+
+def get_dist_info() -> DistributedInfo:
+    """Return where this process stands; without a process group, rank 0 of 1 (DESIGN C9).
+
+    In a group that Helios has not joined, a launcher that does not set ``LOCAL_RANK`` and
+    ``LOCAL_WORLD_SIZE`` is taken to have started all processes on this machine.
+    """
+    if not is_dist_active():
+        return DistributedInfo()
+    known = own_membership()
+    if known is not None:
+        return known.info
+    return _read_place(dist.get_rank(), dist.get_world_size())
+
+
+def describe_rank() -> str:
+    """Return e.g. ``"rank 2 of 4"`` for log lines; empty in a lone process."""
+    info = get_dist_info()
+    return f"rank {info.rank} of {info.world_size}" if info.world_size > 1 else ""
 
 
 def get_local_rank() -> int:
@@ -150,11 +154,12 @@ def gather_into_tensor(tensor: torch.Tensor, size: tuple[int, ...], **kwargs: An
         **kwargs: further arguments of ``torch.distributed.all_gather_into_tensor``.
 
     Raises:
-        UsageError: without a process group (a ``RuntimeError``).
+        UsageError: without a process group, or after a collective has failed (a
+            ``RuntimeError``).
     """
-    _require_group("gather_into_tensor")
-    out = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-    dist.all_gather_into_tensor(out, tensor.contiguous(), **kwargs)
+    with collective("gather_into_tensor"):
+        out = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
+        dist.all_gather_into_tensor(out, tensor.contiguous(), **kwargs)
     return out
 
 
@@ -175,23 +180,16 @@ def all_reduce_tensors(
         The reduced tensor.
 
     Raises:
-        UsageError: without a process group (a ``RuntimeError``).
+        UsageError: without a process group, or after a collective has failed (a
+            ``RuntimeError``).
     """
-    _require_group("all_reduce_tensors")
-    if isinstance(tensor, list):
-        tensor = torch.stack([torch.as_tensor(item).detach() for item in tensor])
-        if dist.get_backend() == "nccl":
-            tensor = tensor.cuda()
-    dist.all_reduce(tensor, **kwargs)
+    with collective("all_reduce_tensors"):
+        if isinstance(tensor, list):
+            tensor = torch.stack([torch.as_tensor(item).detach() for item in tensor])
+            if dist.get_backend() == "nccl":
+                tensor = tensor.cuda()
+        dist.all_reduce(tensor, **kwargs)
     return tensor
-
-
-def _require_group(caller: str) -> None:
-    if not is_dist_active():
-        raise UsageError(
-            f"{caller}(...) needs a process group, and this process is in none; train on several "
-            "processes, call init_dist(...) first, or ask is_dist_active() before."
-        )
 
 
 def global_print(*args: Any, global_rank: int = 0, **kwargs: Any) -> None:
@@ -209,4 +207,5 @@ def local_print(*args: Any, local_rank: int = 0, **kwargs: Any) -> None:
 def safe_barrier(**kwargs: Any) -> None:
     """Wait until all processes are here; nothing without a process group."""
     if is_dist_active():
-        dist.barrier(**kwargs)
+        with collective("safe_barrier"):
+            dist.barrier(**kwargs)

@@ -1,4 +1,4 @@
-"""What a device does: moving data, backward, clipping and the optimizer step.
+"""What devices and processes do: moving, backward, clipping, the update; launching, summing.
 
 Nothing here may decide when something happens.
 """

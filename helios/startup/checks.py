@@ -7,8 +7,8 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 
-from helios.core.distributed import launched_world_size
 from helios.data.datamodule import DataModule
+from helios.engines.launch import Launch
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
@@ -63,13 +63,13 @@ def check_launch() -> None:
     """Check that this is the only process of the training.
 
     Raises:
-        UsageError: under torchrun with several processes: each would train on its own.
+        UsageError: where a launcher has started several: each would train on its own.
     """
-    count = launched_world_size()
-    if count > 1:
+    launch = Launch.read()
+    if launch.world_size > 1:
         raise UsageError(
-            f"This version of Helios trains in one process, but torchrun has started {count}. "
-            "Start the script with plain python, or with --nproc-per-node 1."
+            f"This version of Helios trains in one process, but {launch.kind.value} has started "
+            f"{launch.world_size}. Start the script with plain python, or let it start one."
         )
 
 

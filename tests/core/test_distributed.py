@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from helios.core import distributed
+from helios.core import distributed, group
+from helios.errors import UsageError
 
 _VARIABLES = (
     "LOCAL_RANK",
@@ -62,6 +67,24 @@ def test_rank_and_world_size_go_together(given: dict[str, int]) -> None:
         distributed.init_dist("gloo", **given)
 
 
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"rank": 0, "world_size": 2}, r"\(world_size=2\) .* MASTER_PORT are not set"),
+        ({}, r"\(\) .* RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set"),
+    ],
+)
+def test_there_is_no_port_that_is_always_the_same(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, int], names: str
+) -> None:
+    """Two trainings on one machine would meet each other's ranks there (H51)."""
+    for name in _VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match=f"init_dist{names}.* by torchrun, or set MASTER_PORT"):
+        distributed.init_dist("gloo", **given)
+    assert not distributed.is_dist_active()
+
+
 def test_torchrun_is_known_by_all_of_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in _VARIABLES:
         monkeypatch.setenv(name, "0")
@@ -79,6 +102,83 @@ def test_a_group_of_one_needs_no_port_and_sums_itself() -> None:
     assert distributed.all_reduce_tensors([1.0, 2.0]).tolist() == [1.0, 2.0]
 
 
+def test_a_group_is_what_the_launcher_says_whatever_the_variables_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with group.membership(distributed.DistributedInfo(), backend="gloo"):
+        assert distributed.get_dist_info() == distributed.DistributedInfo(0, 0, 1, 1)
+        assert distributed.describe_rank() == ""
+        with pytest.raises(UsageError, match="outside of a process group"):
+            distributed.join_group(distributed.DistributedInfo(), backend="gloo")
+    assert not distributed.is_dist_active()
+    with pytest.raises(UsageError, match=r"control_group\(\) needs a process group"):
+        distributed.control_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_after_a_collective_has_failed_none_may_follow() -> None:
+    """The others may wait for something else (USERS 22)."""
+    assert not distributed.has_failed()
+    with pytest.raises(TypeError):
+        distributed.all_reduce_tensors("no tensor")  # type: ignore[arg-type]
+    assert distributed.has_failed()
+    calls: list[Any] = [
+        distributed.safe_barrier,
+        lambda: distributed.all_reduce_tensors(torch.ones(1)),
+        lambda: distributed.gather_into_tensor(torch.ones(1), (1,)),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="after a collective has failed") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, TypeError)
+    distributed.leave_group()
+    distributed.init_dist("gloo", rank=0, world_size=1)
+    distributed.safe_barrier()
+
+
+def test_an_error_leaves_the_group_that_was_joined() -> None:
+    with (
+        pytest.raises(ZeroDivisionError),
+        group.membership(distributed.DistributedInfo(), backend="gloo"),
+    ):
+        raise ZeroDivisionError
+    assert not distributed.is_dist_active()
+
+
+def test_a_group_that_the_user_has_made_is_used_and_stays() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    world = dist.group.WORLD
+    for _ in range(2):
+        with group.membership(distributed.DistributedInfo(), backend="gloo"):
+            assert dist.group.WORLD is world
+            assert dist.get_backend(distributed.control_group()) == "gloo"
+    assert dist.group.WORLD is world
+    other = distributed.DistributedInfo(rank=1, world_size=2)
+    with (
+        pytest.raises(UsageError, match="rank 1 of 2, got rank 0 of 1"),
+        group.membership(other, backend="gloo"),
+    ):
+        pass
+    distributed.shutdown_dist()
+
+
+def test_errors_that_follow_from_a_lost_peer_are_known() -> None:
+    lost = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]")
+    follower, other = ValueError("a loss is missing"), ValueError("mine")
+    follower.__cause__ = lost
+    other.__context__, other.__suppress_context__ = lost, True
+    assert group.is_lost_peer(lost)
+    assert group.is_lost_peer(follower)
+    assert group.is_lost_peer(dist.DistNetworkError("the store is gone"))
+    assert not group.is_lost_peer(other)
+    other.__context__ = other
+    other.__suppress_context__ = False
+    assert not group.is_lost_peer(other)
+
+
 @pytest.mark.usefixtures("group_of_one")
 def test_in_a_group_only_the_named_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
     distributed.global_print("rank 1", global_rank=1)
@@ -93,17 +193,37 @@ def _join(rank: int, folder: str, port: int) -> None:
     distributed.init_dist("gloo", rank=rank, world_size=2)
     mine = torch.tensor([[rank, 10 + rank]])
     results = {
+        "rank": distributed.describe_rank(),
         "info": distributed.get_dist_info(),
         "gathered": distributed.gather_into_tensor(mine, (2, 2)).tolist(),
         "summed": distributed.all_reduce_tensors(mine.clone()).tolist(),
         "listed": distributed.all_reduce_tensors([torch.tensor(rank), torch.tensor(5)]).tolist(),
     }
+    distributed.leave_group()
+    # A test that follows a training joins again, and meets at the same place.
+    distributed.init_dist("gloo", rank=rank, world_size=2)
+    control = distributed.control_group()
+    results["control"] = distributed.all_reduce_tensors([rank, 7.0], group=control).tolist()
+    results["backend"] = dist.get_backend(control)
     Path(folder, f"{rank}.txt").write_text(repr(results))
     distributed.safe_barrier()
-    distributed.shutdown_dist()
+    if rank == 1:
+        _fail_with_a_collective_under_way(Path(folder))
+    while not Path(folder, "left.txt").exists():
+        threading.Event().wait(0.01)
+
+
+def _fail_with_a_collective_under_way(folder: Path) -> None:
+    begin = time.monotonic()
+    dist.all_reduce(torch.ones(1), async_op=True)
+    distributed.leave_group(is_failing=True)
+    text = f"{time.monotonic() - begin < 60} {distributed.is_dist_active()}"
+    (folder / "left.tmp").write_text(text)
+    (folder / "left.tmp").rename(folder / "left.txt")
 
 
 def test_two_ranks_gather_and_sum_on_the_cpu(tmp_path: Path) -> None:
+    """They join twice, and one of them leaves while a collective of its own waits for ever."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -111,9 +231,13 @@ def test_two_ranks_gather_and_sum_on_the_cpu(tmp_path: Path) -> None:
     for rank in range(2):
         info = distributed.DistributedInfo(rank, rank, 2, 2)
         expected = {
+            "rank": f"rank {rank} of 2",
             "info": info,
             "gathered": [[0, 10], [1, 11]],
             "summed": [[1, 21]],
             "listed": [1, 10],
+            "control": [1.0, 14.0],
+            "backend": "gloo",
         }
         assert (tmp_path / f"{rank}.txt").read_text() == repr(expected)
+    assert (tmp_path / "left.txt").read_text() == "True False"

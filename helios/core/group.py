@@ -1,0 +1,301 @@
+"""The process groups of a training: joining them, leaving them, and what may not follow a failure.
+
+A process joins two groups: the default one for the training's own tensors, and one on the CPU for
+control traffic, so that neither waits for the other. All of it also works for one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from helios.errors import UsageError
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+# Rank 0 may write a large checkpoint to a slow disk while the others wait; a process that died is
+# noticed by its closed connections, not by this limit.
+CONTROL_TIMEOUT = timedelta(hours=2)
+_DESTROY_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedInfo:
+    """Where this process stands among all.
+
+    Attributes:
+        local_rank: its number on this machine, from 0.
+        rank: its number among all processes, from 0.
+        local_world_size: processes on this machine.
+        world_size: all processes.
+    """
+
+    local_rank: int = 0
+    rank: int = 0
+    local_world_size: int = 1
+    world_size: int = 1
+
+
+@dataclasses.dataclass
+class _Membership:
+    """What is known of the groups that this process has joined through this module."""
+
+    world: dist.ProcessGroup
+    info: DistributedInfo
+    control: dist.ProcessGroup | None = None
+    failure: BaseException | None = None
+
+
+class _Process:
+    """Holder of the one membership of a process, and of the stores where ranks meet.
+
+    A store is kept until the process ends: rank 0 may be its server, and a training that is
+    followed by a test joins twice. The count keeps the keys of both apart.
+    """
+
+    membership: ClassVar[_Membership | None] = None
+    stores: ClassVar[dict[str, Any]] = {}
+    num_joins: ClassVar[int] = 0
+
+
+def is_dist_active() -> bool:
+    """Return whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def join_group(
+    info: DistributedInfo,
+    *,
+    backend: str,
+    meeting: str = "",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    control_timeout: timedelta = CONTROL_TIMEOUT,
+    device: torch.device | None = None,
+) -> None:
+    """Join the default group and the one for control traffic, together with all other ranks.
+
+    Args:
+        info: where this process stands.
+        backend: ``"nccl"`` for CUDA, ``"gloo"`` for the CPU; the control group is always on gloo.
+        meeting: where the ranks find each other: ``"tcp://host:port"`` (a free port of rank 0's
+            machine), ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for
+            torchrun's variables. A single process needs none.
+        timeout: how long a collective of the default group may take.
+        control_timeout: how long one of the control group may take.
+        device: the GPU of this process, for NCCL.
+
+    Raises:
+        UsageError: when this process is in a group already (a ``RuntimeError``).
+    """
+    if is_dist_active():
+        raise UsageError(
+            "join_group(...) must be called outside of a process group, and this process is in one "
+            "already. Leave it first, or let Helios join."
+        )
+    dist.init_process_group(
+        backend,
+        store=_meet(info, meeting, timeout),
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timeout,
+        device_id=device,
+    )
+    try:
+        _adopt_group(info, control_timeout)
+    except BaseException:
+        leave_group(is_failing=True)
+        raise
+
+
+def _adopt_group(info: DistributedInfo, control_timeout: timedelta) -> None:
+    control = dist.new_group(backend="gloo", timeout=control_timeout)
+    _Process.membership = _Membership(dist.group.WORLD, info, control)  # type: ignore[arg-type]
+
+
+def _meet(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
+    if info.world_size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    store = _Process.stores.get(meeting)
+    if store is None:
+        found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
+        store, _, _ = next(found)
+        _Process.stores[meeting] = store
+    _Process.num_joins += 1
+    return dist.PrefixStore(f"helios/{_Process.num_joins}", store)  # type: ignore[attr-defined]
+
+
+def leave_group(*, is_failing: bool = False) -> None:
+    """Leave the groups; nothing where there is none.
+
+    On the regular path all ranks wait for each other, so that nobody closes a connection that
+    another one still reads from. A rank that fails waits for nobody; what the others wait for ends
+    with an error when its process ends, which closes its connections.
+
+    Args:
+        is_failing: whether an error is on its way.
+    """
+    if not is_dist_active():
+        return
+    if dist.get_world_size() == 1 or own_membership() is None:
+        destroy_group()
+    elif is_failing or has_failed():
+        _abandon_group()
+    else:
+        try:
+            with collective("leave_group"):
+                dist.barrier(group=control_group())
+        except BaseException:
+            _abandon_group()
+            raise
+        destroy_group()
+
+
+def _abandon_group() -> None:
+    """Leave without waiting for a collective that is under way, now and at the process's end.
+
+    The destructor of a gloo group waits for it until the timeout, also while the interpreter shuts
+    down. A reference that nobody gives back prevents that. Closing NCCL may wait as well; a thread
+    does it, and is left alone where that takes long.
+    """
+    known = own_membership()
+    groups = [] if known is None else [known.control]
+    if known is not None and dist.get_backend() == "gloo":
+        groups.append(known.world)
+    for group in groups:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    closing = threading.Thread(target=destroy_group, name="helios-leave", daemon=True)
+    closing.start()
+    closing.join(_DESTROY_SECONDS)
+
+
+def destroy_group() -> None:
+    """Close the connections of the groups; may wait for a collective that is under way."""
+    _Process.membership = None
+    dist.destroy_process_group()
+
+
+@contextmanager
+def membership(info: DistributedInfo, **options: Any) -> Iterator[None]:
+    """Be in the groups for a block; an error inside leaves without waiting for anybody.
+
+    A group that the user has made before is used as it is, and is there afterwards.
+
+    Args:
+        info: where this process stands.
+        **options: further arguments of :func:`join_group`.
+
+    Raises:
+        UsageError: when this process has another place in the user's group (a ``RuntimeError``).
+    """
+    if is_dist_active():
+        _take_over(info)
+        yield
+        return
+    join_group(info, **options)
+    try:
+        yield
+    except BaseException:
+        leave_group(is_failing=True)
+        raise
+    leave_group()
+
+
+def _take_over(info: DistributedInfo) -> None:
+    found, expected = (dist.get_rank(), dist.get_world_size()), (info.rank, info.world_size)
+    if found != expected:
+        raise UsageError(
+            "The process group of this process must be the one that its launcher describes, rank "
+            f"{expected[0]} of {expected[1]}, got rank {found[0]} of {found[1]}. Leave it before "
+            "the training starts, or do not make one: Helios joins by itself."
+        )
+    if own_membership() is None:
+        _adopt_group(info, CONTROL_TIMEOUT)
+
+
+def own_membership() -> _Membership | None:
+    """Return what is known of the present group; None where somebody else has made it."""
+    known = _Process.membership
+    if known is None or not is_dist_active() or known.world is not dist.group.WORLD:
+        return None
+    return known
+
+
+def control_group() -> dist.ProcessGroup:
+    """Return the group for control traffic: flags, waits and small CPU tensors.
+
+    Raises:
+        UsageError: outside of :func:`join_group` (a ``RuntimeError``).
+    """
+    known = own_membership()
+    if known is None or known.control is None:
+        raise UsageError(
+            "control_group() needs a process group that Helios has joined, and this process is in "
+            "none; call join_group(...) or init_dist(...) first."
+        )
+    return known.control
+
+
+def has_failed() -> bool:
+    """Return whether a collective of this process has failed; its groups cannot be used again."""
+    known = own_membership()
+    return known is not None and known.failure is not None
+
+
+@contextmanager
+def collective(name: str) -> Iterator[None]:
+    """Guard the block that runs a collective.
+
+    After one has failed, ranks no longer wait for the same thing: another collective would hang or
+    mix up their data.
+
+    Args:
+        name: of the caller, for messages.
+
+    Raises:
+        UsageError: without a process group, or after a collective has failed (a ``RuntimeError``).
+    """
+    _require_group(name)
+    known = own_membership()
+    if known is not None and known.failure is not None:
+        raise UsageError(
+            f"{name}(...) must not be called after a collective has failed: the other processes "
+            "may be gone, or wait for something else. Let the error end this process, and start "
+            "the run again."
+        ) from known.failure
+    try:
+        yield
+    except BaseException as error:
+        if known is not None:
+            known.failure = error
+        raise
+
+
+def _require_group(caller: str) -> None:
+    if not is_dist_active():
+        raise UsageError(
+            f"{caller}(...) needs a process group, and this process is in none; train on several "
+            "processes, call init_dist(...) first, or ask is_dist_active() before."
+        )
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return whether an error, or one that led to it, is that of a collective.
+
+    Such an error says that another rank is gone or late, not why.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        is_gloo = isinstance(link, RuntimeError) and "gloo" in str(link).lower()
+        if is_gloo or isinstance(link, dist.DistError):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False

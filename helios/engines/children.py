@@ -1,0 +1,185 @@
+"""A rank that was started by a launcher: what runs in its process.
+
+It ends with its launcher, whatever its main thread waits for; it reports how its work went before
+it closes a connection, so that the first report names the cause; and it ends with all that it has
+started itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import NoReturn
+
+import torch
+
+from helios.core.group import DistributedInfo, is_lost_peer, join_group, leave_group
+from helios.engines.handover import Channel, Job, RankQueue, pack, unpack
+
+READY, ITEM, DONE, FAILED = b"r", b"i", b"d", b"f"
+_POLL_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank stands and meets the others.
+
+    Attributes:
+        info: its number among all.
+        backend: that of the process group.
+        meeting: where the group is made.
+        timeout: of its collectives.
+        device: number of its GPU; None for the CPU.
+        start_method: how its loader workers are started: as the launcher would.
+    """
+
+    info: DistributedInfo
+    backend: str
+    meeting: str
+    timeout: timedelta
+    device: int | None
+    start_method: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """What a rank tells about its error.
+
+    Attributes:
+        rank: its number.
+        moment: when it was caught, by the clock that all processes of a machine share.
+        is_consequence: whether a collective failed, so that the cause may be another rank's.
+        name: the type of the error.
+        text: the traceback.
+        error: the error itself, pickled; None where that is not possible.
+    """
+
+    rank: int
+    moment: int
+    is_consequence: bool
+    name: str
+    text: str
+    error: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Failure:
+        """Describe an error that was just caught."""
+        return cls(
+            rank=rank,
+            moment=time.monotonic_ns(),
+            is_consequence=is_lost_peer(error),
+            name=type(error).__qualname__,
+            text="".join(traceback.format_exception(error)),
+            error=_pack_error(error),
+        )
+
+
+def _pack_error(error: BaseException) -> bytes | None:
+    """Pickle an error; many classes can be pickled, but not be made again."""
+    try:
+        data = pickle.dumps(error)
+        again = pickle.loads(data)
+    except Exception:
+        return None
+    return data if type(again) is type(error) else None
+
+
+def run_rank(connection: Connection, place: Place) -> None:
+    """Do the work of one rank; the target of its process.
+
+    Args:
+        connection: its end of the pipe to the launcher.
+        place: where it stands.
+    """
+    end_with_launcher()
+    if sys.platform != "win32":
+        # Else a worker that outlives the rank would keep the pipe open, and the launcher would not
+        # see the end of the rank.
+        os.register_at_fork(after_in_child=connection.close)
+    multiprocessing.set_start_method(place.start_method, force=True)
+    channel = Channel(connection)
+    try:
+        channel.send(READY)
+        result = _work(place, unpack(channel.receive(), RankQueue(channel, ITEM)))
+    except BaseException as error:
+        # Before the connections to the other ranks are closed: their errors must come later.
+        with contextlib.suppress(OSError):
+            channel.send(FAILED, pickle.dumps(Failure.of(error, place.info.rank)))
+        leave_group(is_failing=True)
+        raise SystemExit(1) from None
+    channel.send(DONE, result)
+
+
+def _work(place: Place, job: Job) -> bytes:
+    device = None
+    if place.device is not None:
+        device = torch.device("cuda", place.device)
+        torch.cuda.set_device(device)
+    join_group(
+        place.info,
+        backend=place.backend,
+        meeting=place.meeting,
+        timeout=place.timeout,
+        device=device,
+    )
+    result = pack(job.function(place.info.rank, *job.args), "The result of a rank", "result")
+    leave_group()
+    return result
+
+
+def end_with_launcher() -> None:
+    """End this process, and all that it starts, when the process that started it is gone.
+
+    A thread waits for that, so that it also works while the main thread waits in a collective. On
+    Linux the kernel is asked, too, for a main thread that never lets go of the interpreter's lock.
+    To be called once, in a rank: of ``spawn``, or of torchrun, whose ranks live on without it.
+    """
+    parent = multiprocessing.parent_process()
+    launcher = os.getppid() if parent is None or parent.pid is None else parent.pid
+    sentinels = [] if parent is None else [parent.sentinel]
+    if sys.platform != "win32" and os.getpgrp() != os.getpid():
+        # A group of its own holds the rank and its loader workers: one signal ends them together.
+        os.setpgid(0, 0)
+    if sys.platform == "linux":
+        for sentinel in sentinels:
+            _ask_kernel(sentinel)
+    threading.Thread(
+        target=_watch, args=(launcher, sentinels), name="helios-watch", daemon=True
+    ).start()
+
+
+def _ask_kernel(sentinel: int) -> None:
+    """Have the kernel kill the group when the launcher's end of a pipe is closed."""
+    import fcntl
+
+    # A kernel without this feature leaves it to the thread.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())
+        flags = fcntl.fcntl(sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
+
+
+def _watch(launcher: int, sentinels: list[int]) -> None:
+    # The pipe tells at once. Its other end may live on in a process that the launcher has forked;
+    # the parent's number tells then.
+    while sys.platform == "win32" or os.getppid() == launcher:
+        if wait(sentinels, _POLL_SECONDS):
+            break
+    _end_group()
+
+
+def _end_group() -> NoReturn:
+    if sys.platform != "win32" and os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,186 @@
+"""Several processes in one test: a function on n ranks of a gloo group, and its results.
+
+The processes come from multiprocessing's fork server, which has imported torch once: they start
+in milliseconds, and inherit neither threads nor settings of the test. They meet in a file, so no
+port is taken. Whatever happens, none of them outlives the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Imported once in the server; what is not found there is imported by each process.
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "pytest",
+    "helios.trainer",
+    "tests.support.runs",
+]
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload(_PRELOADED)
+
+
+class RankError(AssertionError):
+    """A rank failed, died or did not end; says which, and where."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Report:
+    """What a rank sends when it is done: its result, or the traceback of its error."""
+
+    when: float
+    result: Any = None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seat:
+    """A rank's place in its group."""
+
+    rank: int
+    num_ranks: int
+    store: str
+    timeout: float
+
+
+def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Call ``fn(rank, *args)`` on n ranks of a gloo group; return the results by rank.
+
+    Each rank has one thread, warnings are errors in it, and it leaves the group after a barrier.
+
+    Args:
+        fn: a function of a module; it and its arguments and results must be picklable.
+        n: number of processes.
+        *args: further arguments, the same on all ranks.
+        timeout: seconds until all ranks must be done.
+
+    Raises:
+        RankError: if a rank fails (with its traceback), dies, or is not done in time; the other
+            ranks are killed.
+    """
+    deadline = time.monotonic() + timeout
+    work = pickle.dumps((fn, args))
+    with tempfile.TemporaryDirectory() as folder:
+        seats = [_Seat(rank, n, str(Path(folder) / "store"), timeout) for rank in range(n)]
+        pipes = [_FORKSERVER.Pipe(duplex=False) for _ in seats]
+        ranks = [
+            _FORKSERVER.Process(target=_serve, args=(seat, work, dict(os.environ), sender))
+            for seat, (_, sender) in zip(seats, pipes, strict=True)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            for _, sender in pipes:
+                sender.close()
+            receivers = [receiver for receiver, _ in pipes]
+            reports = _collect(dict(zip(receivers, ranks, strict=True)), deadline)
+            for process in ranks:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in ranks:
+                _end(process)
+            for receiver, sender in pipes:
+                receiver.close()
+                sender.close()
+    return [report.result for report in reports]
+
+
+def _end(process: Any) -> None:
+    if process.pid is not None:
+        process.kill()
+        process.join()
+    process.close()
+
+
+def _collect(ranks: dict[Connection, Any], deadline: float) -> list[_Report]:
+    """Return the reports of all ranks, or raise for those that failed first."""
+    reports: dict[Connection, _Report] = {}
+    number_of = {receiver: number for number, receiver in enumerate(ranks)}
+    while waiting := [receiver for receiver in ranks if receiver not in reports]:
+        ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            numbers = [number_of[receiver] for receiver in waiting]
+            raise RankError(f"Not done in time: ranks {numbers}.")
+        found = {r: _read(r, ranks[r]) for r in ready if isinstance(r, Connection)}
+        failed = [(report.when, number_of[r], report) for r, report in found.items()]
+        # Where one fails, others fail after it because their partner is gone.
+        texts = [
+            f"Rank {n} failed: {r.error}"
+            for _, n, r in sorted(failed, key=lambda f: f[:2])
+            if r.error
+        ]
+        if texts:
+            raise RankError("\n".join(texts))
+        reports.update(found)
+    return [reports[receiver] for receiver in ranks]
+
+
+def _read(receiver: Connection, process: Any) -> _Report:
+    try:
+        report: _Report = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        process.join(1)
+        return _Report(time.monotonic(), error=f"it ended with code {process.exitcode}.")
+    return report
+
+
+def _serve(seat: _Seat, work: bytes, environment: dict[str, str], sender: Connection) -> None:
+    """Run one rank, in its process."""
+    _die_with_parent()
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    try:
+        fn, args = pickle.loads(work)
+        payload = pickle.dumps(_Report(time.monotonic(), _take_part(seat, fn, args)))
+    except BaseException:
+        error = traceback.format_exc()
+        sender.send_bytes(pickle.dumps(_Report(time.monotonic(), error=error)))
+        os._exit(1)  # Destructors of a broken group may wait for ranks that are gone.
+    sender.send_bytes(payload)
+
+
+def _take_part(seat: _Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(seat.store, seat.num_ranks),
+        rank=seat.rank,
+        world_size=seat.num_ranks,
+        timeout=datetime.timedelta(seconds=seat.timeout),
+    )
+    result = fn(seat.rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _die_with_parent() -> None:
+    """End this process when the test's process is gone, even if that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
