@@ -523,7 +523,7 @@ def test_a_loss_may_stand_in_a_dict_or_have_one_element(answer: Any) -> None:
 
 
 def test_the_loss_is_put_into_an_empty_table_and_detached() -> None:
-    """The issue: losses go to TensorBoard without user code; L25."""
+    """Losses go to TensorBoard without user code; L25."""
     model = Stepper(lambda weight, batch: (weight + batch).sum())
     session = make_session(model)
     train_on(attached(OptimizerLoop(), session), session, 2.0)
@@ -605,7 +605,7 @@ def test_in_epoch_unit_every_batch_of_a_manual_model_is_a_window(
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_any_other_answer_is_an_error_that_says_what_is_expected(answer: Any, words: str) -> None:
-    """The issue, L25."""
+    """L25."""
     session = make_session(Stepper(lambda weight, batch: answer))
     loop = attached(OptimizerLoop(), session)
     with pytest.raises(UsageError, match="train_step must return a scalar loss.*" + words):

@@ -563,7 +563,7 @@ def test_a_skip_before_the_first_yield_leaves_out_all_updates() -> None:
 
 
 def test_losses_are_put_into_an_empty_table_under_their_optimizers() -> None:
-    """The issue: losses go to TensorBoard without user code."""
+    """Losses go to TensorBoard without user code."""
     model = Pair()
     loop, session = prepared(model)
     train_on(loop, session, 2.0)

@@ -343,7 +343,7 @@ def test_a_prediction_must_be_defined_and_the_error_names_the_class() -> None:
 
 
 def test_a_batch_goes_to_the_device_of_the_model() -> None:
-    """The issue: batch_to_device(batch, phase)."""
+    """DESIGN section 5, "A batch": batch_to_device(batch, phase)."""
     model = Net()
     model.device = torch.device("meta")
     moved = model.batch_to_device({"x": [torch.ones(2)], "y": "text"}, Phase.TRAINING)

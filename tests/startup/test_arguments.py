@@ -130,7 +130,7 @@ def test_a_frequency_must_be_a_positive_int_or_none(name: str, value: Any, tmp_p
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "2"])
 def test_an_accumulation_must_be_a_positive_int(value: Any) -> None:
-    """The issue, "Trainer"."""
+    """DESIGN section 6: the arguments of a trainer."""
     check_refusal("accumulation_steps", value, accumulation_steps=value)
 
 
@@ -309,7 +309,7 @@ def test_one_process_uses_one_gpu(
 
 
 def test_several_gpus_come_with_a_later_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The issue, "Trainer"."""
+    """DESIGN section 6: the arguments of a trainer."""
     set_gpus(monkeypatch, 2)
     assert "later version" in check_refusal("gpus", [0, 1], gpus=[0, 1])
 
@@ -330,7 +330,7 @@ def test_several_gpus_come_with_a_later_version(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_comes_with_a_later_version_says_so(name: str, value: Any) -> None:
-    """The issue, "Trainer"."""
+    """DESIGN section 6: the arguments of a trainer."""
     assert "later version" in check_refusal(name, value, **{name: value})
 
 
@@ -348,7 +348,7 @@ def test_resuming_is_automatic_or_never(value: str) -> None:
 
 @pytest.mark.parametrize("value", [None, True, 3, b"path"])
 def test_another_way_to_resume_is_refused(value: Any, tmp_path: Path) -> None:
-    """The issue: unknown values are errors."""
+    """DESIGN section 6: unknown values are errors."""
     check_refusal("resume", value, resume=value, chkpt_root=tmp_path)
 
 
