@@ -19,7 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins import weights
-from helios.plugins.plugin import Plugin
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:
@@ -300,6 +300,7 @@ class WeightAverage(Plugin, ABC):
             )
 
 
+@PLUGIN_REGISTRY.register
 class EMA(WeightAverage):
     """An exponential moving average of weights.
 
@@ -355,13 +356,13 @@ class EMA(WeightAverage):
         get_ema_multi_avg_fn(decay)(averages, present, count)  # type: ignore[no-untyped-call]
 
 
+@PLUGIN_REGISTRY.register
 class SWA(WeightAverage):
     """Stochastic weight averaging: the mean of the weights after some steps.
 
-    The weights after optimizer step number ``start`` are the first, those after every ``every``-th
-    step from there on follow. Steps are counted in both units of training; steps that were left
-    out do not count (R26). BatchNorm's statistics are those of the network's own weights: average
-    them too, or compute them anew after the training by ``torch.optim.swa_utils.update_bn``.
+    The weights after optimizer step ``start`` are the first, those of every ``every``-th step from
+    there on follow; steps that were left out do not count (R26). BatchNorm's statistics stay the
+    network's own: average them too, or let ``torch.optim.swa_utils.update_bn`` compute them anew.
 
     Args:
         start: number of the first step whose weights count, from 1.

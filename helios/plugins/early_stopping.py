@@ -13,11 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.plugins.plugin import Plugin
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 
 _LOGGER = logging.getLogger(__name__)
 
 
+@PLUGIN_REGISTRY.register
 class EarlyStopping(Plugin):
     """Ends the run regularly when a validation score no longer improves.
 

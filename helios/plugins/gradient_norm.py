@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from helios.errors import ArgumentError
-from helios.plugins.plugin import Plugin
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.plugins.weights import bare_name
 from helios.state import TrainingState
 
@@ -33,6 +33,7 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
+@PLUGIN_REGISTRY.register
 class GradientNormMonitor(Plugin):
     """Logs the norm of the gradients of each update, with the losses.
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.plugins.plugin import Plugin
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ def _names_of(optimizer: Optimizer) -> list[str]:
     return [str(number) for number in range(len(groups))]
 
 
+@PLUGIN_REGISTRY.register
 class LearningRateMonitor(Plugin):
     """Logs the learning rates with the losses, in both modes of training (R42).
 

@@ -111,7 +111,7 @@ def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:
     monitors = [name for name, plugin in plugins.items() if plugin.monitor]
     if monitors:
         _LOGGER.info(
-            "At the ends of validations and epochs %s come after the model.", ", ".join(monitors)
+            "After the model, at the ends of validations and epochs: %s.", ", ".join(monitors)
         )
     for event in EVENTS:
         if hooks.is_heard(event):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import helios.plugins
 from helios.core.registry import Registry
 from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, Plugin, UniquePluginOverrides, create_plugin
 from helios.state import TrainingState
@@ -141,3 +142,17 @@ def test_the_plugin_for_cuda_owns_no_batch(monkeypatch: pytest.MonkeyPatch) -> N
     plugin.setup()
     batch = [1]
     assert plugin.process_training_batch(batch, TrainingState()) is batch
+
+
+def test_every_plugin_in_the_box_is_in_the_registry() -> None:
+    """DESIGN section 9: a plugin may be made by its name, as a table of options names it."""
+    kinds = [getattr(helios.plugins, name) for name in helios.plugins.__all__]
+    boxed = [
+        kind
+        for kind in kinds
+        if inspect.isclass(kind) and issubclass(kind, Plugin) and kind is not Plugin
+    ]
+    assert len(boxed) == 15
+    missing = [kind.__name__ for kind in boxed if kind.__name__ not in PLUGIN_REGISTRY]
+    assert not missing
+    assert isinstance(create_plugin("EMA", 0.9), helios.plugins.EMA)

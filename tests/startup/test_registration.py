@@ -202,7 +202,7 @@ def test_the_order_of_receivers_is_logged(caplog: pytest.LogCaptureFixture) -> N
             logging.INFO,
             "Events are told to the plugins watcher, plain, then to the model, then to the engine.",
         ),
-        (logging.INFO, "At the ends of validations and epochs watcher come after the model."),
+        (logging.INFO, "After the model, at the ends of validations and epochs: watcher."),
         (
             logging.DEBUG,
             "on_training_epoch_end: plugin 'plain' (Loud), plugin 'watcher' (Loud).",
