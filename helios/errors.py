@@ -9,6 +9,7 @@ Each class is also the built-in exception that users of the historical API expec
     ├── DuplicateError (KeyError)             a name is taken already
     ├── UsageError (RuntimeError)             a call or a result that the contract forbids
     │   └── LossNotProvidedError              a step that needs a loss gave none
+    ├── RankError (RuntimeError)              another process of the training failed, or ended
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or left over
     └── CheckpointError (RuntimeError)        a checkpoint that cannot be used
         ├── DamagedCheckpointError            its bytes or its sidecar are not what was written
@@ -45,6 +46,10 @@ class UsageError(HeliosError, RuntimeError):
 
 class LossNotProvidedError(UsageError):
     """A training step gave no loss, and backward was needed (R29)."""
+
+
+class RankError(HeliosError, RuntimeError):
+    """Another process of the training failed, or ended without a word."""
 
 
 class StateError(HeliosError, RuntimeError):

@@ -1,8 +1,11 @@
-"""The shapes that Helios asks of objects it does not know: state that can be saved, and time."""
+"""The shapes that Helios asks of objects it does not know: state, time, and where results go."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
+
+from helios.state import TrainingState
 
 
 @runtime_checkable
@@ -23,4 +26,25 @@ class Clock(Protocol):
 
     def __call__(self) -> float:
         """Return the present time in seconds."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where a session's results go: checkpoints and scalars."""
+
+    def save(self, snapshot: dict[str, Any]) -> None:
+        """Write a snapshot as a checkpoint; one that is committed is not written again."""
+        ...
+
+    def has_saved(self, state: TrainingState) -> bool:
+        """Whether a checkpoint of this iteration is committed."""
+        ...
+
+    @property
+    def logs_scalars(self) -> bool:
+        """Whether scalars are written anywhere."""
+        ...
+
+    def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
+        """Write numbers of an iteration, by name."""
         ...

@@ -9,25 +9,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from helios import schedule as due
-from helios.core import logging as log
 from helios.core import rng
 from helios.core.progress import Display
 from helios.core.scalars import as_number, as_numbers
 from helios.data.source import Source
 from helios.engines.engine import Engine
+from helios.engines.replicated import Replicas
+from helios.engines.turns import Turns
 from helios.errors import UsageError
 from helios.hooks.bus import Bus, naming
 from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
-from helios.model.trace import Trace
 from helios.plugins.plugin import Plugin
+from helios.protocols import Recorder
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 
@@ -45,27 +46,6 @@ def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
 def _state_of(plugin: Plugin) -> dict[str, Any]:
     with naming(plugin, "state_dict"):
         return plugin.state_dict()
-
-
-class Recorder(Protocol):
-    """Where a session's results go: checkpoints and scalars."""
-
-    def save(self, snapshot: dict[str, Any]) -> None:
-        """Write a snapshot as a checkpoint; one that is committed is not written again."""
-        ...
-
-    def has_saved(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed."""
-        ...
-
-    @property
-    def logs_scalars(self) -> bool:
-        """Whether scalars are written anywhere."""
-        ...
-
-    def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
-        """Write numbers of an iteration, by name."""
-        ...
 
 
 @dataclass
@@ -102,7 +82,9 @@ class Session:
         is_manual: whether the model steps its optimizers itself; known after the first step.
         carried_plugins: states of plugins that are gone, by id; saved again, unread.
         carried_loops: states of loops that are gone, by role path; saved again, unread.
-        train_keys: the keys of the iterations.
+        turns: whose random numbers and buffers are in place.
+        obstacles: what training has found that binds the run to its number of processes.
+        unshared: paths of what every replica changes in the model on its own.
         saved_randomness: the generators of the checkpoint, until the training goes on.
         is_sanity_check: whether a trial validation runs, which must leave no trace (C17).
         context: what hooks may see of all this.
@@ -131,12 +113,19 @@ class Session:
     saved_randomness: dict[str, Any] | None = None
     is_sanity_check: bool = False
     context: Context = field(init=False)
-    train_keys: rng.KeySeries = field(init=False)
+    turns: Turns = field(init=False)
+    obstacles: list[str] = field(default_factory=list)
+    unshared: list[str] = field(default_factory=list)
     _is_logging: bool = False
 
     def __post_init__(self) -> None:
         self.context = Context(self)
-        self.train_keys = rng.KeySeries(self.seed, "train", suffix=(0,))
+        self.turns = Turns(self.replicas, self.seed)
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of the run, and who carries them."""
+        return self.engine.replicas
 
     @property
     def training_source(self) -> Source:
@@ -182,47 +171,20 @@ class Session:
         """The most batches of each loader while a trial validation runs, else ``None``."""
         return self.sanity_steps if self.is_sanity_check else None
 
-    @contextmanager
-    def trying(self, *others: object) -> Iterator[None]:
-        """Run a trial validation; what it has changed is put back (K14).
-
-        After an error nothing is put back: the run ends before the training begins.
-
-        Args:
-            others: what it may change besides the model, plugins, engine and loaders.
-        """
-        sources = self.sources[Phase.VALIDATION]
-        with rng.stream(rng.key(self.seed, "sanity")):
-            self.hooks.emit("on_sanity_check_start")
-            requests = replace(self.requests)
-            loaders = [source.loader for source in sources]
-            trace = Trace([self.model, self.engine, *self.plugins.values(), *loaders, *others])
-            self.is_sanity_check = True
-            try:
-                with log.muted_tensorboard():
-                    yield
-            finally:
-                self.is_sanity_check = False
-            # Workers that live from pass to pass end here, and not when they are collected.
-            for source in sources:
-                source.close()
-            trace.erase()
-            self.requests = requests
-            self.hooks.emit("on_sanity_check_end")
-
-    def seed_iteration(self) -> None:
-        """Set the random numbers of the present iteration (DESIGN R2)."""
-        rng.reseed(self.train_keys.at(self.state.global_iteration))
-
-    def seed_evaluation(self, pass_number: int, step: int, loader: int = 0) -> None:
+    def seed_evaluation(
+        self, pass_number: int, step: int, loader: int = 0, replica: int | None = None
+    ) -> None:
         """Set the random numbers of one batch of an evaluation.
 
         Args:
             pass_number: number of the pass.
             step: number of the batch in its loader.
             loader: number of the loader.
+            replica: whose batch it is, where there are several; ``None`` for their hooks.
         """
-        which = (loader,) if loader else ()
+        which: tuple[int | str, ...] = (loader,) if loader else ()
+        if replica is not None:
+            which = (*which, "replica", replica)
         rng.reseed(rng.key(self.seed, self.phase.value, pass_number, step, *which))
 
     @contextmanager
@@ -276,9 +238,27 @@ class Session:
         self.requests.interruption = self.requests.interruption or reason
 
     def poll_stop(self) -> None:
-        """Ask plugins and model whether the training should stop (H32)."""
-        if self.hooks.ask("should_training_stop"):
+        """Ask plugins and model whether the training should stop (H32, H36)."""
+        if not self.hooks.is_heard("should_training_stop"):
+            return
+        (says_yes,) = self.replicas.agree(self.hooks.ask("should_training_stop"))
+        if says_yes:
             self.request_stop("should_training_stop said yes")
+
+    def agree(self) -> None:
+        """Let every process know what any of them has asked for; all call it at one place."""
+        asked = self.requests
+        if self.replicas.is_whole:
+            return
+        wanted, stops, interrupts = self.replicas.agree(
+            asked.is_checkpoint_wanted, bool(asked.stop_reason), bool(asked.interruption)
+        )
+        asked.is_checkpoint_wanted = wanted
+        if stops or interrupts:
+            texts = self.replicas.gather_objects((asked.stop_reason, asked.interruption))
+            asked.stop_reason, asked.interruption = (
+                next(filter(None, said), "") for said in zip(*texts, strict=True)
+            )
 
     @property
     def limit(self) -> str:
@@ -333,7 +313,8 @@ class Session:
             self.schedulers.after_validation(self.model.metrics)
         self.log_scores()
         self.state.end_validation()
-        self.state.record_improvement(has_improved=bool(self.model.have_metrics_improved()))
+        (has_improved,) = self.replicas.agree(bool(self.model.have_metrics_improved()))
+        self.state.record_improvement(has_improved=has_improved)
 
     def warn_of_automatic_options(self) -> None:
         """Say which options have no effect because the model steps its optimizers itself."""
@@ -364,10 +345,12 @@ class Session:
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state, by reference: plain dictionaries of tensors, numbers, strings."""
         source = self.training_source
+        model = self.model.state_dict()
         return {
             "training_state": self.state.dict(),
             "cursor": self.cursor.dict(),
-            "model": self.model.state_dict(),
+            "model": model,
+            "by_rank": self._gather_unshared(model),
             "tables": {name: _as_plain(table) for name, table in self.model.tables.items()},
             "is_manual": self.is_manual,
             "plugins": self.carried_plugins
@@ -377,5 +360,28 @@ class Session:
             "engine": self.engine.state_dict(),
             "rng": rng.get_rng_state_dict(),
             "num_threads": torch.get_num_threads(),
-            "num_replicas": 1,
+            "num_replicas": self.replicas.num_replicas,
+            "obstacles": list(self.obstacles),
+            "unshared": list(self.unshared),
         }
+
+    def _gather_unshared(self, model: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what differs between processes of the same run, by rank; empty for one process.
+
+        A start with as many processes gives each its own again.
+        """
+        source = self.training_source
+        if self.replicas.is_whole or not (self.unshared or source.state_is_per_process):
+            return []
+        # A model with a state_dict of its own is taken at its word.
+        is_ours = type(self.model).state_dict is Model.state_dict
+        objects = model["objects"] if is_ours else {}
+        own = {
+            "values": model["values"] if is_ours and self.unshared else None,
+            "objects": {path: state for path, state in objects.items() if self._is_unshared(path)},
+            "data": source.state_dict() if source.state_is_per_process else None,
+        }
+        return self.replicas.gather_objects(own)
+
+    def _is_unshared(self, path: str) -> bool:
+        return any(name == path or name.startswith(f"{path}.") for name in self.unshared)

@@ -18,6 +18,7 @@ from helios.checkpoint.migrations import (
 from helios.checkpoint.store import CheckpointStore
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
+from helios.engines.handover import refuse_nested_start
 from helios.engines.precision import Precision
 from helios.errors import UsageError
 from helios.loops.fit import FitLoop
@@ -25,9 +26,9 @@ from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup.arguments import Arguments
+from helios.startup.call import Call, Standing
 from helios.startup.checks import check_subjects
-from helios.startup.evaluate import EvaluationRun
-from helios.startup.fit import FitRun
+from helios.startup.launching import carry_out
 from helios.startup.registration import PluginTable
 from helios.startup.roots import EvaluationRoot, Roots
 from helios.state import Phase, TrainingState, TrainingUnit
@@ -77,8 +78,10 @@ class Trainer:
         plugins: plugins to register, in this order.
         store: how checkpoints are kept.
         signals: comes with a later version.
-        num_replicas: logical data-parallel workers that define the run; 1 in this version.
-        nproc: processes that carry them; 1 in this version.
+        num_replicas: logical data-parallel workers that define the run; as many as processes where
+            ``None``. Fixed at the first start.
+        nproc: processes that carry them, up to that number: on the CPU, or on a GPU each; all
+            selected GPUs where ``None``. torchrun and srun decide it themselves.
         clip_norm: largest 2-norm of a step's gradients, in automatic mode.
         clip_value: largest magnitude of their elements, in automatic mode.
         resume: ``"auto"`` goes on from the newest checkpoint; ``"never"`` starts anew at every
@@ -88,8 +91,6 @@ class Trainer:
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
         datamodule: the data module of the last call.
-        local_rank: rank of this process on its machine.
-        rank: global rank of this process; 0 where there is one (C9).
         plugins: the plugins by id; ``trainer.plugins[id] = plugin`` registers one.
         train_exceptions: types that pass through :meth:`fit` without being logged.
         test_exceptions: types that pass through :meth:`test` and its kin without being logged.
@@ -150,13 +151,10 @@ class Trainer:
         self.train_exceptions: list[type[BaseException]] = []
         self.test_exceptions: list[type[BaseException]] = []
         self.plugins = PluginTable()
-        self._session: Session | None = None
+        self._standing = Standing()
         self.model: Model | None = None
         self.datamodule: DataModule | None = None
-        self._fitted_model: Model | None = None
         self._exit_code = 0
-        self.local_rank = 0
-        self.rank = 0
         self.roots = Roots()
         for plugin in plugins:
             self.register_plugin(plugin)
@@ -167,9 +165,27 @@ class Trainer:
         return self._arguments.gpu_ids
 
     @property
-    def queue(self) -> None:
-        """A queue of spawned processes; ``None`` in one process (H65)."""
-        return None
+    def rank(self) -> int:
+        """Number of this process among all, from 0; in the process that starts ranks, 0 (C9)."""
+        return self._standing.info.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine, from 0."""
+        return self._standing.info.local_rank
+
+    @property
+    def queue(self) -> Any:
+        """A queue from ranks that the trainer has started to this process (H65).
+
+        Ranks put items into it; they are here while ranks run, for another thread, and afterwards.
+        ``None`` before any rank was started, and under torchrun and srun.
+        """
+        return self._standing.queue
+
+    @property
+    def _session(self) -> Session | None:
+        return self._standing.session
 
     @property
     def exit_code(self) -> int:
@@ -256,7 +272,7 @@ class Trainer:
                     on_forward_end(context)
                     if train_step returns a loss:
                         on_backward_start(loss)
-                        engine.backward(loss)
+                        engine.backward_loss(loss)
                         on_backward_end()
                         if the window ends:
                             on_optimizer_step_start(optimizer)
@@ -307,19 +323,14 @@ class Trainer:
             HeliosError: for what is named in ``helios.errors``.
             Exception: whatever user code raises, after everything was torn down (C6).
         """
-        self._take(model, datamodule)
         self._exit_code = 0
-        run = FitRun(
-            self._arguments, self.plugins, model, datamodule, self._show, loop=self.roots.fit
-        )
         try:
-            with self.plugins.used():
-                is_finished: bool = run.execute(tuple(self.train_exceptions))
+            is_finished: bool = self._call(Phase.TRAINING, model, datamodule)
         except BaseException as error:
             self._exit_code = 75 if isinstance(error, KeyboardInterrupt) else 1
             raise
         self._exit_code = 0 if is_finished else 75
-        self._fitted_model = model
+        self._standing.fitted_model = model
         return is_finished
 
     def validate(self, model: Model, datamodule: DataModule) -> bool:
@@ -348,7 +359,7 @@ class Trainer:
                 engine.teardown()
                 teardown()
         """
-        self._evaluate(Phase.VALIDATION, model, datamodule)
+        self._call(Phase.VALIDATION, model, datamodule)
         return True
 
     def test(self, model: Model, datamodule: DataModule) -> bool:
@@ -360,7 +371,7 @@ class Trainer:
         The order is that of :meth:`validate`, with ``testing`` for ``validation`` and ``test_step``
         for ``valid_step``.
         """
-        self._evaluate(Phase.TESTING, model, datamodule)
+        self._call(Phase.TESTING, model, datamodule)
         return True
 
     def predict(self, model: Model, datamodule: DataModule) -> list[Any]:
@@ -371,30 +382,19 @@ class Trainer:
         The order is that of :meth:`validate`, with ``predicting`` for ``validation`` and
         ``predict_step`` for ``valid_step``.
         """
-        predictions: list[Any] | None = self._evaluate(Phase.PREDICTION, model, datamodule)
+        predictions: list[Any] | None = self._call(Phase.PREDICTION, model, datamodule)
         return [] if predictions is None else predictions
 
-    def _evaluate(self, phase: Phase, model: Model, datamodule: DataModule) -> Any:
-        self._take(model, datamodule)
-        run = EvaluationRun(
-            self._arguments,
-            self.plugins,
-            model,
-            datamodule,
-            self._show,
-            loop=self.roots.evaluations[phase],
-            is_trained=self._fitted_model is model,
-        )
-        with self.plugins.used():
-            return run.execute(tuple(self.test_exceptions))
-
-    def _show(self, session: Session | None) -> None:
-        self._session = session
-
-    def _take(self, model: Model, datamodule: DataModule) -> None:
+    def _call(self, phase: Phase, model: Model, datamodule: DataModule) -> Any:
+        refuse_nested_start()
         self.plugins.check_idle()
         check_subjects(model, datamodule)
         self.model, self.datamodule = model, datamodule
-        owners: list[Model | DataModule | Plugin] = [model, datamodule, *self.plugins.values()]
-        for owner in owners:
+        passed = tuple(self.train_exceptions if phase is Phase.TRAINING else self.test_exceptions)
+        standing = self._standing
+        call = Call(
+            phase, self._arguments, self.plugins, self.roots, model, datamodule, standing, passed
+        )
+        for owner in call.owners:
             owner.trainer = self
+        return carry_out(call)

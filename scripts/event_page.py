@@ -47,7 +47,7 @@ for each optimizer:
     on_forward_end(context)
     if it has parameters to train:
         on_backward_start(loss)
-        engine.backward(loss)
+        engine.backward_loss(loss)
         on_backward_end()
     if the window ends:
         on_optimizer_step_start(optimizer)
@@ -93,6 +93,8 @@ registers, any other one when a run starts.
   from 1, `validation_cycle` and `step` from 0, the ids of `self.context` from 0.
 - Channels are the scopes of [hook contexts](channels.md): the row begins or ends that scope.
 - Other calls of `self.context.log` tell `on_log` where they are made.
+- With several replicas, steps, `process_*_batch` and the events of forward and backward come once
+  for each replica that a process carries; all others come once an iteration in every process.
 """
 
 

@@ -7,6 +7,7 @@ and left is in ``helios.core.group``.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -20,7 +21,7 @@ from helios.core.group import has_failed as has_failed
 from helios.core.group import is_dist_active as is_dist_active
 from helios.core.group import join_group as join_group
 from helios.core.group import leave_group as leave_group
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 TORCHRUN_VARIABLES = (
     "LOCAL_RANK",
@@ -35,6 +36,12 @@ TORCHRUN_VARIABLES = (
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID",
 )
+
+
+# Not all of gloo's collectives take tensors of GPUs, and none of NCCL's takes others.
+_HOMES = {"gloo": "cpu", "nccl": "cuda"}
+# The name before PyTorch 2.13, which warns of it now.
+_GATHER = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 
 def is_using_torchrun() -> bool:
@@ -148,19 +155,31 @@ def get_world_size() -> int:
 def gather_into_tensor(tensor: torch.Tensor, size: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
     """Join the tensors of all processes into one, on the device of ``tensor`` (H64).
 
+    It may lie elsewhere than the backend wants it: it is moved there, and the result back.
+
     Args:
         tensor: what this process adds; of the same shape everywhere.
         size: shape of the result: the tensors concatenated, or stacked, in the order of ranks.
-        **kwargs: further arguments of ``torch.distributed.all_gather_into_tensor``.
+        **kwargs: further arguments of ``torch.distributed.all_gather_single``, such as ``group``.
 
     Raises:
+        ArgumentError: for a size of another number of elements (a ``ValueError``).
         UsageError: without a process group, or after a collective has failed (a
             ``RuntimeError``).
     """
+    group = kwargs.get("group")
+    count = dist.get_world_size(group) if is_dist_active() else 1
+    if is_dist_active() and math.prod(size) != count * tensor.numel():
+        raise ArgumentError(
+            f"gather_into_tensor(size=...) must have room for {count} tensors of shape "
+            f"{tuple(tensor.shape)}, got {tuple(size)}. Pass e.g. {(count, *tensor.shape)}."
+        )
     with collective("gather_into_tensor"):
-        out = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
-        dist.all_gather_into_tensor(out, tensor.contiguous(), **kwargs)
-    return out
+        own = tensor.detach().to(home_of(tensor, group)).reshape(-1)
+        # Backends disagree on which shapes belong together; none does on flat ones.
+        out = own.new_empty(count * own.numel())
+        _GATHER(out, own, **kwargs)
+    return out.view(size).to(tensor.device)
 
 
 def all_reduce_tensors(
@@ -172,8 +191,8 @@ def all_reduce_tensors(
     be the same on another number of processes.
 
     Args:
-        tensor: a tensor, which is changed in place; or a list of tensors of one shape, or of
-            numbers, which is stacked into a new one.
+        tensor: a tensor, which is changed in place, wherever it lies; or a list of tensors of one
+            shape, or of numbers, which is stacked into a new one where the backend wants it.
         **kwargs: further arguments of ``torch.distributed.all_reduce``, such as ``op``.
 
     Returns:
@@ -186,10 +205,30 @@ def all_reduce_tensors(
     with collective("all_reduce_tensors"):
         if isinstance(tensor, list):
             tensor = torch.stack([torch.as_tensor(item).detach() for item in tensor])
-            if dist.get_backend() == "nccl":
-                tensor = tensor.cuda()
-        dist.all_reduce(tensor, **kwargs)
+            tensor = tensor.to(home_of(tensor, kwargs.get("group")))
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(
+                f"all_reduce_tensors(tensor=...) must be a tensor or a list, got {tensor!r}. Pass "
+                "[value] for a number."
+            )
+        moved = tensor.detach().to(home_of(tensor, kwargs.get("group")))
+        dist.all_reduce(moved, **kwargs)
+        if moved.device != tensor.device:
+            tensor.detach().copy_(moved)
     return tensor
+
+
+def home_of(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where a group's backend wants a tensor: its own place, where that will do.
+
+    Args:
+        tensor: what is to be sent.
+        group: the process group; None for that of all processes.
+    """
+    kind = _HOMES.get(dist.get_backend(group), tensor.device.type)
+    if kind == tensor.device.type:
+        return tensor.device
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def global_print(*args: Any, global_rank: int = 0, **kwargs: Any) -> None:

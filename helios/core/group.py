@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import threading
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,13 +19,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from helios.errors import UsageError
+from helios.errors import RankError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Rank 0 may write a large checkpoint to a slow disk while the others wait; a process that died is
 # noticed by its closed connections, not by this limit.
 CONTROL_TIMEOUT = timedelta(hours=2)
 _DESTROY_SECONDS = 2.0
+_TORCHRUN_MEETING, _START_KEY, _POLL_SECONDS = "env://", "helios/start", 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +129,43 @@ def _meet(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
     if store is None:
         found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
         store, _, _ = next(found)
+        if meeting == _TORCHRUN_MEETING:
+            store = dist.PrefixStore(_name_start(store, info, timeout), store)  # type: ignore[attr-defined]
         _Process.stores[meeting] = store
     _Process.num_joins += 1
     return dist.PrefixStore(f"helios/{_Process.num_joins}", store)  # type: ignore[attr-defined]
+
+
+def _name_start(store: Any, info: DistributedInfo, timeout: timedelta) -> str:
+    """Agree on a name that only the ranks of this start know.
+
+    torchrun keeps its store when it starts all ranks again, so the addresses of ranks that are gone
+    would be taken for those of the present ones. Rank 0 makes a name, and answers under it to those
+    who have called; a rank that has read an old name finds no answer to its own call.
+
+    Raises:
+        RankError: if the others do not come in time.
+    """
+    own = uuid.uuid4().hex
+    others = range(1, info.world_size)
+    if info.rank == 0:
+        store.set(_START_KEY, own)
+        calls = [f"{own}/{rank}" for rank in others]
+        store.wait(calls, timeout)
+        store.set(f"{own}/answer", " ".join(store.get(call).decode() for call in calls))
+        return own
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        name: str = store.get(_START_KEY).decode()
+        store.set(f"{name}/{info.rank}", own)
+        answer = f"{name}/answer"
+        if store.check([answer]) and own in store.get(answer).decode().split():
+            return name
+        time.sleep(_POLL_SECONDS)
+    raise RankError(
+        f"Rank {info.rank} of {info.world_size} has waited for the others for {timeout}, and not "
+        "all of them came. Look at what the others say, and start all of them again."
+    )
 
 
 def leave_group(*, is_failing: bool = False) -> None:
@@ -286,16 +323,17 @@ def _require_group(caller: str) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, is that of a collective.
+    """Return whether an error, or one that led to it, comes from another rank.
 
-    Such an error says that another rank is gone or late, not why.
+    That of a collective says that a rank is gone or late, not why; a ``RankError`` says that
+    another one has failed.
     """
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         is_gloo = isinstance(link, RuntimeError) and "gloo" in str(link).lower()
-        if is_gloo or isinstance(link, dist.DistError):
+        if is_gloo or isinstance(link, RankError | dist.DistError):
             return True
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return False

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from helios.core.distributed import get_global_rank
+from helios.core.distributed import describe_rank, get_global_rank
 from helios.core.screen import write_line
 from helios.core.tensorboard import TensorboardWriter
 from helios.errors import UsageError
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger(__name__)
-_FORMAT = "%(asctime)s - %(levelname)s - %(message)s"
+_FORMAT = "%(asctime)s - %(levelname)s - {place}%(message)s"
 
 
 class _ScreenHandler(logging.Handler):
@@ -52,6 +52,8 @@ class _ScreenHandler(logging.Handler):
 class RootLogger:
     """Owner of the logger named ``helios``: INFO and up on rank 0, ERROR and up elsewhere (H45).
 
+    Lines of other ranks say which one it is, e.g. ``rank 2 of 4``.
+
     While it is open, messages of the package go to its handlers only, not to those of the
     standard library's root logger: two of them would print each line twice.
 
@@ -66,6 +68,9 @@ class RootLogger:
         self._handlers: list[logging.Handler] = []
         self._file: logging.FileHandler | None = None
         self._is_main = get_global_rank() == 0
+        # Lines of rank 0 are those of a training in one process.
+        place = "" if self._is_main else f"{describe_rank()} - "
+        self._formatter = logging.Formatter(_FORMAT.format(place=place))
         for logger in self._loggers:
             logger.setLevel(logging.INFO if self._is_main else logging.ERROR)
             logger.propagate = False
@@ -76,7 +81,7 @@ class RootLogger:
         self._attach(_ScreenHandler())
 
     def _attach(self, handler: logging.Handler) -> None:
-        handler.setFormatter(logging.Formatter(_FORMAT))
+        handler.setFormatter(self._formatter)
         self._handlers.append(handler)
         for logger in self._loggers:
             logger.addHandler(handler)

@@ -80,6 +80,7 @@ class DataModule(ABC):
     _test_dataset: Datasets | None = None
     _predict_dataset: Datasets | None = None
     _is_distributed: bool = False
+    _num_replicas: int | None = None
     _trainer: Trainer | None = None
 
     @property
@@ -90,6 +91,15 @@ class DataModule(ABC):
     @is_distributed.setter
     def is_distributed(self, value: bool) -> None:
         self._is_distributed = value
+
+    @property
+    def num_replicas(self) -> int | None:
+        """The replicas of the run, which share the data; ``None`` where no trainer has set it."""
+        return self._num_replicas
+
+    @num_replicas.setter
+    def num_replicas(self, value: int | None) -> None:
+        self._num_replicas = value
 
     @property
     def trainer(self) -> Trainer:
@@ -215,9 +225,10 @@ def _open_one(module: DataModule, pair: Dataset, name: str) -> LoaderPair:
             f"got {pair!r}."
         )
     params = dataclasses.replace(pair.params)
-    if params.is_distributed is None:
-        params.is_distributed = module.is_distributed
-    return build_loader(pair.dataset, params, name=name)
+    if params.is_distributed is None and module.is_distributed:
+        # Not False where it is not: that would be the user's word against sharing.
+        params.is_distributed = True
+    return build_loader(pair.dataset, params, name=name, num_replicas=module.num_replicas)
 
 
 def _dataset_of(pairs: Datasets | None) -> Any:

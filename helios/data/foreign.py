@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import replace
 from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
 from helios.data.legacy import LegacyWatch
-from helios.data.loader import end_workers
+from helios.data.loader import WorkerInit, end_workers
 from helios.data.order import Place
 from helios.data.passes import BatchIterator, Source, run_on_one_thread
 from helios.data.samplers import HasEpoch
-from helios.errors import StateError, UsageError
+from helios.data.share import Share
+from helios.errors import ArgumentError, StateError, UsageError
 from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
@@ -35,10 +37,26 @@ class ForeignSource(Source):
         sampler: what the user handed over beside it; told the epoch.
         run_seed: seed of the run.
         purpose: name of the fetching streams.
+        share: the part of this process, where replicas share the data: one replica, whose samples
+            the loader gives.
+
+    Raises:
+        ArgumentError: where the process carries several replicas.
     """
 
-    def __init__(self, loader: Iterable[Any], sampler: Any, run_seed: int, purpose: str) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        sampler: Any,
+        *,
+        run_seed: int,
+        purpose: str,
+        share: Share | None = None,
+    ) -> None:
+        if share is not None:
+            _check_lone(loader, share)
         self.loader = loader
+        self._share = share
         self._run_seed = run_seed
         self._purpose = purpose
         self._stateful = loader if isinstance(loader, Stateful) else None
@@ -68,16 +86,32 @@ class ForeignSource(Source):
         """``"restart"`` where the loader has a state, else ``"none"``."""
         return "none" if self._stateful is None else "restart"
 
+    @property
+    def ends_together(self) -> bool:
+        """Not where each process has a loader of its own (R46)."""
+        return self._share is None
+
+    @property
+    def state_is_per_process(self) -> bool:
+        """Where each process has a loader of its own, and this one has a state."""
+        return self._share is not None and self.can_resume
+
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
         """Begin a pass where the loader begins it; ``batch`` only numbers what comes."""
         self.release_state()
         for listener in self._listeners:
             listener.set_epoch(epoch)
         place = Place(self._run_seed, self._purpose, epoch, batch, sample)
+        if self._share is not None:
+            place = replace(place, replica=self._share.block.start)
+            self._seed_workers(place)
         self._watch.begin()
+        batches: BatchIterator
         if self._length is not None:
-            return _CountedBatches(self.loader, place, self._watch, self._length)
-        return _ProbedBatches(self.loader, place, self._watch, self)
+            batches = _CountedBatches(self.loader, place, self._watch, self._length)
+        else:
+            batches = _ProbedBatches(self.loader, place, self._watch, self)
+        return batches if self._share is None else _ListedBatches(batches)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the loader's length, where it can be trusted."""
@@ -117,11 +151,28 @@ class ForeignSource(Source):
         """Return a copy of the loader's present state."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
+    def _seed_workers(self, place: Place) -> None:
+        """Let the workers of a stream that we have made draw other numbers on each replica."""
+        loader = self.loader
+        if isinstance(loader, DataLoader) and isinstance(loader.worker_init_fn, WorkerInit):
+            seed = rng.key("workers", place.run_seed, place.epoch, place.replica)
+            loader.generator.manual_seed(seed)
+
     def close(self) -> None:
         """End persistent workers."""
         if isinstance(self.loader, DataLoader):
             end_workers(self.loader._iterator)  # noqa: SLF001 - PyTorch has no public way
             self.loader._iterator = None  # noqa: SLF001
+
+
+def _check_lone(loader: Any, share: Share) -> None:
+    if len(share.block) != 1:
+        raise ArgumentError(
+            f"A {type(loader).__name__} that create_dataloader has not made from a map-style data "
+            "set must be the loader of one replica, got a process that carries replicas "
+            f"{list(share.block)}. Start as many processes as replicas ({share.num_replicas}) and "
+            "split the data by rank, or use create_dataloader, whose order is dealt out to them."
+        )
 
 
 def _find_listeners(loader: Any, sampler: Any) -> list[HasEpoch]:
@@ -242,3 +293,20 @@ class _ProbedBatches(_ForeignBatches):
         if self.is_last:
             self._source.release_state()
         super().close()
+
+
+@final
+class _ListedBatches(BatchIterator):
+    """A pass that gives lists of one batch, as shared data does where a process has one replica."""
+
+    def __init__(self, batches: BatchIterator) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self.num_samples, self.is_last = self._batches.num_samples, self._batches.is_last
+        return [batch]
+
+    def close(self) -> None:
+        """End the pass."""
+        self._batches.close()

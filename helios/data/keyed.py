@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -21,6 +21,7 @@ from helios.data.legacy import WorkerWatch, legacy_numpy_kept
 from helios.data.order import Order, Place
 
 _END = object()
+_Found = TypeVar("_Found")
 
 
 class Keyed(NamedTuple):
@@ -95,6 +96,9 @@ class KeyedDataset(Dataset[Any]):
             self._watch.count()
 
 
+Walk: TypeAlias = Callable[[Place], Iterator[Keyed]]
+
+
 @final
 class KeyedBatchSampler(Sampler[Keyed]):
     """The batches of a pass, each with its key, from any place.
@@ -120,6 +124,7 @@ class KeyedBatchSampler(Sampler[Keyed]):
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._place: Place | None = None
+        self._share: Walk | None = None
         self._last_by_hand: Place | None = None
 
     @property
@@ -127,22 +132,24 @@ class KeyedBatchSampler(Sampler[Keyed]):
         """Whether an item is a list of samples."""
         return self.order.yields_batches or self._batch_size is not None
 
-    def seek(self, place: Place | None) -> None:
-        """Set where the next pass begins; ``None``: where the user's sampler says."""
-        self._place = place
+    def seek(self, place: Place | None, share: Walk | None = None) -> None:
+        """Set where the next pass begins.
+
+        Args:
+            place: the place; ``None``: where the user's sampler says.
+            share: gives the batches of the pass, where they are a share of the order.
+        """
+        self._place, self._share = place, share
 
     def lists(self, place: Place) -> Iterator[Any]:
         """Iterate over the lists of a pass, or over single samples, without keys."""
         blocks = self.order.blocks(place)
         if self.order.yields_batches or self._batch_size is None:
             return chain.from_iterable(blocks)
-        return _cut(blocks, self._batch_size, drop_last=self._drop_last)
+        return cut(blocks, self._batch_size, drop_last=self._drop_last)
 
     def indices_at(self, place: Place, dataset: Any) -> list[Any] | None:
         """Return the indices of one batch, found on the side: nothing is fetched or moved.
-
-        A user's sampler is copied and asked twice. One whose order follows from more than the
-        place, say a counter of its own, gives itself away by another answer.
 
         Args:
             place: the place of the batch.
@@ -155,14 +162,10 @@ class KeyedBatchSampler(Sampler[Keyed]):
         if order is None:
             return None
         twin = KeyedBatchSampler(order, batch_size=self._batch_size, drop_last=self._drop_last)
-        try:
-            with rng.stream(place.order_key()), legacy_numpy_kept():
-                first, second = (next(twin.lists(place), None) for _ in range(2))
-        except Exception:  # the copy of a user's sampler may miss what it was taken from
+        found = ask_twice(place, lambda: next(twin.lists(place), None))
+        if found is None:
             return None
-        if first is None or first != second:
-            return None
-        return list(first) if self.is_batched else [first]
+        return list(found) if self.is_batched else [found]
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the number of batches of a pass that goes on, or went on, at a place.
@@ -190,6 +193,8 @@ class KeyedBatchSampler(Sampler[Keyed]):
     def __iter__(self) -> Iterator[Keyed]:
         # The place is taken now and all else is done at the first step: torch calls iter() twice
         # when it starts workers, and steps through the second one only.
+        if self._place is not None and self._share is not None:
+            return self._share(self._place)
         return self._walk(self._place)
 
     def _walk(self, place: Place | None) -> Iterator[Keyed]:
@@ -218,7 +223,25 @@ class KeyedBatchSampler(Sampler[Keyed]):
         return place
 
 
-def _cut(blocks: Iterator[list[Any]], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
+def ask_twice(place: Place, ask: Callable[[], _Found | None]) -> _Found | None:
+    """Return what the copy of a user's sampler answers, if it answers so twice.
+
+    One whose order follows from more than the place, say a counter of its own, gives itself away
+    by another answer. Nothing outside of the copy is moved.
+
+    Args:
+        place: whose stream the sampler runs on.
+        ask: walks the copy from the place.
+    """
+    try:
+        with rng.stream(place.order_key()), legacy_numpy_kept():
+            first, second = ask(), ask()
+    except Exception:  # the copy of a user's sampler may miss what it was taken from
+        return None
+    return first if first == second else None
+
+
+def cut(blocks: Iterator[list[Any]], size: int, *, drop_last: bool = False) -> Iterator[list[Any]]:
     """Cut blocks into lists of one size; the last one may be shorter."""
     rest: list[Any] = []
     for block in blocks:

@@ -37,6 +37,16 @@ class LimitedSource(Source):
         """As without limit."""
         return self._source.level
 
+    @property
+    def ends_together(self) -> bool:
+        """As without limit."""
+        return self._source.ends_together
+
+    @property
+    def state_is_per_process(self) -> bool:
+        """As without limit."""
+        return self._source.state_is_per_process
+
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
         """Begin a pass; one that stands at or behind the limit gives nothing more."""
         batches = self._source.batches(epoch, batch=batch, sample=sample)

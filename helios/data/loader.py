@@ -11,12 +11,14 @@ from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
 from helios.core.distributed import is_dist_active
 from helios.core.registry import Registry
-from helios.data.keyed import KeyedBatchSampler, KeyedDataset
-from helios.data.order import DrawnOrder, Order, Place, PositionalOrder
+from helios.data.drawn import DrawnOrder
+from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
+from helios.data.order import Order, Place, PositionalOrder
 from helios.data.params import DataLoaderParams
 from helios.data.samplers import (
     ResumableDistributedSampler,
@@ -116,15 +118,29 @@ class KeyedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return super().__iter__() if self.num_workers else self._iterate_here(super().__iter__())
 
-    def start(self, place: Place) -> Iterator[Any]:
-        """Start PyTorch's own iteration, from a place on; persistent workers are used again."""
+    def start(self, place: Place, share: Walk | None = None) -> Iterator[Any]:
+        """Start PyTorch's own iteration, from a place on; persistent workers are used again.
+
+        Args:
+            place: where it begins.
+            share: gives the batches, where they are a share of the order.
+        """
         if self.generator is not None:
             self.generator.manual_seed(rng.key("workers", place.run_seed, place.epoch))
-        self.batches.seek(place)
+        self.batches.seek(place, share)
         try:
             return super().__iter__()
         finally:
             self.batches.seek(None)
+
+    def make_fetch(self) -> Callable[[Any], Any]:
+        """Return what fetches and collates a batch in this process, without seeding."""
+        dataset = self.keyed_dataset
+        fetch = dataset.fetch if self.batches.is_batched else dataset.dataset.__getitem__
+        collate: Callable[[Any], Any] = self.collate_fn
+        if self.pin_memory:
+            return lambda indices: pin(collate(fetch(indices)))  # type: ignore[no-untyped-call]
+        return lambda indices: collate(fetch(indices))
 
     def end_workers(self) -> None:
         """End persistent workers; the next iteration starts new ones."""
@@ -161,7 +177,7 @@ def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely
     pin_memory: bool = True,
     drop_last: bool = False,
     debug_mode: bool = False,
-    is_distributed: bool | None = False,
+    is_distributed: bool | None = None,
     sampler: ResumableSamplerType | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     *,
@@ -170,10 +186,12 @@ def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely
     multiprocessing_context: str | BaseContext | None = None,
     worker_init_fn: Callable[[int], Any] | None = None,
     batch_sampler: Any = None,
+    num_replicas: int | None = None,
 ) -> LoaderPair:
     """Create a loader for a data set, and the sampler that decides its order (H9).
 
-    The options are those of :class:`DataLoaderParams`.
+    The options are those of :class:`DataLoaderParams`. ``num_replicas`` is what a data module says
+    under that name; it is asked for where there may be no process group to ask.
 
     Returns:
         The loader, and its sampler; no sampler for an ``IterableDataset`` or a ``batch_sampler``.
@@ -200,16 +218,23 @@ def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely
         worker_init_fn=worker_init_fn,
         batch_sampler=batch_sampler,
     )
-    return build_loader(dataset, params)
+    return build_loader(dataset, params, num_replicas=num_replicas)
 
 
-def build_loader(dataset: Any, params: DataLoaderParams, *, name: str = "dataset") -> LoaderPair:
+def build_loader(
+    dataset: Any,
+    params: DataLoaderParams,
+    *,
+    name: str = "dataset",
+    num_replicas: int | None = None,
+) -> LoaderPair:
     """Create what :func:`create_dataloader` does.
 
     Args:
         dataset: a map-style or iterable data set.
         params: the options.
         name: what messages call the data set.
+        num_replicas: the replicas that share the data; ``None`` to ask the process group.
     """
     params.check()
     params.warn_of_idle_options()
@@ -225,10 +250,12 @@ def build_loader(dataset: Any, params: DataLoaderParams, *, name: str = "dataset
     if params.batch_sampler is not None:
         batches = KeyedBatchSampler(DrawnOrder(params.batch_sampler, yields_batches=True))
         return KeyedLoader(dataset, batches, params), None
-    sampler = params.sampler or _choose_sampler(dataset, params, name)
+    sampler = params.sampler or _choose_sampler(dataset, params, name, num_replicas)
     order: Order = PositionalOrder(sampler) if is_positional(sampler) else DrawnOrder(sampler)
     batches = KeyedBatchSampler(order, batch_size=params.batch_size, drop_last=params.drop_last)
-    if order.length is not None and batches.num_batches() == 0:
+    # What many replicas get is checked where they share it: an evaluation pads and cuts nothing.
+    is_whole = num_replicas is None or num_replicas == 1
+    if is_whole and order.length is not None and batches.num_batches() == 0:
         raise ArgumentError(
             f"The {name} must give at least one batch, got {order.length} samples for "
             f"batch_size={params.batch_size} with drop_last={params.drop_last}. Lower the batch "
@@ -237,7 +264,9 @@ def build_loader(dataset: Any, params: DataLoaderParams, *, name: str = "dataset
     return KeyedLoader(dataset, batches, params), sampler
 
 
-def _choose_sampler(dataset: Any, params: DataLoaderParams, name: str) -> ResumableSamplerType:
+def _choose_sampler(
+    dataset: Any, params: DataLoaderParams, name: str, num_replicas: int | None
+) -> ResumableSamplerType:
     """Choose as H9 says: shared data, else a random order, else that of the data set."""
     if not isinstance(dataset, Sized):
         raise ArgumentError(
@@ -246,14 +275,17 @@ def _choose_sampler(dataset: Any, params: DataLoaderParams, name: str) -> Resuma
         )
     batch_size = params.batch_size or 1
     if params.is_distributed:
-        if not is_dist_active():
+        if num_replicas is None and not is_dist_active():
             raise ArgumentError(
                 "DataLoaderParams(is_distributed=True) must come with a process group, and there "
-                "is none. Leave it out, or pass a ResumableDistributedSampler with num_replicas "
-                "and rank."
+                "is none. Leave it out, pass create_dataloader(num_replicas=self.num_replicas) in "
+                "a data module, or pass a ResumableDistributedSampler with num_replicas and rank."
             )
         return ResumableDistributedSampler(
             dataset,
+            num_replicas=num_replicas,
+            # Whoever knows the replicas deals the whole order out to them: no rank is asked for.
+            rank=None if num_replicas is None else 0,
             shuffle=params.shuffle,
             seed=params.random_seed,
             drop_last=params.drop_last,

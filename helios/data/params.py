@@ -36,7 +36,9 @@ class DataLoaderParams:
         pin_memory: pin batches, where there is an accelerator to send them to.
         drop_last: leave out a last batch that is smaller.
         debug_mode: fetch in the training process whatever ``num_workers`` says.
-        is_distributed: whether replicas share the data; ``None`` to ask the data module.
+        is_distributed: whether replicas share the data; ``None`` to ask the data module. Under a
+            trainer with several replicas they share it unless this is False, which lets each
+            train on all of it; the data of an evaluation is always shared.
         sampler: the order, instead of ``shuffle``; derived from one of the two resumable bases.
         collate_fn: makes a batch of samples; PyTorch's default if ``None``.
         persistent_workers: keep the workers from epoch to epoch.

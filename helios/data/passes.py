@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from helios.errors import UsageError
+
 
 class BatchIterator(ABC):
     """The batches of one pass.
@@ -15,8 +17,12 @@ class BatchIterator(ABC):
     A fetch sets all generators and leaves them set: in training the caller seeds again for the
     step, and evaluation restores what it found.
 
+    Where replicas share the data, an item is the list of the batches of one iteration, one for each
+    replica of the process, or :data:`helios.data.share.NO_BATCH`.
+
     Attributes:
-        num_samples: samples of the batch that came last; 0 if unknown.
+        num_samples: samples of the batch that came last; 0 if unknown. Where replicas share the
+            data, positions of the order that all of them have consumed in the iteration.
         is_last: whether it ends the pass.
     """
 
@@ -61,6 +67,16 @@ class Source(ABC):
     def level(self) -> str:
         """``"exact"``, ``"restart"`` for a foreign loader with state, else ``"none"``."""
 
+    @property
+    def ends_together(self) -> bool:
+        """Whether the passes of all processes end in the same iteration, by construction."""
+        return True
+
+    @property
+    def state_is_per_process(self) -> bool:
+        """Whether :meth:`state_dict` holds another state in each process."""
+        return False
+
     @abstractmethod
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
         """Begin a pass.
@@ -68,7 +84,8 @@ class Source(ABC):
         Args:
             epoch: number of the pass, from 0.
             batch: number of the first batch.
-            sample: position of its first sample in the order of the epoch.
+            sample: position of its first sample in the order of the epoch; where replicas share
+                the data, a multiple of their number.
         """
 
     @abstractmethod
@@ -76,7 +93,10 @@ class Source(ABC):
         """Return the batches of a whole pass that goes on at a place; ``None`` if unknown."""
 
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
-        """Return the indices of one batch's samples; ``None`` where they cannot be known."""
+        """Return the indices of one batch's samples; ``None`` where they cannot be known.
+
+        Where replicas share the data: of the iteration, those of all replicas, replica by replica.
+        """
         return None
 
     @abstractmethod
@@ -94,6 +114,14 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the workers that live from pass to pass; may be called again."""
+
+
+def make_cut_error(batch: int) -> UsageError:
+    """Make the error for what a loop would take for the end of the data."""
+    return UsageError(
+        f"The data set or collate function must not raise StopIteration, but did in batch {batch}. "
+        "It would end the epoch early; raise IndexError or another error."
+    )
 
 
 def run_on_one_thread(function: Callable[[Any], Any], argument: Any) -> Any:

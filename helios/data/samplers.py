@@ -189,7 +189,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         position = self.rank + start * self.num_replicas
         end = min(self._length, self.total_size)
         base = min(position, end)
-        for block in self._global_blocks(base):
+        for block in self.whole_blocks(base):
             picked = block[position - base : max(end - base, 0) : self.num_replicas]
             position += len(picked) * self.num_replicas
             base += len(block)
@@ -201,15 +201,21 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self.blocks(self.start_iter * self._batch_size))
 
-    def _global_blocks(self, start: int) -> Iterator[list[int]]:
+    @property
+    def whole_length(self) -> int:
+        """The number of samples of all shares together, without padding or cut."""
+        return self._length
+
+    def whole_blocks(self, start: int = 0) -> Iterator[list[int]]:
+        """Iterate over the order that is shared, from a position of it on, in lists."""
         if not self.shuffle:
             return _ranges(start, self._length)
         key = rng.key("order", self.run_seed, self.seed, self.epoch)
-        return Permutation(self._length, key).blocks(start)
+        return Permutation(self._length, key).blocks(min(start, self._length))
 
     def _padding(self, position: int) -> list[int]:
         """Return what stands behind the order's end: the order from its head again."""
-        head = list(islice(chain.from_iterable(self._global_blocks(0)), self.num_replicas))
+        head = list(islice(chain.from_iterable(self.whole_blocks()), self.num_replicas))
         places = range(position, self.total_size, self.num_replicas)
         return [head[place % self._length] for place in places]
 
@@ -233,6 +239,17 @@ def is_positional(sampler: object) -> TypeGuard[PositionalSampler]:
         next(owner for owner in classes if name in vars(owner)) for name in ("blocks", "__iter__")
     )
     return issubclass(blocks, steps)
+
+
+def has_whole_order(sampler: object) -> TypeGuard[ResumableDistributedSampler]:
+    """Return whether a sampler of shares also gives the order that it shares.
+
+    It does not where a derived class decides itself what its share is.
+    """
+    if not isinstance(sampler, ResumableDistributedSampler):
+        return False
+    kind, base = type(sampler), ResumableDistributedSampler
+    return kind.blocks is base.blocks and kind.__iter__ is base.__iter__
 
 
 def create_sampler(type_name: str, *args: Any, **kwargs: Any) -> ResumableSamplerType:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from helios.data.limited import LimitedSource
+from helios.data.share import Share
 from helios.data.source import Source, open_source
 from helios.errors import ArgumentError, ArgumentTypeError
 
@@ -44,7 +45,13 @@ def check_some(what: str, found: Iterable[Any]) -> None:
 
 
 def open_sources(
-    found: Any, *, label: str, run_seed: int, purpose: str, limit: int | None = None
+    found: Any,
+    *,
+    label: str,
+    run_seed: int,
+    purpose: str,
+    limit: int | None = None,
+    share: Share | None = None,
 ) -> list[Source]:
     """Return the sources over what a data module returned for a phase, in order.
 
@@ -54,27 +61,34 @@ def open_sources(
         run_seed: seed of the run.
         purpose: name of the fetching streams of the first loader; the others have their own.
         limit: the most batches of each pass; ``None`` for all.
+        share: the part of this process, where replicas share the data.
 
     Raises:
-        ArgumentError: for a loader without a batch, for no loader at all, and for a bad name.
+        ArgumentError: for a loader without a batch, for no loader at all, for a bad name, and for
+            a loader or sampler that cannot be shared as the run is.
         ArgumentTypeError: for a tuple that is no ``(loader, sampler)``.
     """
     is_several = isinstance(found, list | Mapping)
     sources = []
     for number, (name, loader, sampler) in enumerate(_entries(found, f"loaders of {label}")):
         own_purpose = f"{purpose}-{number}" if number else purpose
-        source = open_source(loader, sampler, run_seed=run_seed, purpose=own_purpose)
+        source = open_source(loader, sampler, run_seed=run_seed, purpose=own_purpose, share=share)
         if source.num_batches() == 0:
             where = f" in loader {name!r}" if is_several else ""
             raise ArgumentError(
-                f"The data of {label} must hold at least one batch, got none{where}. Check the "
-                "data set's length, the batch size and drop_last."
+                f"The data of {label} must hold at least one batch{_of_each(share)}, got "
+                f"none{where}. Check the data set's length, the batch size and drop_last."
             )
         if limit is not None:
             source = LimitedSource(source, limit)
         source.name = name
         sources.append(source)
     return sources
+
+
+def _of_each(share: Share | None) -> str:
+    is_several = share is not None and share.pads and share.num_replicas > 1
+    return f" for each of the {share.num_replicas} replicas" if share and is_several else ""
 
 
 def _entries(found: Any, what: str) -> list[tuple[str, Any, Any]]:

@@ -6,19 +6,20 @@ foreign one (:mod:`helios.data.foreign`) goes on where it says it can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import replace
 from typing import Any, final
 
-from torch.utils.data._utils.pin_memory import pin_memory
-
 from helios.core import rng
+from helios.data.deal import Deal, make_deal
 from helios.data.foreign import ForeignSource
+from helios.data.keyed import KeyedBatchSampler
 from helios.data.legacy import LegacyWatch
 from helios.data.loader import KeyedLoader, end_workers
 from helios.data.order import Place
-from helios.data.passes import BatchIterator, Source, run_on_one_thread
-from helios.errors import UsageError
+from helios.data.passes import BatchIterator, Source, make_cut_error, run_on_one_thread
+from helios.data.share import Share
+from helios.data.shared import open_shared
 
 __all__ = ["BatchIterator", "KeyedSource", "Source", "open_source"]
 
@@ -26,7 +27,12 @@ _END = object()
 
 
 def open_source(
-    loader: Iterable[Any], sampler: object = None, *, run_seed: int, purpose: str
+    loader: Iterable[Any],
+    sampler: object = None,
+    *,
+    run_seed: int,
+    purpose: str,
+    share: Share | None = None,
 ) -> Source:
     """Return the source over a loader.
 
@@ -36,10 +42,14 @@ def open_source(
         run_seed: seed of the run.
         purpose: name of the fetching streams: ``"fetch"`` for training, another one for each
             other phase, so that evaluation shares no randomness with training.
+        share: the part of this process, where replicas share the data.
+
+    Raises:
+        ArgumentError: for a loader or sampler that cannot be shared as the run is.
     """
     if isinstance(loader, KeyedLoader):
-        return KeyedSource(loader, run_seed, purpose)
-    return ForeignSource(loader, sampler, run_seed, purpose)
+        return KeyedSource(loader, run_seed, purpose, share)
+    return ForeignSource(loader, sampler, run_seed=run_seed, purpose=purpose, share=share)
 
 
 @final
@@ -50,16 +60,20 @@ class KeyedSource(Source):
         loader: the loader.
         run_seed: seed of the run.
         purpose: name of the fetching streams.
+        share: the part of this process, where replicas share the data.
     """
 
     loader: KeyedLoader
 
-    def __init__(self, loader: KeyedLoader, run_seed: int, purpose: str) -> None:
+    def __init__(
+        self, loader: KeyedLoader, run_seed: int, purpose: str, share: Share | None = None
+    ) -> None:
         self.loader = loader
         self._run_seed = run_seed
         self._purpose = purpose
         self._watch = LegacyWatch(purpose, loader.flag)
-        self._description = _describe(loader)
+        self._deal = None if share is None else make_deal(loader, share)
+        self._description = _describe(loader, self._deal)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -73,28 +87,49 @@ class KeyedSource(Source):
 
     @property
     def level(self) -> str:
-        """Always ``"exact"``."""
-        return "exact"
+        """``"exact"``; ``"restart"`` where a user's sampler splits the data by rank."""
+        return "restart" if self._is_own else "exact"
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether it does; nobody knows of a user's sampler that splits the data by rank."""
+        return not self._is_own
+
+    @property
+    def state_is_per_process(self) -> bool:
+        """Whether a user's sampler that splits the data by rank has a state."""
+        return self._is_own and self.loader.batches.order.has_state
+
+    @property
+    def _is_own(self) -> bool:
+        return self._deal is not None and self._deal.is_own
 
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
         """Begin a pass; nothing before its place is fetched."""
         place = Place(self._run_seed, self._purpose, epoch, batch, sample)
         self._watch.begin()
+        if self._deal is not None:
+            return open_shared(self.loader, self._deal, place, self._watch)
         if self.loader.num_workers:
             return _WorkerBatches(self.loader, place, self._watch)
         return _LocalBatches(self.loader, place, self._watch)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the batches of a whole pass that goes on at a place."""
-        return self.loader.batches.num_batches(batch=batch, sample=sample)
+        return self._teller.num_batches(batch=batch, sample=sample)
 
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
         """Return the indices of one batch's samples, computed anew: nothing is fetched or moved.
 
-        ``None`` where a user's sampler has a state, and where there is no such batch.
+        Where replicas share the data: those of all V replicas, replica by replica. ``None`` where
+        a user's sampler has a state or splits the data by rank, and where there is no such batch.
         """
         place = Place(self._run_seed, self._purpose, epoch, batch, sample)
-        return self.loader.batches.indices_at(place, self.loader.keyed_dataset.dataset)
+        return self._teller.indices_at(place, self.loader.keyed_dataset.dataset)
+
+    @property
+    def _teller(self) -> Deal | KeyedBatchSampler:
+        return self.loader.batches if self._deal is None else self._deal
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a user's sampler had when the epoch began; empty without one."""
@@ -109,11 +144,12 @@ class KeyedSource(Source):
         self.loader.end_workers()
 
 
-def _describe(loader: KeyedLoader) -> dict[str, Any]:
+def _describe(loader: KeyedLoader, deal: Deal | None) -> dict[str, Any]:
     params, sampler = loader.params, loader.batches.order.sampler
     dataset = loader.keyed_dataset.dataset
     is_listed = params.batch_sampler is not None
-    return {
+    shared = {} if deal is None else {"is_distributed": deal.is_split or deal.is_own}
+    return shared | {
         "length": len(dataset) if isinstance(dataset, Sized) else None,
         "batch_size": None if is_listed else params.batch_size,
         "shuffle": params.shuffle,
@@ -130,11 +166,8 @@ class _LocalBatches(BatchIterator):
     """A pass that is fetched in the training process, without PyTorch's iterator (10 µs less)."""
 
     def __init__(self, loader: KeyedLoader, place: Place, watch: LegacyWatch) -> None:
-        dataset = loader.keyed_dataset
         self._is_batched = loader.batches.is_batched
-        self._fetch = dataset.fetch if self._is_batched else dataset.dataset.__getitem__
-        self._collate: Callable[[Any], Any] = loader.collate_fn
-        self._pins = loader.pin_memory
+        self._fetch = loader.make_fetch()
         self._keys = place.fetch_keys()
         self._place = place
         self._batch = place.batch
@@ -155,7 +188,10 @@ class _LocalBatches(BatchIterator):
         rng.reseed(self._keys.at(self._batch))
         self._batch += 1
         self._sample += self.num_samples
-        return run_on_one_thread(self._load, indices)
+        try:
+            return run_on_one_thread(self._fetch, indices)
+        except StopIteration as error:
+            raise make_cut_error(self._batch - 1) from error
 
     def close(self) -> None:
         """End the pass."""
@@ -166,21 +202,6 @@ class _LocalBatches(BatchIterator):
         self._following, self._lists = _END, iter(())
         self._watch.end()
         self._watch = None
-
-    def _load(self, indices: Any) -> Any:
-        try:
-            batch = self._collate(self._fetch(indices))
-        except StopIteration as error:
-            raise _make_cut_error(self._batch - 1) from error
-        return pin_memory(batch) if self._pins else batch  # type: ignore[no-untyped-call]
-
-
-def _make_cut_error(batch: int) -> UsageError:
-    """Make the error for what a loop would take for the end of the data."""
-    return UsageError(
-        f"The data set or collate function must not raise StopIteration, but did in batch {batch}. "
-        "It would end the epoch early; raise IndexError or another error."
-    )
 
 
 @final
@@ -205,7 +226,7 @@ class _WorkerBatches(BatchIterator):
             batch = next(self._batches)
         except StopIteration as error:
             if self._ledger:
-                raise _make_cut_error(self._batch) from error
+                raise make_cut_error(self._batch) from error
             self.is_last = True
             self.close()
             raise

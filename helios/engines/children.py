@@ -7,6 +7,7 @@ started itself.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import multiprocessing
@@ -28,6 +29,7 @@ from helios.engines.handover import Channel, Job, RankQueue, pack, unpack
 
 READY, ITEM, DONE, FAILED = b"r", b"i", b"d", b"f"
 _POLL_SECONDS = 1.0
+_WATCH_NAME = "helios-watch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Place:
         meeting: where the group is made.
         timeout: of its collectives.
         device: number of its GPU; None for the CPU.
+        num_threads: that it computes with; None for what its environment says.
         start_method: how its loader workers are started: as the launcher would.
     """
 
@@ -48,6 +51,7 @@ class Place:
     meeting: str
     timeout: timedelta
     device: int | None
+    num_threads: int | None
     start_method: str | None
 
 
@@ -80,12 +84,12 @@ class Failure:
             is_consequence=is_lost_peer(error),
             name=type(error).__qualname__,
             text="".join(traceback.format_exception(error)),
-            error=_pack_error(error),
+            error=pack_error(error),
         )
 
 
-def _pack_error(error: BaseException) -> bytes | None:
-    """Pickle an error; many classes can be pickled, but not be made again."""
+def pack_error(error: BaseException) -> bytes | None:
+    """Pickle an error; None for one of the many that can be pickled, but not be made again."""
     try:
         data = pickle.dumps(error)
         again = pickle.loads(data)
@@ -118,10 +122,28 @@ def run_rank(connection: Connection, place: Place) -> None:
         leave_group(is_failing=True)
         raise SystemExit(1) from None
     channel.send(DONE, result)
+    _end_well()
+
+
+def _end_well() -> NoReturn:
+    """Do what is done at the end of a process, but do not take the interpreter apart.
+
+    A thread of a process group may be late to let go of a tensor; where there is no interpreter
+    any more, that aborts the process.
+    """
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()  # noqa: SLF001 - Python itself does so, but only to end altogether
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
 
 
 def _work(place: Place, job: Job) -> bytes:
     device = None
+    if place.num_threads is not None:
+        torch.set_num_threads(place.num_threads)
     if place.device is not None:
         device = torch.device("cuda", place.device)
         torch.cuda.set_device(device)
@@ -142,8 +164,11 @@ def end_with_launcher() -> None:
 
     A thread waits for that, so that it also works while the main thread waits in a collective. On
     Linux the kernel is asked, too, for a main thread that never lets go of the interpreter's lock.
-    To be called once, in a rank: of ``spawn``, or of torchrun, whose ranks live on without it.
+    To be called in a rank: of ``spawn``, or of torchrun, whose ranks live on without it. A second
+    call does nothing.
     """
+    if any(thread.name == _WATCH_NAME for thread in threading.enumerate()):
+        return
     parent = multiprocessing.parent_process()
     launcher = os.getppid() if parent is None or parent.pid is None else parent.pid
     sentinels = [] if parent is None else [parent.sentinel]
@@ -154,7 +179,7 @@ def end_with_launcher() -> None:
         for sentinel in sentinels:
             _ask_kernel(sentinel)
     threading.Thread(
-        target=_watch, args=(launcher, sentinels), name="helios-watch", daemon=True
+        target=_watch, args=(launcher, sentinels), name=_WATCH_NAME, daemon=True
     ).start()
 
 

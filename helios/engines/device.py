@@ -7,14 +7,23 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from helios.errors import ArgumentError, UsageError
 
 
-def select_gpus(use_cpu: bool | None, gpus: list[int] | None) -> list[int]:
+def select_gpus(
+    use_cpu: bool | None, gpus: list[int] | None, *, caller: str = "Trainer"
+) -> list[int]:
     """Return the ids of the GPUs to use, none for the CPU (H46, H47).
+
+    Args:
+        use_cpu: True for the CPU; False for GPUs, or an error; ``None`` for what there is.
+        gpus: the ids; ``None`` for all there are.
+        caller: whose arguments these are, for messages.
 
     Raises:
         ArgumentError: if both arguments contradict, or for an id that does not exist.
@@ -23,34 +32,75 @@ def select_gpus(use_cpu: bool | None, gpus: list[int] | None) -> list[int]:
     if use_cpu:
         if gpus is not None:
             raise ArgumentError(
-                f"Trainer(gpus=...) must be None with use_cpu=True, got {gpus}. Drop one of them."
+                f"{caller}(gpus=...) must be None with use_cpu=True, got {gpus}. Drop one of them."
             )
         return []
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus is None:
         if use_cpu is False and count == 0:
             raise UsageError(
-                "Trainer(use_cpu=False) must find a GPU, but CUDA is not available. "
+                f"{caller}(use_cpu=False) must find a GPU, but CUDA is not available. "
                 "Leave out use_cpu to train on what there is."
             )
         return list(range(count))
-    _check_gpu_ids(gpus, count)
+    _check_gpu_ids(gpus, count, caller)
     return list(gpus)
 
 
-def _check_gpu_ids(gpus: list[int], count: int) -> None:
+def _check_gpu_ids(gpus: list[int], count: int, caller: str) -> None:
     is_list = isinstance(gpus, list) and all(type(gpu) is int for gpu in gpus)
     if not is_list or not gpus or len(set(gpus)) != len(gpus):
         raise ArgumentError(
-            f"Trainer(gpus=...) must be a list of different GPU ids, got {gpus!r}. "
+            f"{caller}(gpus=...) must be a list of different GPU ids, got {gpus!r}. "
             "Pass e.g. gpus=[0], or use_cpu=True for the CPU."
         )
     missing = [gpu for gpu in gpus if not 0 <= gpu < count]
     if missing:
         raise ArgumentError(
-            f"Trainer(gpus=...) must name GPUs of this machine (it has {count}), got {gpus}. "
+            f"{caller}(gpus=...) must name GPUs of this machine (it has {count}), got {gpus}. "
             "Correct the ids, or leave out gpus to train on what there is."
         )
+
+
+def device_of_rank(gpus: list[int], local_rank: int) -> torch.device:
+    """Return the device of a process: its own of the selected GPUs, or the CPU (H48, E32).
+
+    Args:
+        gpus: what :func:`select_gpus` returned.
+        local_rank: number of the process on its machine, from 0.
+
+    Raises:
+        UsageError: if there are more processes than GPUs.
+    """
+    if not gpus:
+        return torch.device("cpu")
+    if len(gpus) == 1:  # Launchers may show each process its own only.
+        return torch.device("cuda", gpus[0])
+    if local_rank >= len(gpus):
+        raise UsageError(
+            f"Process {local_rank} of this machine (from 0) has no GPU of its own: there are "
+            f"{len(gpus)}, {gpus}. Start one process for each, or train on the CPU."
+        )
+    return torch.device("cuda", gpus[local_rank])
+
+
+def sync_to_device(value: Any, device: torch.device) -> Any:
+    """Return a value with all that can be moved on a device (E7); containers are copied.
+
+    Goes where :func:`move_to_device` goes, moves modules (in place, as torch does), and makes
+    tensors of NumPy's arrays of numbers: a structured one becomes a dict by field. Other values,
+    optimizers too, stay as they are (E8).
+    """
+    if isinstance(value, nn.Module):
+        return value.to(device)
+    if isinstance(value, np.ndarray):
+        if value.dtype.names is not None:
+            return {name: sync_to_device(value[name], device) for name in value.dtype.names}
+        is_number = value.dtype.kind in "biufc"
+        return torch.from_numpy(value.copy()).to(device) if is_number else value
+    if isinstance(value, torch.Tensor | PackedSequence):
+        return move_to_device(value, device)
+    return _map_container(value, lambda item: sync_to_device(item, device))
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:

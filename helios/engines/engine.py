@@ -1,41 +1,32 @@
-"""What a device does with a loss: backward, averaging over a window, clipping and the update.
+"""What a device does with a loss, and what the processes of a run do together.
 
-An engine decides nothing: the optimizer loop calls it in the order of DESIGN section 5.
+An engine is a device, a precision and the replicas of a run, each a small object of its own. It
+decides nothing: the optimizer loop calls it in the order of DESIGN section 5.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.engines.device import move_to_device
+from helios.core import codec
+from helios.engines import components, wrapping
+from helios.engines.clipping import Clipping
+from helios.engines.device import device_of_rank, select_gpus
+from helios.engines.gradients import GradientSum, parameters_of
+from helios.engines.launch import Launch
+from helios.engines.numerics import numerics as numerics
+from helios.engines.peer import Peer
 from helios.engines.precision import Precision
-from helios.errors import ArgumentError, ArgumentTypeError
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _as_device(device: object) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if isinstance(device, torch.device):
-        return device
-    rule = "Engine(device=...) must be a torch.device, the name of one or None"
-    if not isinstance(device, str):
-        raise ArgumentTypeError(f'{rule}, got {device!r}. Pass e.g. "cuda:1".')
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ArgumentError(f'{rule}, got {device!r}. Pass e.g. "cuda:1". ({error})') from error
+from helios.engines.replicated import Replicas
+from helios.engines.scaler import LossScaler
+from helios.errors import ArgumentTypeError, UsageError
 
 
 def _check_precision(precision: object) -> None:
@@ -46,23 +37,10 @@ def _check_precision(precision: object) -> None:
         )
 
 
-def _check_limits(clip_norm: object, clip_value: object) -> None:
-    for name, value in (("clip_norm", clip_norm), ("clip_value", clip_value)):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < float(value) < math.inf):  # type: ignore[arg-type]
-            raise ArgumentError(
-                f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass None "
-                "to switch it off."
-            )
-    if clip_norm is not None and clip_value is not None:
-        raise ArgumentError(
-            f"Engine(clip_value=...) must be None where clip_norm is set, got {clip_value!r}. "
-            "Clip by one of both."
-        )
+class Engine(Peer):
+    """A device, a precision and the replicas of a run; what is done with a loss there.
 
-
-class Engine:
-    """One process on one device.
+    The one class: derive from it and override a method to change what it does (E40).
 
     Args:
         device: where the training runs, by object or name; ``None`` for the first GPU, or the CPU
@@ -70,6 +48,10 @@ class Engine:
         clip_norm: largest 2-norm of the gradients of a step.
         clip_value: largest magnitude of an element of them.
         precision: the type in which the steps of the model compute.
+
+    Attributes:
+        device: where the training runs.
+        replicas: the replicas of the run; the trainer sets them.
 
     Raises:
         ArgumentError: for a name that is no device's, and for a limit that is no positive number,
@@ -85,13 +67,14 @@ class Engine:
         clip_value: float | None = None,
         precision: Precision = Precision.FP32,
     ) -> None:
+        super().__init__(device)
         _check_precision(precision)
-        _check_limits(clip_norm, clip_value)
-        self.device = _as_device(device)
         self._precision = precision
-        self._clip_norm = clip_norm
-        self._clip_value = clip_value
+        self._clipping = Clipping(clip_norm, clip_value)
+        self.replicas = Replicas()
         self._open_micro_batches = 0
+        self._sums: dict[int, GradientSum] = {}
+        self._scaler: LossScaler | None = None
 
     @property
     def precision(self) -> Precision:
@@ -101,12 +84,7 @@ class Engine:
     @property
     def automatic_options(self) -> list[str]:
         """The arguments that only automatic steps obey, where they are set."""
-        options = {"clip_norm": self._clip_norm, "clip_value": self._clip_value}
-        return [f"Trainer({name}=...)" for name, value in options.items() if value is not None]
-
-    def move(self, batch: Any) -> Any:
-        """Return a batch with its tensors on the device."""
-        return move_to_device(batch, self.device)
+        return [f"Trainer({name}=...)" for name in self._clipping.set_options]
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context in which the steps of the model run."""
@@ -117,35 +95,101 @@ class Engine:
         self._open_micro_batches += 1
 
     def close_window(self) -> None:
-        """Begin a new window; after its last update."""
-        self._open_micro_batches = 0
+        """Begin a new window; after its last update. What was collected and not used is dropped.
 
-    def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
-        """Add a micro-batch's gradients to those of the window.
+        In fp16 the scale is adjusted here, once for all optimizers: gradients of a window must
+        have the same.
+        """
+        self._open_micro_batches = 0
+        if self._scaler is not None:
+            self._scaler.close_window()
+        self._sums = {key: known for key, known in self._sums.items() if not known.is_open}
+
+    def backward_loss(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+        """Add a micro-batch's gradients to those of the window; scaled in fp16 (E21, E22).
 
         Args:
             loss: the loss.
             inputs: the only parameters that get gradients; ``None`` for all.
         """
-        loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        scaler = self._find_scaler()
+        scaled = loss if scaler is None else scaler.scale(loss)
+        scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+
+    def collect_gradients(
+        self,
+        optimizer: Optimizer,
+        replica: int,
+        *,
+        ends_window: bool,
+        find_networks: Callable[[], Mapping[str, nn.Module]] = dict,
+    ) -> None:
+        """Take the gradients of one of several replicas away, so that the next one begins anew.
+
+        Args:
+            optimizer: whose parameters have them.
+            replica: number of the replica, whose backward this was.
+            ends_window: whether it is the last one of the window.
+            find_networks: returns the networks by path, to name parameters in messages.
+
+        Raises:
+            UsageError: if the optimizer has got or lost parameters inside of the window.
+        """
+        known = self._sums.get(id(optimizer))
+        if known is None or not known.is_for(optimizer):
+            if known is not None and known.is_open:
+                raise UsageError(
+                    f"{type(optimizer).__name__} must get or lose parameters between two steps, "
+                    "and did so inside of one. Call add_param_group in on_training_step_start."
+                )
+            known = GradientSum(optimizer, self.replicas, find_networks())
+            self._sums[id(optimizer)] = known
+        known.collect(replica, ends_window=ends_window)
 
     def average_gradients(self, optimizer: Optimizer) -> None:
-        """Divide the summed gradients by the micro-batches really in the window."""
-        count = self._open_micro_batches
+        """Make the mean of a window's gradients: over its micro-batches and all replicas.
+
+        Sums are divided once, after the last addition (DESIGN R3), and unscaled after that.
+        """
+        known = self._sums.get(id(optimizer))
+        if known is not None and known.is_open:
+            known.finish()
+        count = self._open_micro_batches * self.replicas.num_replicas
         if count > 1:
-            gradients = [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
+            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             if gradients:
                 torch._foreach_div_(gradients, float(count))
+        self.unscale_gradients(optimizer)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale of fp16; once in a window, however often it is called.
+
+        Raises:
+            UsageError: after the optimizer's step of the same window.
+        """
+        scaler = self._find_scaler()
+        if scaler is not None:
+            scaler.unscale(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
-        """Clip the gradients by norm or by value, where the options ask for it (R39)."""
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(_parameters_of(optimizer), self._clip_norm)
-        elif self._clip_value is not None:
-            torch.nn.utils.clip_grad_value_(_parameters_of(optimizer), self._clip_value)
+        """Clip the unscaled gradients by norm or by value, where the options ask for it (R39, E25).
+
+        Args:
+            optimizer: whose gradients.
+        """
+        self.unscale_gradients(optimizer)
+        self._clipping.apply(parameters_of(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Update the parameters; returns whether the step was committed."""
+        """Update the parameters; returns whether the step was committed.
+
+        In fp16 it is not where a gradient is infinite or NaN: the scale was too large (E26, R26).
+        """
+        scaler = self._find_scaler()
+        if scaler is not None:
+            scaler.unscale(optimizer)
+            if not scaler.is_finite(optimizer):
+                return False
         optimizer.step()
         return True
 
@@ -156,53 +200,190 @@ class Engine:
     def teardown(self) -> None:
         """Release what the engine holds; called on every exit path, before everything else."""
         self._open_micro_batches = 0
+        self._sums = {}
+        self._scaler = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: the number of micro-batches in the open window."""
-        return {"open_micro_batches": self._open_micro_batches}
+        """Return the state: the number of micro-batches in the open window; in fp16 the scaler."""
+        return {"open_micro_batches": self._open_micro_batches, **self._scaler_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state back."""
+        """Take the state back; one without a scaler, or with one too many, fits as well (E36)."""
         self._open_micro_batches = state_dict["open_micro_batches"]
+        self._scaler = None
+        self._load_scaler(state_dict)
 
+    def _find_scaler(self) -> LossScaler | None:
+        """Return what scales losses; ``None`` where the precision needs nothing of the kind."""
+        options = self._precision.scaler
+        if self._scaler is None and options is not None:
+            self._scaler = LossScaler(options, self.device)
+        return self._scaler
 
-def _determinism() -> tuple[bool, bool]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    def _scaler_state(self) -> dict[str, Any]:
+        scaler = self._find_scaler()
+        return {} if scaler is None else {"scaler": scaler.state_dict()}
 
+    def _load_scaler(self, state: Mapping[str, Any]) -> None:
+        scaler = self._find_scaler()
+        if scaler is not None and "scaler" in state:
+            scaler.load_state_dict(state["scaler"])
 
-def _set_determinism(value: bool, warn_only: bool) -> None:
-    # Even to leave it as it is, torch's switch imports its compiler: 1.5 s of start-up.
-    if (value, warn_only) != _determinism():
-        torch.use_deterministic_algorithms(value, warn_only=warn_only)
+    def wrap(self, module: nn.Module, *, sync_bn: bool = False, **options: Any) -> nn.Module:
+        """Return a module whose backward leaves the mean gradient of all processes.
 
+        For manual steps; where ``train_step`` returns its loss, the engine adds gradients itself.
+        Outside of a process group that is the module itself, moved to the device. Inside it is
+        PyTorch's ``DistributedDataParallel`` with sums along the tree, bit for bit those of the
+        default path. What is wrapped already stays as it is (E18).
 
-@contextmanager
-def numerics(
-    *, is_deterministic: bool, use_cudnn_benchmark: bool, num_threads: int | None
-) -> Iterator[None]:
-    """Set what changes bits of arithmetic for a block, and restore what was found.
+        Args:
+            module: the module; it is moved to the device.
+            sync_bn: let BatchNorm layers count over all processes; on GPUs only.
+            **options: of ``DistributedDataParallel``, such as ``find_unused_parameters``.
 
-    Args:
-        is_deterministic: demand deterministic algorithms, on the CPU too (H49).
-        use_cudnn_benchmark: let cuDNN measure and choose algorithms.
-        num_threads: intra-op threads of the process; ``None`` keeps the present number.
-    """
-    threads = torch.get_num_threads()
-    algorithms = _determinism()
-    cudnn = (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)
-    try:
-        if num_threads is not None and num_threads != threads:
-            torch.set_num_threads(num_threads)
-        if is_deterministic:
-            _set_determinism(True, warn_only=False)
-        torch.backends.cudnn.deterministic |= is_deterministic
-        torch.backends.cudnn.benchmark = use_cudnn_benchmark
-        yield
-    finally:
-        torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
-        _set_determinism(*algorithms)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        Raises:
+            UsageError: where the processes carry several replicas each.
+        """
+        return wrapping.wrap(module, self.device, self.replicas, sync_bn=sync_bn, options=options)
+
+    def init_components(
+        self,
+        model_fn: components.Maker = None,
+        criterion_fn: components.Maker = None,
+        optimizer_fn: components.Maker = None,
+        scheduler_fn: components.Maker = None,
+        *,
+        sync_bn: bool = False,
+    ) -> tuple[Any, Any, Any, Any]:
+        """Build model, criterion, optimizer and scheduler, in this order (E16, E17).
+
+        Each function may be ``None``, and each may return one object or a dict of them.
+
+        Args:
+            model_fn: returns the model, which is moved to the device and wrapped.
+            criterion_fn: returns the criterion, which is moved to the device.
+            optimizer_fn: is called with the model, on the device and without a wrapper.
+            scheduler_fn: is called with the optimizer.
+            sync_bn: as in :meth:`wrap`.
+
+        Returns:
+            All four; ``None`` for those that were left out.
+
+        Raises:
+            ArgumentError: for a model that is no module, and no dict of modules.
+        """
+        bare, model = components.build_model(
+            model_fn, lambda module: self.wrap(module, sync_bn=sync_bn)
+        )
+        criterion = None if criterion_fn is None else self.sync_device(criterion_fn())
+        optimizer = None if optimizer_fn is None else optimizer_fn(bare)
+        scheduler = None if scheduler_fn is None else scheduler_fn(optimizer)
+        return model, criterion, optimizer, scheduler
+
+    def deinit_components(self, *, is_failing: bool = False) -> None:
+        """Release what the engine holds, and leave what it has joined; may be called twice (E19).
+
+        Args:
+            is_failing: as in :meth:`cleanup_process`.
+        """
+        self.teardown()
+        self.cleanup_process(is_failing=is_failing)
+
+    def pack_checkpoint(
+        self,
+        model: Any = None,
+        criterion: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        **extra: Any,
+    ) -> dict[str, Any]:
+        """Return the states of parts as one dict, without a trace of the engine in names (E33).
+
+        A part gives ``"<part>_state_dict"``, a dict of parts ``"<part>_<key>_state_dict"``, and
+        the scaler of fp16 ``"scaler"``. What is ``None`` is left out.
+
+        Args:
+            model: an object with a state, or a dict of such; the same for the next three.
+            criterion: likewise.
+            optimizer: likewise.
+            scheduler: likewise.
+            **extra: is taken over as it is.
+
+        Raises:
+            ArgumentError: for a part without a state, and for a name that is taken.
+        """
+        parts = (model, criterion, optimizer, scheduler)
+        table = dict(zip(components.PARTS, parts, strict=True))
+        return components.pack(table, extra, self._scaler_state())
+
+    def unpack_checkpoint(
+        self,
+        checkpoint: Mapping[str, Any],
+        model: Any = None,
+        criterion: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        *,
+        strict: bool = False,
+    ) -> None:
+        """Give parts their states back, whichever engine has packed them (E35, E36).
+
+        Args:
+            checkpoint: what :meth:`pack_checkpoint` has returned.
+            model: an object, or a dict of such; the same for the next three.
+            criterion: likewise.
+            optimizer: likewise.
+            scheduler: likewise.
+            strict: whether a part without a state is an error, not a warning.
+
+        Raises:
+            StateError: for a part without a state, if ``strict``.
+        """
+        parts = (model, criterion, optimizer, scheduler)
+        table = dict(zip(components.PARTS, parts, strict=True))
+        components.unpack(table, checkpoint, strict=strict)
+        self._load_scaler(checkpoint)
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Path | str) -> None:
+        """Write a checkpoint, whole or not at all; the master process only (E37).
+
+        Others return at once: call :meth:`barrier` before they read it.
+        """
+        if self.is_master_process:
+            components.save(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Path | str) -> Any:
+        """Return the checkpoint in a file, its tensors on the CPU; nothing in it is executed."""
+        return codec.read(Path(path))
+
+    @classmethod
+    def auto(
+        cls,
+        *,
+        use_cpu: bool | None = None,
+        gpus: list[int] | None = None,
+        precision: Precision | str = Precision.FP32,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> Engine:
+        """Return an engine for what there is: this process's own of the GPUs, or the CPU (E38).
+
+        Args:
+            use_cpu: True for the CPU, False to demand a GPU, ``None`` for what there is (H46).
+            gpus: ids of the GPUs to choose from; ``None`` for all.
+            precision: a precision, or its name.
+            clip_norm: as in the constructor.
+            clip_value: as in the constructor.
+
+        Raises:
+            ArgumentError: for arguments that contradict each other or what there is (H47).
+            UsageError: if a GPU is demanded where there is none for this process.
+        """
+        ids = select_gpus(use_cpu, gpus, caller="Engine.auto")
+        return cls(
+            device_of_rank(ids, Launch.read().local_rank),
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            precision=Precision.from_str(precision) if isinstance(precision, str) else precision,
+        )

@@ -16,6 +16,7 @@ import pickle
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -227,7 +228,7 @@ def pack(value: Any, what: str, name: str, own_queue: LaunchQueue | None = None)
     try:
         packer.dump(value)
     except Exception as error:
-        place, culprit = _find_culprit(value, name, own_queue, frozenset())
+        place, culprit = _find_culprit(value, name, own_queue)
         raise UsageError(
             f"{what} must be something that can be pickled, because each rank is a process of its "
             f"own, but {place.lstrip('.')} is {_describe(culprit)} ({error}). {_REMEDY}"
@@ -256,13 +257,27 @@ def _is_fine(value: Any, own_queue: LaunchQueue | None) -> bool:
     return True
 
 
-def _find_culprit(
-    value: Any, place: str, own_queue: LaunchQueue | None, seen: frozenset[int]
-) -> tuple[str, Any]:
-    for name, part in _parts(value):
-        if id(part) not in seen and not _is_fine(part, own_queue):
-            return _find_culprit(part, place + name, own_queue, seen | {id(part)})
-    return place, value
+def _find_culprit(value: Any, place: str, own_queue: LaunchQueue | None) -> tuple[str, Any]:
+    """Return the nearest part that cannot be pickled though all of its own parts can.
+
+    Objects may refer to each other in circles, so the search goes level by level.
+    """
+    first = (place, value)
+    waiting = deque([first])
+    # By identity; the values are kept, so that no number is given twice.
+    seen = {id(value): value}
+    while waiting:
+        place, value = waiting.popleft()
+        broken = [
+            (place + name, part) for name, part in _parts(value) if not _is_fine(part, own_queue)
+        ]
+        if not broken:
+            return place, value
+        for found, part in broken:
+            if id(part) not in seen:
+                seen[id(part)] = part
+                waiting.append((found, part))
+    return first
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

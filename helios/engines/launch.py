@@ -19,6 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from helios.core.distributed import TORCHRUN_VARIABLES, get_dist_info
 from helios.core.group import DEFAULT_TIMEOUT, DistributedInfo, is_dist_active
 from helios.engines.children import Place
@@ -26,6 +28,7 @@ from helios.engines.handover import RANK_NAME, Job, LaunchQueue, pack, refuse_ne
 from helios.engines.supervisor import Supervisor
 from helios.errors import ArgumentError, UsageError
 
+_CUBLAS_VARIABLE, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _SRUN_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID")
 # Below the ports that systems give to outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
@@ -165,6 +168,9 @@ def _count_local_tasks(variables: Mapping[str, str], world_size: int) -> int:
 
 def _refuse_other_launchers(variables: Mapping[str, str]) -> None:
     """Refuse to train alone where something else has started several processes."""
+    if is_dist_active():
+        # The script itself has joined them.
+        return
     if "RANK" not in variables or _number(variables, "WORLD_SIZE", default=1) == 1:
         return
     missing = [name for name in TORCHRUN_VARIABLES if name not in variables]
@@ -196,6 +202,32 @@ def _number(variables: Mapping[str, str], *names: str, default: int | None = Non
     return default
 
 
+def require_deterministic_cublas() -> None:
+    """Have cuBLAS add in one order: a variable says so, which it reads once, when CUDA starts.
+
+    Raises:
+        UsageError: if it is too late to set the variable, or if it says something else (a
+            ``RuntimeError``).
+    """
+    present = os.environ.get(_CUBLAS_VARIABLE)
+    if present in _CUBLAS_VALUES:
+        return
+    has_begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if present is None and not has_begun:
+        os.environ[_CUBLAS_VARIABLE] = _CUBLAS_VALUES[0]
+        return
+    reason = (
+        "CUDA was used before the trainer was made, so that it is too late to set it here"
+        if present is None
+        else f"it is {present!r}"
+    )
+    raise UsageError(
+        f"Trainer(enable_deterministic=True) on a GPU needs the environment variable "
+        f"{_CUBLAS_VARIABLE} to be {' or '.join(_CUBLAS_VALUES)}, but {reason}. Set it before the "
+        f"script starts: export {_CUBLAS_VARIABLE}={_CUBLAS_VALUES[0]}"
+    )
+
+
 def spawn(
     function: Callable[..., Any],
     num_processes: int,
@@ -209,7 +241,8 @@ def spawn(
     """Run ``function(rank, *args)`` in several processes that form a process group (H51, E30).
 
     Each process starts afresh, imports the script and gets a copy of everything, tensors by value.
-    It joins the groups before the function is called and leaves them after it. When one of them
+    It joins the groups before the function is called and leaves them after it. Together they have
+    as many threads as this process, unless ``OMP_NUM_THREADS`` says how many each has. When one
     fails, the others are ended within ten seconds; when this process ends, however that happens,
     all of them end, with everything that they have started.
 
@@ -251,11 +284,19 @@ def spawn(
                 meeting=Path(folder, "meeting").as_uri(),
                 timeout=timeout,
                 device=None if devices is None else devices[rank],
+                num_threads=_share_threads(num_processes),
                 start_method=start_method,
             )
             for rank in range(num_processes)
         ]
         return Supervisor(places, job, queue=queue, forward=forward).run()
+
+
+def _share_threads(num_processes: int) -> int | None:
+    """Return the threads of each rank: together as many as this process has."""
+    if os.environ.get("OMP_NUM_THREADS"):
+        return None
+    return max(1, torch.get_num_threads() // num_processes)
 
 
 def _check_counts(num_processes: int, devices: Sequence[int] | None) -> None:

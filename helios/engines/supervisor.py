@@ -31,7 +31,7 @@ from helios.engines.handover import (
     describe_unguarded_script,
     unpack,
 )
-from helios.errors import HeliosError, UsageError
+from helios.errors import RankError, UsageError
 
 _LOGGER = logging.getLogger(__name__)
 # How long the loop waits for news, and so how late a signal may be passed on.
@@ -40,10 +40,6 @@ _BUSY_SECONDS = 0.02
 # After a failure: that long for the ranks to end by themselves, then again after SIGTERM. Both
 # together stay well below the ten seconds that a scheduler gives.
 GRACE_SECONDS = 3.0
-
-
-class RankError(HeliosError, RuntimeError):
-    """A rank ended without an error that its launcher could raise again."""
 
 
 class RankTracebackError(Exception):

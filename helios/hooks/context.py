@@ -28,6 +28,12 @@ class RunView(Protocol):
     phase: Phase
     is_sanity_check: bool
     can_save: bool
+    turns: Any
+
+    @property
+    def replicas(self) -> Any:
+        """The replicas of the run, and who carries them."""
+        ...
 
     @property
     def is_in_epoch(self) -> bool:
@@ -169,6 +175,59 @@ class Context:
         return self._run.is_interrupted
 
     @property
+    def num_replicas(self) -> int:
+        """The data-parallel workers over which the run is defined (DESIGN R3); 1 for most runs."""
+        count: int = self._run.replicas.num_replicas
+        return count
+
+    @property
+    def num_processes(self) -> int:
+        """The processes that carry the replicas; no result may depend on it."""
+        count: int = self._run.replicas.num_processes
+        return count
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all of them, from 0."""
+        number: int = self._run.replicas.rank
+        return number
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica that trains now, from 0.
+
+        It holds from ``on_forward_start`` to ``on_backward_end``, which come once for each replica
+        of this process; :attr:`batch`, :attr:`model_outputs` and :attr:`loss` are the replica's.
+        """
+        number: int = self._run.turns.replica
+        return number
+
+    def agree(self, flag: bool) -> bool:
+        """Return whether any process raises a flag; the same on all of them.
+
+        All processes must ask, in the same order: in the events of iterations, windows, updates,
+        epochs and whole passes. Forwards and backwards, and the batches of an evaluation, come as
+        often as a process has replicas with data: one that asks there waits for ever.
+
+        Args:
+            flag: what this process says.
+        """
+        (is_raised,) = self._run.replicas.agree(flag)
+        return bool(is_raised)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return a small value of every process, in the order of ranks.
+
+        All processes must call it, where :meth:`agree` may be called. Blocks of replicas follow
+        each other, so values by replica, put one behind the other, are in the order of replicas.
+
+        Args:
+            value: plain values and CPU tensors.
+        """
+        found: list[Any] = self._run.replicas.gather_objects(value)
+        return found
+
+    @property
     def epoch_id(self) -> int:
         """Number of the epoch, from 0."""
         return self._run.cursor.epoch
@@ -254,6 +313,7 @@ class Context:
         """Return the indices of the samples of a training batch; ``None`` if nobody knows them.
 
         They are computed anew from the place, so that nothing is kept for it in every iteration.
+        With several replicas they are those of the whole iteration, replica by replica.
 
         Args:
             place: what :attr:`place` was in that batch; the present batch if left out.
@@ -287,7 +347,8 @@ class Context:
         """Leave out the present update: from ``on_training_step_start`` to its own start event.
 
         Its gradients are thrown away; schedulers and, in ITERATION unit, ``current_iteration`` do
-        not move.
+        not move. One process that asks is enough: all of them leave it out, and know by
+        :attr:`is_optimizer_step_committed` in ``on_before_zero_grad``.
 
         Raises:
             UsageError: in manual steps, where the model makes the update itself, and outside of a

@@ -17,6 +17,7 @@ from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
+from helios.loops.replicas import EvenBatches, ReplicaTurns, compare_scores
 from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class EpochLoop(Loop):
         self.batch_loop = batch_loop
         self.val_loop = val_loop
         self._batches: BatchIterator | None = None
+        self._turns: ReplicaTurns | None = None
         self._timer = AverageTimer()
         self._is_over = False
         self._is_complete = False
@@ -62,14 +64,21 @@ class EpochLoop(Loop):
 
     def reset(self) -> None:
         """Open the data at the cursor; nothing is replayed or skipped through (DESIGN R1)."""
-        cursor = self.session.cursor
-        source = self.session.training_source
+        session, cursor = self.session, self.session.cursor
+        source = session.training_source
         total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
+        if not source.ends_together:
+            total = None
         self._is_over = self._has_left = False
         self._num_done = 0
         self._is_complete = total == cursor.batch
         self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
-        self.session.display.start_epoch(cursor.epoch, total, cursor.batch)
+        if not source.ends_together:
+            self._batches = EvenBatches(self._batches, session)
+        if not session.replicas.is_lone:
+            self._turns = self._turns or ReplicaTurns(session)
+            session.turns.find_buffers(session.model.discovery.modules().values())
+        session.display.start_epoch(cursor.epoch, total, cursor.batch)
         self._timer.start()
 
     def on_run_start(self) -> None:
@@ -90,21 +99,27 @@ class EpochLoop(Loop):
         batch = next(batches)
         found = (state.is_step_boundary, state.is_step_committed)
         self._begin_iteration(is_last=batches.is_last)
-        session.seed_iteration()
+        session.turns.begin_iteration(state.global_iteration)
+        opens_window = found[0] or state.global_iteration == 1
         try:
-            if found[0] or state.global_iteration == 1:
+            if opens_window:
                 session.context.open_window()
                 hooks.emit("on_training_step_start", state)
-            session.context.begin_batch(batch)
+            session.context.begin_batch(batch if self._turns is None else batch[0])
             hooks.emit("on_training_batch_start", state)
-        except StopIteration:
+        except StopIteration as error:
+            if not session.replicas.is_whole:
+                raise _make_lonely_stop() from error
             # The batch was not trained on: a count of it would end runs and windows too early.
             was_boundary, was_committed = found
             state.withdraw_iteration(
                 session.schedule.unit, was_boundary=was_boundary, was_committed=was_committed
             )
             raise
-        require(self.batch_loop).run(batch)
+        if self._turns is None:
+            require(self.batch_loop).run(batch)
+        else:
+            self._turns.run(batch, require(self.batch_loop).run, opens_window=opens_window)
         if state.is_step_boundary:
             session.context.close_window()
         try:
@@ -125,6 +140,7 @@ class EpochLoop(Loop):
         self._is_complete = self._is_over = self.batches.is_last
         if not session.state.is_step_boundary:
             return
+        session.agree()
         if not session.schedule.is_by_epoch:
             self._close_step()
         elif not self._is_complete:
@@ -147,6 +163,7 @@ class EpochLoop(Loop):
             session.move_epoch_schedulers()
         has_validated = session.schedule.is_by_epoch and self._validate_if_due()
         session.hooks.emit("on_training_epoch_end", session.state.global_epoch)
+        session.agree()
         session.display.end_epoch()
         if is_cut:
             return
@@ -168,6 +185,7 @@ class EpochLoop(Loop):
         before = (session.is_stopping, session.is_leaving)
         if has_validated or polls_always:
             session.poll_stop()
+            session.agree()
             if (session.is_stopping, session.is_leaving) != before:
                 session.save_if_asked(is_due=False)
         self._leave()
@@ -188,6 +206,7 @@ class EpochLoop(Loop):
     def teardown(self) -> None:
         """End the workers of an epoch that an error has left open."""
         self._close_batches()
+        self._turns = None
         super().teardown()
 
     def _refuse_empty_epoch(self) -> None:
@@ -235,6 +254,7 @@ class EpochLoop(Loop):
             for optimizer in session.find_optimizers().values():
                 session.engine.zero_grad(optimizer)
             session.engine.close_window()
+            session.turns.drop_window()
             session.context.take_skip()
             session.context.close_window()
             state.drop_window()
@@ -274,6 +294,8 @@ class EpochLoop(Loop):
         session = self.session
         is_due = not session.is_stopping
         has_validated = is_due and self._validate_if_due()
+        if has_validated:
+            session.agree()
         session.check_limits()
         is_due = is_due and due.is_save_due(session.schedule, session.state)
         session.save_if_asked(is_due=is_due)
@@ -289,6 +311,8 @@ class EpochLoop(Loop):
             raise make_stray_stop(error) from error
         if not has_run:
             return False
+        if not session.replicas.is_whole:
+            compare_scores(session)
         session.conclude_validation()
         return True
 
@@ -305,3 +329,11 @@ class EpochLoop(Loop):
         if self._batches is not None:
             self._batches.close()
             self._batches = None
+
+
+def _make_lonely_stop() -> UsageError:
+    return UsageError(
+        "StopIteration must not be raised in a hook where several processes train: the others "
+        "would wait for this one. End the run with Context.request_stop(...), on which they "
+        "agree, or train in one process."
+    )

@@ -7,12 +7,14 @@ settings that it found, also after an error: training never notices it (DESIGN R
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
 
 from helios.core.cuda import DisableCuDNNBenchmarkContext
+from helios.data.share import NO_BATCH
 from helios.data.source import BatchIterator, Source
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
@@ -87,17 +89,25 @@ class EvaluationLoop(Loop):
         if self._batches is None:
             raise UsageError(f"{type(self).__name__} was advanced before it was started.")
         is_enough = self._step == self.session.trial_length
-        batch = _END if is_enough else next(self._batches, _END)
+        batch: Any = _END if is_enough else next(self._batches, _END)
         if batch is _END:
             self._next_loader()
             return
         which = (self._loader,) if len(self._sources) > 1 else ()
         try:
-            self._process(batch, self._step, *which)
+            if self._is_shared:
+                self._process_shares(batch, self._step, *which)
+            else:
+                self._process(batch, self._step, *which)
         except StopIteration as error:
             raise make_stray_stop(error) from error
         self.session.display.advance_evaluation()
         self._step += 1
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether each replica evaluates a part of the data; predictions are made whole."""
+        return self.phase is not Phase.PREDICTION and not self.session.replicas.is_lone
 
     def _count_batches(self) -> int | None:
         """Return the batches of the whole pass, all loaders together; ``None`` if unknown."""
@@ -145,6 +155,33 @@ class EvaluationLoop(Loop):
         hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
         session.context.end_batch()
 
+    def _process_shares(self, batches: Sequence[Any], step: int, *which: int) -> None:
+        """Evaluate the batches of this process's replicas, between one set of events (R3)."""
+        session, hooks, noun = self.session, self.session.hooks, self.noun
+        turns = [
+            (replica, batch)
+            for replica, batch in zip(session.replicas.block, batches, strict=True)
+            if batch is not NO_BATCH
+        ]
+        if not turns:
+            return
+        session.seed_evaluation(self._pass_number, step, *which)
+        session.context.begin_batch(turns[0][1])
+        hooks.emit(f"on_{noun}_batch_start", step, *which)
+        for replica, batch in turns:
+            session.turns.replica = replica
+            session.seed_evaluation(self._pass_number, step, self._loader, replica)
+            batch = session.move_batch(batch, self.phase)
+            batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
+            session.context.begin_batch(batch)
+            result = take_step(session, self.step_name, batch, step, *which)
+            end_forward(session, result, result.loss if isinstance(result, Processed) else None)
+            self._take(result, replica)
+        session.seed_evaluation(self._pass_number, step, *which)
+        session.context.show_raw_batch()
+        hooks.emit(f"on_{noun}_batch_end", step, *which)
+        session.context.end_batch()
+
     def _shown(self, result: Any) -> tuple[Any, ...]:
         """Return what the end of a batch is told about the step's result."""
         return ()
@@ -153,6 +190,9 @@ class EvaluationLoop(Loop):
         """Restore modes, then tell the end of the pass; returns its result."""
         result = self._conclude()
         self._modes.close()
+        if self._is_shared:
+            # A process whose replicas had no batch at the end has drawn less than the others.
+            self.session.seed_evaluation(self._pass_number, self._step, self._loader)
         self._tell_end()
         self._randomness.close()
         return result
@@ -170,8 +210,8 @@ class EvaluationLoop(Loop):
         self.session.hooks.emit(f"on_{self.noun}_end")
 
     @abstractmethod
-    def _take(self, result: Any) -> None:
-        """Take the result of one step."""
+    def _take(self, result: Any, replica: int = 0) -> None:
+        """Take the result of one step of a replica."""
 
     @abstractmethod
     def _conclude(self) -> Any:
@@ -214,10 +254,16 @@ class Totals:
             total, weight = self._totals.get(name + suffix, (0.0, 0.0))
             self._totals[name + suffix] = (total + item[0], weight + item[1])
 
-    def write(self, scores: dict[str, Any]) -> None:
-        """Write the ratio of each total into a table, as a number."""
-        for name, (total, weight) in self._totals.items():
-            scores[name] = float(total) / float(weight) if weight else float("nan")
+    @property
+    def sums(self) -> dict[str, tuple[Any, Any]]:
+        """Sum and weight of each score so far."""
+        return self._totals
+
+
+def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) -> None:
+    """Write the ratio of each sum and its weight into a table, as a number."""
+    for name, (total, weight) in sums.items():
+        scores[name] = float(total) / float(weight) if weight else float("nan")
 
 
 class ScoringLoop(EvaluationLoop):
@@ -226,19 +272,22 @@ class ScoringLoop(EvaluationLoop):
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
-        self._totals = Totals(self.step_name)
+        block = self.session.replicas.block
+        self._totals = {replica: Totals(self.step_name) for replica in block}
 
     @property
     @abstractmethod
     def scores(self) -> dict[str, Any]:
         """The table of the model that takes the scores."""
 
-    def _take(self, result: Any) -> None:
+    def _take(self, result: Any, replica: int = 0) -> None:
         suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
-        self._totals.add(result, suffix)
+        self._totals[replica].add(result, suffix)
 
     def _conclude(self) -> bool:
-        self._totals.write(self.scores)
+        tables = [totals.sums for totals in self._totals.values()]
+        replicas = self.session.replicas
+        write_scores(tables[0] if replicas.is_lone else replicas.sum_scores(tables), self.scores)
         return True
 
 

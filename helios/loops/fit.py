@@ -7,6 +7,7 @@ from typing import ClassVar
 from helios import schedule as due
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
+from helios.loops.trial import trying
 from helios.state import Phase
 
 
@@ -53,6 +54,7 @@ class FitLoop(Loop):
         if session.is_resumed:
             session.hooks.emit("on_training_resume", session.state)
             session.restore_randomness()
+        session.agree()
         if not session.is_in_epoch:
             session.check_limits()
         if session.is_resumed and not session.is_in_epoch:
@@ -72,7 +74,7 @@ class FitLoop(Loop):
         session, val_loop = self.session, require(self.epoch_loop).val_loop
         steps = session.sanity_steps
         if steps and not session.is_resumed and Phase.VALIDATION in session.sources:
-            with session.trying(val_loop):
+            with trying(session, val_loop):
                 try:
                     require(val_loop).run()
                 except StopIteration as error:

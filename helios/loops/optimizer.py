@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
+from helios.loops.replicas import FirstStep
 from helios.loops.step import end_forward, loss_of, take_step
 
 
@@ -42,6 +43,7 @@ class OptimizerLoop(Loop):
         self._has_begun = False
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
+        self._collected = (0, 0)
 
     @property
     def done(self) -> bool:
@@ -59,6 +61,8 @@ class OptimizerLoop(Loop):
             UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
         """
         self._is_done = True
+        if self.session.turns.is_over:
+            self.session.turns.reopen()
         if not self._has_begun:
             # A resume brings back the table as the last batch before it left it.
             items = self.session.model.loss_items.items()
@@ -70,20 +74,56 @@ class OptimizerLoop(Loop):
 
     def _train(self, batch: Any) -> None:
         session = self.session
+        first = self._watch_first_step()
         result = take_step(session, "train_step", batch, session.state)
         if type(result) is GeneratorType:
             raise self._make_generator_error()
         loss = loss_of(result)
+        if first is not None:
+            first.conclude(is_manual=loss is None)
         end_forward(session, result, loss)
         self._settle_mode(is_manual=loss is None)
         if loss is None:
             return
+        if not session.replicas.is_lone:
+            self._hold_losses()
         self._show({"loss": loss})
-        session.engine.count_micro_batch()
+        if session.turns.is_first:
+            session.engine.count_micro_batch()
         self._backward(loss)
-        if session.state.is_step_boundary:
+        if not session.replicas.is_lone:
+            self._collect(self._find_optimizer())
+        if session.state.is_step_boundary and session.turns.is_last:
+            session.turns.finish(ends_window=True)
             self._note_update(is_committed=self._update(self._find_optimizer()))
             session.engine.close_window()
+
+    def _watch_first_step(self) -> FirstStep | None:
+        if self._has_begun or self.session.replicas.is_lone:
+            return None
+        return FirstStep(self.session)
+
+    def _collect(self, optimizer: Optimizer) -> None:
+        """Take away the gradients of one of several replicas.
+
+        Raises:
+            UsageError: if the replica has had its turn, and others of this process come after it.
+        """
+        session = self.session
+        turn = (session.state.global_iteration, session.turns.replica)
+        if turn == self._collected and len(session.replicas.block) > 1:
+            raise UsageError(
+                "A batch loop that runs its optimizer loop several times a batch needs a process "
+                f"for each replica, but this one carries {len(session.replicas.block)}. Start "
+                f"{session.replicas.num_replicas} processes."
+            )
+        self._collected = turn
+        session.engine.collect_gradients(
+            optimizer,
+            session.turns.replica,
+            ends_window=session.state.is_step_boundary,
+            find_networks=session.model.discovery.modules,
+        )
 
     def _note_update(self, *, is_committed: bool) -> None:
         """Count the window's step if one of its updates was made (R26).
@@ -107,6 +147,13 @@ class OptimizerLoop(Loop):
         table.clear()
         table.update(self._shown)
 
+    def _hold_losses(self) -> None:
+        """Keep the losses that the model has put into its table as they are before the update."""
+        table = self.session.model.loss_items
+        for name, loss in table.items():
+            if isinstance(loss, Tensor) and loss is not self._shown.get(name):
+                table[name] = loss.detach().clone()
+
     def _settle_mode(self, *, is_manual: bool) -> None:
         """Know the mode from the first step on.
 
@@ -127,7 +174,7 @@ class OptimizerLoop(Loop):
         """
         session = self.session
         session.hooks.emit("on_backward_start", loss)
-        session.engine.backward(loss, inputs)
+        session.engine.backward_loss(loss, inputs)
         session.hooks.emit("on_backward_end")
 
     def _make_generator_error(self) -> UsageError:
@@ -152,7 +199,17 @@ class OptimizerLoop(Loop):
             session.is_manual = is_manual
             session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch
         if is_manual:
+            self._refuse_manual_blocks()
             session.warn_of_automatic_options()
+
+    def _refuse_manual_blocks(self) -> None:
+        replicas = self.session.replicas
+        if not replicas.has_one_each:
+            raise UsageError(
+                f"A train_step that returns None trains with one process for each replica, but "
+                f"{replicas.num_processes} carry {replicas.num_replicas} replicas. Start "
+                f"{replicas.num_replicas} processes, or return the loss."
+            )
 
     def _find_optimizer(self) -> Optimizer:
         """Return the one optimizer; look again where its attribute holds another object."""
@@ -188,7 +245,8 @@ class OptimizerLoop(Loop):
         engine.average_gradients(optimizer)
         context.stepping_optimizer = optimizer
         hooks.emit("on_optimizer_step_start", optimizer)
-        if context.take_skip():
+        (is_skipped,) = session.replicas.agree(bool(context.take_skip()))
+        if is_skipped:
             is_committed = False
         else:
             engine.clip_gradients(optimizer)
@@ -208,4 +266,5 @@ class OptimizerLoop(Loop):
         self._has_begun = False
         self._shown = {}
         self._updated_in = 0
+        self._collected = (0, 0)
         super().teardown()

@@ -19,8 +19,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.wrappers import BareNames
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.model.changes import changes_since, digests_of, places_in, restore_values
+from helios.model.effects import StepWatch
 from helios.model.parts import (
     Parameters,
     Shape,
@@ -42,7 +44,6 @@ from helios.model.walk import (
     Found,
     Slot,
     SlotKey,
-    bare_name,
     enter_modules,
     is_declared,
     settled_in,
@@ -85,8 +86,9 @@ class _Scene:
         names = {id(attributes[name]): name for name in self._exclude & attributes.keys()}
         names |= {id(part): path for path, part in self.found.objects.items()}
         for path, module in self.found.modules().items():
+            bare = BareNames(module)
             for name, part in module.named_modules():
-                names.setdefault(id(part), f"{path}.{bare_name(name)}")
+                names.setdefault(id(part), f"{path}.{bare.of(name)}")
         return names | {id(self._owner): "itself"}
 
     def paths(self) -> frozenset[str]:
@@ -164,6 +166,15 @@ class Discovery:
         """Return the learning-rate schedulers by path, as :meth:`optimizers` does."""
         objects = self._all().objects
         return {path: part for path, part in objects.items() if isinstance(part, LRScheduler)}
+
+    def watch(self) -> StepWatch:
+        """Begin to look for what a step changes."""
+
+        def look() -> tuple[Found, _Scene]:
+            scene = self._look()
+            return scene.found, scene
+
+        return StepWatch(look, self._identities)
 
     def take_baseline(self) -> None:
         """Remember what setup made; to be called right after it."""

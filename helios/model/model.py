@@ -16,6 +16,7 @@ from torch import Tensor
 
 from helios.core.registry import Registry
 from helios.engines.device import move_to_device
+from helios.engines.engine import Engine
 from helios.errors import ArgumentError, UsageError
 from helios.hooks.events import silent
 from helios.model.discovery import Discovery
@@ -35,6 +36,7 @@ _INTERNALS = frozenset(
         "is_distributed",
         "map_loc",
         "_device",
+        "_engine",
         "rank",
         "_trainer",
         "_discovery",
@@ -99,6 +101,7 @@ class Model(ABC):
         self.is_distributed = False
         self.map_loc: str | dict[str, str] = ""
         self._device: torch.device | None = None
+        self._engine: Engine | None = None
         self.rank = 0
         self._trainer: Trainer | None = None
         self._loss_items: dict[str, Any] = {}
@@ -127,6 +130,21 @@ class Model(ABC):
     @device.setter
     def device(self, value: torch.device) -> None:
         self._device = value
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for manual steps: backward, the update, wrapping.
+
+        Raises:
+            UsageError: before a trainer has set it.
+        """
+        if self._engine is None:
+            raise UsageError("Model.engine is not set yet: a trainer sets it before setup().")
+        return self._engine
+
+    @engine.setter
+    def engine(self, value: Engine) -> None:
+        self._engine = value
 
     @property
     def trainer(self) -> Trainer:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
+from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.model.values import storage_of
-from helios.model.walk import COMPILED, Found, bare_name, unwrap
+from helios.model.walk import Found, unwrap
 from helios.protocols import Stateful
 
 Shape: TypeAlias = dict[str, object]
@@ -30,10 +31,7 @@ _SHOWN = 3
 def state_of(value: Stateful) -> dict[str, Any]:
     """Return the state of an object; that of a module under bare names."""
     state = value.state_dict()
-    if isinstance(value, nn.Module) and any(COMPILED in name for name in state):
-        versions = {bare_name(name): entry for name, entry in _versions(state).items()}
-        return _module_state({bare_name(name): part for name, part in state.items()}, versions)
-    return state
+    return BareNames(value).strip(state) if isinstance(value, nn.Module) else state
 
 
 def load_state(value: Stateful, state: dict[str, Any]) -> None:
@@ -44,12 +42,11 @@ def load_state(value: Stateful, state: dict[str, Any]) -> None:
         if isinstance(value, Optimizer):
             _restore_types(value, state)
         return
-    names = {bare_name(name): name for name in value.state_dict()}
+    bare = BareNames(value)
+    names = {bare.of(name): name for name in value.state_dict()}
     saved = _versions(state)
     versions = {
-        name: saved[bare_name(name)]
-        for name, _ in value.named_modules()
-        if bare_name(name) in saved
+        name: saved[bare.of(name)] for name, _ in value.named_modules() if bare.of(name) in saved
     }
     entries = {
         names.get(name, name): part if isinstance(part, Tensor) else copy.deepcopy(part)
@@ -98,10 +95,11 @@ def shape_of(part: Stateful) -> Shape:
     if not isinstance(part, nn.Module):
         return {"": kind_of(part)}
     shape: Shape = {}
+    bare = BareNames(part)
     for name, inner in part.named_modules():
         if isinstance(inner, LazyModuleMixin):
             return {}
-        place = bare_name(name)
+        place = bare.of(name)
         shape[place] = type(inner).__name__
         prefix = f"{place}." if place else ""
         for key, parameter in vars(inner).get("_parameters", {}).items():
@@ -210,7 +208,8 @@ def _module_state(entries: dict[str, Any], versions: dict[str, Any]) -> OrderedD
 
 def modes_of(module: nn.Module) -> dict[str, nn.Module]:
     """Return the submodules by bare name, the module itself under the empty name."""
-    return {bare_name(name): part for name, part in module.named_modules()}
+    bare = BareNames(module)
+    return {bare.of(name): part for name, part in module.named_modules()}
 
 
 @dataclass(frozen=True)
@@ -247,7 +246,8 @@ def parameters_of(found: Found) -> Parameters:
     seen: set[int] = set()
     of_modules: dict[str, dict[str, Tensor]] = {}
     for path, module in found.modules().items():
-        table = {bare_name(name): tensor for name, tensor in module.named_parameters()}
+        bare = BareNames(module)
+        table = {bare.of(name): tensor for name, tensor in module.named_parameters()}
         of_modules[path] = {name: part for name, part in table.items() if id(part) not in seen}
         seen.update(map(id, table.values()))
     leaves = {path: leaf for path, leaf in found.leaves().items() if id(leaf) not in seen}
@@ -283,8 +283,9 @@ def storages_of(found: Found, parameters: Parameters) -> dict[int, str]:
         for name, tensor in table.items()
     }
     for path, module in found.modules().items():
+        bare = BareNames(module)
         for name, part in module.named_modules():
-            place = f"{path}.{bare_name(name)}"
+            place = f"{path}.{bare.of(name)}"
             named |= {f"{place}.{key}": buffer for key, buffer in _saved_buffers(part)}
     storages = {storage_of(tensor): name for name, tensor in reversed(named.items())}
     storages.pop(0, None)
@@ -317,8 +318,9 @@ def load_flags(
                 tensor.requires_grad_(name not in frozen)
     for path, module in found.modules().items():
         resting = set(flags[path]["eval"])
+        bare = BareNames(module)
         for name, part in module.named_modules():
-            part.training = bare_name(name) not in resting
+            part.training = bare.of(name) not in resting
 
 
 def grads_of(parameters: Parameters) -> dict[str, dict[str, Tensor]]:

@@ -13,15 +13,14 @@ from typing import Any, TypeAlias, final
 
 from torch import Tensor, nn
 
+from helios.core import wrappers
+from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.model.values import ATOMS
 from helios.protocols import Stateful
 
 Container: TypeAlias = dict[Any, Any] | list[Any] | nn.Module
 SlotKey: TypeAlias = tuple[str, Any]
-
-COMPILED = "_orig_mod"
-"""Where ``torch.compile`` keeps the module that it wraps; part of every name inside."""
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {
     *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
@@ -81,22 +80,8 @@ class Found:
 
 
 def unwrap(value: object) -> object:
-    """Return the module inside a compiled one; anything else as it is."""
-    while isinstance(value, nn.Module) and (inner := dict(value.named_children()).get(COMPILED)):
-        value = inner
-    return value
-
-
-def bare_name(name: str) -> str:
-    """Return a name inside a module as it is without ``torch.compile``.
-
-    Example:
-        >>> bare_name("_orig_mod.layer._orig_mod.weight")
-        'layer.weight'
-    """
-    if COMPILED not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part != COMPILED)
+    """Return the module inside a compiled or parallel one; anything else as it is."""
+    return wrappers.unwrap(value) if isinstance(value, nn.Module) else value
 
 
 def is_declared(path: str, unsaved: frozenset[str]) -> bool:
@@ -141,8 +126,9 @@ def enter_modules(
     """
     seen: set[int] = set()
     for path, module in found.modules().items():
+        names = BareNames(module)
         for name, part in module.named_modules():
-            place = f"{path}.{bare_name(name)}" if bare_name(name) else path
+            place = f"{path}.{names.of(name)}" if names.of(name) else path
             if id(part) in seen or not _tells_too_little(part) or is_declared(place, unsaved):
                 continue
             seen.add(id(part))
@@ -240,7 +226,7 @@ class _Walker:
         return False
 
     def _add_object(self, path: str, value: Stateful) -> None:
-        # A compiled module and the one that it wraps hold the same state: the first path counts.
+        # A wrapped module and the one inside hold the same state: the first path counts.
         identity = id(unwrap(value))
         if identity in self._seen:
             return

@@ -7,98 +7,32 @@ undisturbed one. torchmetrics is served, and not needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from helios.core import rng
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
+from helios.plugins.holders import Metric, Tally, portable, take_apart
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.protocols import Stateful
 from helios.state import Phase, TrainingState
+
+__all__ = ["Metric", "Metrics"]
 
 _LOGGER = logging.getLogger(__name__)
 _PREFIXES = {Phase.TRAINING: "train", Phase.VALIDATION: "valid", Phase.TESTING: "test"}
-_METHODS = "update, compute, reset, state_dict and load_state_dict"
 
 
-@runtime_checkable
-class Metric(Stateful, Protocol):
-    """A measure that is accumulated over batches."""
+class _Turn(NamedTuple):
+    """What a replica has to take in at the end of its turn."""
 
-    def update(self, *args: Any) -> Any:
-        """Take in a batch."""
-        ...
-
-    def compute(self) -> Any:
-        """Return the value over all that was taken in."""
-        ...
-
-    def reset(self) -> Any:
-        """Forget all that was taken in."""
-        ...
-
-
-@runtime_checkable
-class _Persistent(Protocol):
-    """What leaves its state out of its ``state_dict`` until it is told otherwise."""
-
-    def persistent(self, mode: bool) -> Any: ...
-
-
-class _Holder:
-    """One metric, and what of it is state.
-
-    A metric that is a module may hold counters beside its state, such as the number of its updates:
-    numbers among the attributes that differ from those of a metric without data are saved, too.
-    """
-
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-        metric.reset()
-        for part in self._parts().values():
-            if isinstance(part, _Persistent):
-                part.persistent(True)
-        self._fresh = self._numbers()
-
-    def _parts(self) -> dict[str, nn.Module]:
-        return dict(self.metric.named_modules()) if isinstance(self.metric, nn.Module) else {}
-
-    def _numbers(self) -> dict[str, float]:
-        return {
-            f"{path}.{name}": value
-            for path, part in self._parts().items()
-            for name, value in vars(part).items()
-            if type(value) in (int, float)
-        }
-
-    def move(self, device: torch.device) -> None:
-        """Move a metric that is a module to the device of its inputs."""
-        if isinstance(self.metric, nn.Module):
-            self.metric.to(device)
-
-    def capture(self) -> dict[str, Any]:
-        """Return the state."""
-        numbers = self._numbers()
-        return {
-            "state": dict(self.metric.state_dict()),
-            "numbers": {
-                name: value for name, value in numbers.items() if value != self._fresh.get(name)
-            },
-        }
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Take the state back."""
-        self.metric.load_state_dict(dict(saved["state"]))
-        present, parts = self._numbers(), self._parts()
-        for name, value in (self._fresh | saved["numbers"]).items():
-            if present.get(name) != value:
-                path, _, attribute = name.rpartition(".")
-                setattr(parts[path], attribute, value)
+    replica: int
+    arguments: list[Any]
+    randomness: dict[str, Any]
 
 
 @PLUGIN_REGISTRY.register
@@ -112,9 +46,10 @@ class Metrics(Plugin):
 
     Args:
         metrics: the metrics by name; the plugin resets, updates and saves them. A module dict, such
-            as torchmetrics' ``MetricCollection``, is taken apart, each member for itself.
+            as torchmetrics' ``MetricCollection``, is taken apart, each member for itself. With
+            several replicas each has copies of them, which must have ``merge_state``.
         inputs: takes the context, at the end of a batch, and returns the tuple of arguments for
-            ``update``.
+            ``update``. With several replicas it is called for each, at the end of its forward.
         phase: what is measured.
         every: ``"epoch"`` for a value an epoch or pass; in training also a number of optimizer
             steps.
@@ -145,24 +80,48 @@ class Metrics(Plugin):
                 f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Pass e.g. "
                 'lambda context: (context.model_outputs["logits"], context.batch[1]).'
             )
-        self._holders = {name: _Holder(metric) for name, metric in _take_apart(metrics).items()}
+        self._whole = Tally(take_apart(metrics))
         self._inputs = inputs
         self._phase = phase
         self._every = _check_every(every, phase)
-        self._num_updates = 0
         self._written: list[str] = []
         self._warned: set[str] = set()
+        self._is_fitting = False
+        self._tallies: dict[int, Tally] = {}
+        self._spare: Tally | None = None
+        self._turn: _Turn | None = None
+        self._num_turns = 0
+        self._bring_together()
 
     def setup(self) -> None:
         """Begin without data, on the device."""
+        self._bring_together()
         self._reset()
-        for holder in self._holders.values():
-            holder.move(self.device)
+        self._whole.move(self.device)
+
+    def on_fit_start(self) -> None:
+        """Refuse metrics that several replicas cannot measure, before the training."""
+        self._spread_out()
+        self._is_fitting = True
 
     def on_training_epoch_start(self, current_epoch: int) -> None:
         """Begin an epoch without data, if values are those of epochs."""
         if self._phase is Phase.TRAINING and self._every is None:
             self._reset()
+
+    def on_forward_end(self, context: Context) -> None:
+        """Take in the batch of one of several replicas."""
+        if context.num_replicas == 1 or context.phase is not self._phase:
+            return
+        is_training = self._phase is Phase.TRAINING
+        # In an evaluation each forward is a turn; replicas without a batch are the last ones.
+        replica = context.replica if is_training else min(self._tallies) + self._num_turns
+        self._num_turns += 1
+        if self._turn is not None and self._turn.replica != replica:
+            self._end_turn()
+        # A batch may be trained on in several forwards, of which the last one counts.
+        with _aside(), _at_its_end(context):
+            self._turn = _Turn(replica, self._find_arguments(), rng.get_rng_state_dict())
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Take in a training batch."""
@@ -204,8 +163,19 @@ class Metrics(Plugin):
         if self._phase is Phase.TESTING:
             self._log(self._write())
 
+    def on_fit_end(self) -> None:
+        """Know that no checkpoint follows."""
+        self._is_fitting = False
+
+    def teardown(self) -> None:
+        """Let go of the copies that replicas had."""
+        self._is_fitting = False
+        if self._is_spread:
+            self._bring_together()
+
     def _begin_pass(self, phase: Phase) -> None:
         if phase is self._phase:
+            self._spread_out()
             self._reset()
             # A model that keeps its scores from pass to pass finds none of ours.
             for name in self._written:
@@ -218,36 +188,76 @@ class Metrics(Plugin):
         table: dict[str, Any] = model.test_scores if self._phase is Phase.TESTING else model.metrics
         return table
 
+    def _bring_together(self) -> None:
+        """Have one set of metrics, as one replica needs."""
+        self._tallies = {0: self._whole}
+        self._spare = None
+        self._is_spread = False
+        self._forget_turns()
+
+    def _spread_out(self) -> None:
+        """Give each replica of this process metrics of its own, where there are several."""
+        context = self.context
+        if context.num_replicas > 1 and not self._is_spread:
+            with _aside():
+                self._whole.prepare_to_join()
+                self._tallies = {r: self._whole.copy() for r in context.engine.replicas.block}
+                self._spare = self._whole.copy()
+            self._is_spread = True
+
     def _reset(self) -> None:
-        for holder in self._holders.values():
-            holder.metric.reset()
-        self._num_updates = 0
+        for tally in (self._whole, *self._tallies.values()):
+            tally.reset()
+        self._forget_turns()
+
+    def _forget_turns(self) -> None:
+        self._turn = None
+        self._num_turns = 0
 
     def _update(self, phase: Phase) -> None:
         if phase is not self._phase:
             return
+        if self._is_spread:
+            self._end_turn()
+            self._num_turns = 0
+            return
         with _aside():
-            arguments = self._inputs(self.context)
-            if not isinstance(arguments, tuple):
-                raise UsageError(
-                    f"Metrics(inputs=...) must return the tuple of arguments for update, got "
-                    f"{type(arguments).__name__}. Return e.g. (predictions, targets)."
-                )
-            # A metric that keeps its inputs would keep the graph that they hang in.
-            plain = [item.detach() if isinstance(item, Tensor) else item for item in arguments]
-            for holder in self._holders.values():
-                holder.metric.update(*plain)
-        self._num_updates += 1
+            self._whole.update(self._find_arguments())
+
+    def _find_arguments(self) -> list[Any]:
+        arguments = self._inputs(self.context)
+        if not isinstance(arguments, tuple):
+            raise UsageError(
+                f"Metrics(inputs=...) must return the tuple of arguments for update, got "
+                f"{type(arguments).__name__}. Return e.g. (predictions, targets)."
+            )
+        # A metric that keeps its inputs would keep the graph that they hang in.
+        return [item.detach() if isinstance(item, Tensor) else item for item in arguments]
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            with _aside():
+                # What a metric draws must not depend on whose turn it is here next.
+                rng.load_rng_state_dict(turn.randomness)
+                self._tallies[turn.replica].update(turn.arguments)
 
     def _compute(self) -> dict[str, Any]:
         """Return the values over all that was taken in, and forget it."""
         values: dict[str, Any] = {}
-        if self._num_updates:
-            with _aside():
-                for name, holder in self._holders.items():
-                    values |= _spread(name, holder.metric.compute())
+        with _aside():
+            if self._spare is not None:
+                self._whole.join(self._gather(), self._spare)
+            if self._whole.num_updates:
+                for name, value in self._whole.compute().items():
+                    values |= _spread(name, value)
         self._reset()
         return values
+
+    def _gather(self) -> list[dict[str, Any]]:
+        """Return the states of all replicas, in their order; all processes ask at once."""
+        own = [portable(tally.capture()) for tally in self._tallies.values()]
+        return [state for part in self.context.gather(own) for state in part]
 
     def _conclude_training(self) -> None:
         values = self._compute()
@@ -282,27 +292,39 @@ class Metrics(Plugin):
             _LOGGER.warning("The %s metric %r %s.", self._phase.value, name, text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the metrics have accumulated."""
-        return {
-            "num_updates": self._num_updates,
-            "metrics": {name: holder.capture() for name, holder in self._holders.items()},
-        }
+        """Return what the metrics have accumulated, of several replicas each for itself."""
+        if not self._is_spread:
+            return self._whole.capture()
+        # Between passes an evaluation has nothing, and behind a training nobody asks for it.
+        has_data = self._is_fitting and self._phase is Phase.TRAINING
+        return {"replicas": self._gather() if has_data else []}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it back; warns of metrics that are new or gone while there is data."""
-        saved = state_dict["metrics"]
-        self._num_updates = state_dict["num_updates"]
-        different = sorted(saved.keys() ^ self._holders.keys())
-        if different and self._num_updates:
+        self._spread_out()
+        if not self._is_spread:
+            saved = {0: state_dict} if "metrics" in state_dict else {}
+        else:
+            saved = dict(enumerate(state_dict.get("replicas", [])))
+        # Only an evaluation may find the state of another number of replicas, and needs none.
+        self._warn_of_differences(saved.values())
+        for replica in saved.keys() & self._tallies.keys():
+            self._tallies[replica].restore(saved[replica])
+
+    def _warn_of_differences(self, states: Iterable[Mapping[str, Any]]) -> None:
+        different = {
+            name
+            for state in states
+            if state["num_updates"]
+            for name in state["metrics"].keys() ^ set(self._whole.names)
+        }
+        if different:
             _LOGGER.warning(
                 "The checkpoint and the plugin %r hold different metrics: %s. What is new covers "
                 "only the rest of the present epoch; what is gone is dropped.",
                 self.plug_id,
-                ", ".join(different),
+                ", ".join(sorted(different)),
             )
-        for name in saved.keys() & self._holders.keys():
-            self._holders[name].restore(saved[name])
-            self._holders[name].move(self.device)
 
 
 @contextmanager
@@ -314,6 +336,17 @@ def _aside() -> Iterator[None]:
             yield
     finally:
         rng.load_rng_state_dict(found)
+
+
+@contextmanager
+def _at_its_end(context: Context) -> Iterator[None]:
+    """Show the batch in a forward as it is shown at the batch's end (R31)."""
+    shown = context.batch
+    context.show_raw_batch()
+    try:
+        yield
+    finally:
+        context.batch = shown
 
 
 def _spread(name: str, value: Any) -> dict[str, Any]:
@@ -331,37 +364,6 @@ def _spread(name: str, value: Any) -> dict[str, Any]:
             }
         return {name: value}
     return {name: float(value) if isinstance(value, int | float) else value}
-
-
-def _take_apart(metrics: object) -> dict[str, Metric]:
-    """Return the metrics by name, members of module dicts each for itself.
-
-    Some collections find out in their first update which members may share a state. A run that goes
-    on inside an epoch would find out something else.
-    """
-    if not isinstance(metrics, Mapping | nn.ModuleDict) or not metrics:
-        raise ArgumentError(
-            f"Metrics(metrics=...) must be a dict of at least one metric, got {metrics!r}. Pass "
-            'e.g. {"accuracy": Accuracy(task="multiclass", num_classes=10)}.'
-        )
-    found: dict[str, Any] = {}
-    for name, metric in metrics.items():
-        if isinstance(metric, nn.ModuleDict):
-            found |= {f"{name}/{key}": part for key, part in metric.items()}
-        else:
-            found[name] = metric
-    for name, metric in found.items():
-        if not isinstance(name, str) or not isinstance(metric, Metric):
-            raise ArgumentTypeError(
-                f"Metrics(metrics=...) must map names to objects with {_METHODS}, got "
-                f"{name!r}: {type(metric).__name__}. Give it the methods that are missing."
-            )
-    if len({id(metric) for metric in found.values()}) < len(found):
-        raise ArgumentError(
-            f"Metrics(metrics=...) must hold each metric once, got one twice among {list(found)}. "
-            "Pass a copy: it would be updated twice."
-        )
-    return found
 
 
 def _check_every(every: object, phase: Phase) -> int | None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from helios.errors import ArgumentError, UsageError
 from helios.plugins.buffers import BufferCopies
+from helios.plugins.findings import BadLoss, Finding, describe, join, name_batch, name_moment
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.plugins.weights import bare_name
 from helios.state import Cursor, TrainingState
@@ -27,13 +28,13 @@ _ACTIONS = ("raise", "skip", "stop")
 _CHECKS = ("loss", "gradients", "both")
 _LIMIT = 10
 _MOST_NAMES = 5
-_MOST_SAMPLES = 256
 
 
 class _Note(NamedTuple):
     """One backward of the open window."""
 
     place: Cursor
+    replica: int
     loss: Tensor
 
 
@@ -51,6 +52,9 @@ class NaNGuard(Plugin):
     ``current_iteration`` stay where they are, and what was due at that count is not repeated. The
     buffers of all networks go back to what they were when the window began, or a running average
     of BatchNorm would keep the NaN for ever; so ``"skip"`` and ``"stop"`` hold a copy of them.
+
+    With several replicas one of them is enough: the update of all is left out, and every process
+    does and says the same. While all is well, nothing is exchanged for it.
 
     Args:
         action: ``"raise"`` an error; ``"skip"`` the update, with a warning, and go on; ``"stop"``:
@@ -104,6 +108,7 @@ class NaNGuard(Plugin):
 
     def _forget(self) -> None:
         self._window: list[_Note] = []
+        self._found: Finding | None = None
         self._has_skipped = False
         self._knows_manual = False
         self._keeps_buffers = self._action != "raise"
@@ -125,7 +130,8 @@ class NaNGuard(Plugin):
 
     def on_backward_start(self, loss: Tensor) -> None:
         """Note a loss and where its batch lies."""
-        self._window.append(_Note(self.context.place, loss.detach().reshape(())))
+        context = self.context
+        self._window.append(_Note(context.place, context.replica, loss.detach().reshape(())))
 
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
         """Check the window; nothing but one number is read while all is well.
@@ -135,9 +141,37 @@ class NaNGuard(Plugin):
         """
         if self._seems_finite(optimizer):
             return
-        text = self._describe(optimizer)
-        if not text:
+        found = self._find(optimizer)
+        if found.is_empty:
             return
+        if self.context.num_replicas == 1:
+            text = self._describe(found)
+            self._act(text)
+            self.context.skip_step(text)
+        else:
+            # Other processes may have found nothing. That the update is left out they will know.
+            self._found = found
+            self.context.skip_step(f"plugin {self.plug_id!r}: a loss or gradient is not finite")
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Act on what was found in any of several replicas, on all processes alike.
+
+        An update is left out on all of them or on none, so this costs no exchange of its own where
+        it was made.
+
+        Raises:
+            UsageError: if something is not finite, as ``action`` says.
+        """
+        context = self.context
+        if context.num_replicas == 1 or context.is_optimizer_step_committed:
+            return
+        found = join(context.gather(self._found))
+        self._found = None
+        if not found.is_empty:
+            self._act(self._describe(found))
+
+    def _act(self, text: str) -> None:
+        """Raise, or leave the update out, as ``action`` says."""
         if self._action == "raise":
             raise UsageError(
                 f"{text} The weights are as they were before. The same command comes here again: "
@@ -153,7 +187,8 @@ class NaNGuard(Plugin):
         Raises:
             UsageError: if one is not finite and ``action`` says so, and for what cannot be done.
         """
-        if self.context.attached_loss is not None:
+        context = self.context
+        if context.attached_loss is not None:
             return
         if not self._knows_manual:
             self._knows_manual = True
@@ -162,8 +197,8 @@ class NaNGuard(Plugin):
         if not bad:
             return
         text = (
-            f"In {self._where()} not finite: the losses {', '.join(bad)} of "
-            f"{self._name_batch(self.context.place)}. The model has made its update by itself, so "
+            f"In {name_moment(context)} not finite: the losses {', '.join(bad)} of "
+            f"{name_batch(context, context.place)}. The model has made its update by itself, so "
             "the weights may have taken harm."
         )
         if self._action == "raise":
@@ -215,7 +250,6 @@ class NaNGuard(Plugin):
             )
         self.num_skipped += 1
         self._buffers.put_back()
-        self.context.skip_step(text)
         _LOGGER.warning(
             "%s The update is left out: window number %d in a row, update number %d in all.%s",
             text,
@@ -225,41 +259,20 @@ class NaNGuard(Plugin):
         )
 
     def _request_stop(self) -> None:
-        self.context.request_stop(f"NaNGuard: a loss or gradient was not finite ({self._where()})")
+        self.context.request_stop(
+            f"NaNGuard: a loss or gradient was not finite ({name_moment(self.context)})"
+        )
 
-    def _where(self) -> str:
-        state = self.context.state
-        return f"epoch {state.global_epoch}, iteration {state.global_iteration}"
+    def _find(self, optimizer: Optimizer) -> Finding:
+        """Look for what is not finite; nothing if all is."""
+        bad = [note for note in self._window if self._sees_losses and not _is_fine(note.loss)]
+        return Finding(
+            [BadLoss(note.place, note.replica, note.loss.item()) for note in bad],
+            self._name_gradients(optimizer) if self._sees_gradients else "",
+        )
 
-    def _describe(self, optimizer: Optimizer) -> str:
-        """Say what is not finite, and which samples it may come from; nothing if all is."""
-        bad = {}
-        if self._sees_losses:
-            bad = {tuple(n.place.dict().values()): n for n in self._window if not _is_fine(n.loss)}
-        parts = [
-            f"the loss of {self._name_batch(note.place)} ({note.loss.item()})"
-            for note in bad.values()
-        ]
-        names = self._name_gradients(optimizer) if self._sees_gradients else ""
-        if not parts and not names:
-            return ""
-        if names:
-            parts.append(f"the gradients of {names}")
-        if not bad:
-            places = {tuple(note.place.dict().values()): note.place for note in self._window}
-            batches = " and ".join(self._name_batch(place) for place in places.values())
-            parts[-1] += f", which come from {batches}"
-        return f"In {self._where()} not finite: {', and '.join(parts)}."
-
-    def _name_batch(self, place: Cursor) -> str:
-        text = f"batch {place.batch} (from 0) of epoch {place.epoch + 1}"
-        found = self.context.indices_of(place)
-        if found is None:
-            return f"{text}, samples unknown (the sampler has a state)"
-        indices = [index.item() if isinstance(index, Tensor) else index for index in found]
-        more = len(indices) - _MOST_SAMPLES
-        shown = ", ".join(map(str, indices[:_MOST_SAMPLES]))
-        return f"{text}, samples {shown}{f' and {more} more' if more > 0 else ''}"
+    def _describe(self, found: Finding) -> str:
+        return describe(self.context, found, (note.place for note in self._window))
 
     def _name_gradients(self, optimizer: Optimizer) -> str:
         names = {

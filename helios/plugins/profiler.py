@@ -1,7 +1,7 @@
 """Records where the time of a training goes, by ``torch.profiler``, for a few iterations.
 
 It looks on: no bit of the training changes. It holds no state: a resumed run begins its schedule
-anew.
+anew. Of several processes rank 0 is recorded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.profiler import ProfilerAction, profile, schedule, tensorboard_trace_handler
 
+from helios.core.distributed import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.context import Context
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
@@ -88,6 +89,8 @@ class Profiler(Plugin):
 
     def on_training_start(self) -> None:
         """Begin the schedule."""
+        if get_global_rank() != 0:
+            return
         self._num_steps = self._num_traces = 0
         self._open_ranges = []
         self._profile = self._closing.enter_context(

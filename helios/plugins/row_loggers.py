@@ -1,7 +1,8 @@
 """Loggers that write what is logged into a text file: CSV, or one JSON object a line.
 
 Both hear ``on_log``, so they get what TensorBoard gets. A resumed run cuts the file back to its
-checkpoint and writes on: the file is, byte for byte, that of an undisturbed run (DESIGN R5).
+checkpoint and writes on: the file is, byte for byte, that of an undisturbed run (DESIGN R5). Of
+several processes rank 0 writes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from helios.core.distributed import get_global_rank
 from helios.core.rows import RowFile
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
@@ -53,7 +55,7 @@ class RowLogger(Plugin):
         super().__init__(plug_id)
         self._file = RowFile(_check_path(type(self).__name__, path), header)
         self._mark: dict[str, Any] | None = None
-        self._is_set_up = False
+        self._is_writing = False
         self._early: list[str] = []
 
     @property
@@ -69,10 +71,12 @@ class RowLogger(Plugin):
         """Forget a run before this one; the file is not touched yet."""
         self._mark = None
         self._early = []
-        self._is_set_up = True
+        self._is_writing = get_global_rank() == 0
 
     def on_fit_start(self) -> None:
         """Open the file, cut back to the checkpoint if there is one."""
+        if not self._is_writing:
+            return
         self._file.restore(self._mark)
         for text in self._early:
             self._file.append(text)
@@ -82,13 +86,13 @@ class RowLogger(Plugin):
         """Write the numbers."""
         if self._file.is_open:
             self._file.append(self.format(scalars, state))
-        elif self._is_set_up:
+        elif self._is_writing:
             # Another plugin logs in its on_fit_start, or before: kept until the file is open.
             self._early.append(self.format(scalars, state))
 
     def on_training_end(self) -> None:
         """Warn if nothing was logged at all."""
-        if not self._file.has_rows:
+        if self._is_writing and not self._file.has_rows:
             _LOGGER.warning(
                 "%s is empty: nothing was logged. Pass print_frequency to the trainer, or log "
                 "numbers by context.log().",
@@ -97,7 +101,7 @@ class RowLogger(Plugin):
 
     def teardown(self) -> None:
         """Close the file."""
-        self._is_set_up = False
+        self._is_writing = False
         self._early = []
         self._file.close()
 

@@ -17,6 +17,8 @@ from helios.checkpoint.store import CheckpointStore
 from helios.core.rng import get_default_seed
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
+from helios.engines.launch import require_deterministic_cublas
+from helios.engines.names import explain
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import Plugin
@@ -132,8 +134,9 @@ class Arguments:
         self._check_paths()
         self._check_resume()
         self._check_precision()
-        self._check_later()
+        self._check_objects()
         self.gpu_ids = self._select_device()
+        self._check_processes()
         self._warn()
 
     def _check_names(self) -> None:
@@ -211,21 +214,20 @@ class Arguments:
         self.allow_changes = tuple(names)
 
     def _check_precision(self) -> None:
-        names = [precision.value for precision in Precision]
-        if isinstance(self.precision, str) and self.precision in names:
-            self.precision = Precision(self.precision)
+        if isinstance(self.precision, str):
+            try:
+                self.precision = Precision.from_str(self.precision)
+            except ArgumentError as error:
+                rule = "None or the name of a precision"
+                raise _fail("precision", rule, self.precision, str(error)) from error
         if self.precision is not None and not isinstance(self.precision, Precision):
-            rule = f"None or one of {', '.join(names)}"
-            raise _fail("precision", rule, self.precision, "fp16 comes with a later version.")
+            rule = "None, a Precision or the name of one"
+            raise _fail("precision", rule, self.precision, 'Pass e.g. "bf16".')
 
-    def _check_later(self) -> None:
-        later = "It comes with a later version; this one trains in one process."
+    def _check_objects(self) -> None:
         if self.signals is not None:
+            later = "It comes with a later version."
             raise _fail("signals", "None in this version", self.signals, later)
-        for name in ("num_replicas", "nproc"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value != 1):
-                raise _fail(name, "None or 1 in this version", value, later)
         if not isinstance(self.plugins, list | tuple):
             raise _fail("plugins", "a list of Plugin objects", self.plugins, "Pass [plugin].")
         for plugin in self.plugins:
@@ -237,19 +239,33 @@ class Arguments:
 
     def _select_device(self) -> list[int]:
         if self.engine is None:
-            gpus = select_gpus(self.use_cpu, self.gpus)
-            if self.gpus is not None and len(gpus) > 1:
-                later = "Several processes come with a later version."
-                raise _fail("gpus", "one id in this version", self.gpus, later)
-            return gpus[:1]
+            return select_gpus(self.use_cpu, self.gpus)
         if not isinstance(self.engine, Engine):
-            raise _fail("engine", "an Engine", self.engine, "Derive it from helios' Engine.")
+            remedy = "Derive it from helios' Engine."
+            if isinstance(self.engine, str):
+                remedy = explain(self.engine)
+            raise _fail("engine", "an Engine", self.engine, remedy)
         for name in ("use_cpu", "gpus", "clip_norm", "clip_value", "precision"):
             if getattr(self, name) is not None:
                 rule = "None where engine is given"
                 raise _fail(name, rule, getattr(self, name), "Configure the engine instead.")
         device = self.engine.device
         return [device.index or 0] if device.type == "cuda" else []
+
+    def _check_processes(self) -> None:
+        for name in ("num_replicas", "nproc"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                remedy = "Leave it out to have one for each GPU, or one on the CPU."
+                raise _fail(name, "None or a positive int", value, remedy)
+        count = self.nproc or 1
+        if self.num_replicas is not None and count > self.num_replicas:
+            rule = (
+                f"at most num_replicas={self.num_replicas}: a process carries one replica or more"
+            )
+            raise _fail("nproc", rule, count, "Raise num_replicas, or start fewer processes.")
+        if self.gpu_ids and self.enable_deterministic:
+            require_deterministic_cublas()
 
     def _warn(self) -> None:
         useless = {

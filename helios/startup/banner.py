@@ -8,23 +8,11 @@ from typing import Any
 import torch
 
 from helios.core.utils import get_env_info_str
-from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.model.model import Model
 from helios.startup.arguments import Arguments
 
 _LOGGER = logging.getLogger(__name__)
-
-
-def level_of(arguments: Arguments, engine: Engine, source: Source) -> tuple[str, str]:
-    """Return the level of reproducibility (DESIGN section 1), and what bars the way to the next."""
-    if source.level == "none":
-        return "none", "the training loader can neither seek nor be saved"
-    if engine.device.type != "cpu" and not arguments.enable_deterministic:
-        return "order", "enable_deterministic=True makes arithmetic exact on this device"
-    if source.level == "restart":
-        return "restart", "the training loader resumes by a state of its own"
-    return "restart", "one replica: there is nothing to spread over processes"
 
 
 def machine(engine: Engine) -> dict[str, str]:

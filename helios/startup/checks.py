@@ -8,8 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from helios.data.datamodule import DataModule
-from helios.engines.launch import Launch
-from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
@@ -21,7 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 _KNOWN = (*EVENTS, "train_step", "valid_step", "test_step", "predict_step")
 _TRANSFER = "batch_to_device of the model, or process_training_batch of a plugin"
 _OF_OTHER_TRAINERS = {
-    "backward": "backward of an engine, or a train_step that returns None",
+    "backward": "backward_loss of an engine, or a train_step that returns None",
     "configure_callbacks": "Trainer(plugins=[...])",
     "configure_gradient_clipping": "Trainer(clip_norm=...), or clip_gradients of an engine",
     "configure_model": "setup()",
@@ -57,20 +56,6 @@ _WITHOUT_STATE_METHODS = {
     Model: "Without them all networks, optimizers and schedulers among its attributes are saved.",
     Plugin: "Without them nothing of a plugin is saved. Add the other one.",
 }
-
-
-def check_launch() -> None:
-    """Check that this is the only process of the training.
-
-    Raises:
-        UsageError: where a launcher has started several: each would train on its own.
-    """
-    launch = Launch.read()
-    if launch.world_size > 1:
-        raise UsageError(
-            f"This version of Helios trains in one process, but {launch.kind.value} has started "
-            f"{launch.world_size}. Start the script with plain python, or let it start one."
-        )
 
 
 def check_subjects(model: Model, datamodule: DataModule) -> None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from helios.data.datamodule import DataModule
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
 from helios.hooks.bus import naming
-from helios.loops.fit import FitLoop
-from helios.model.model import Model
 from helios.model.schedulers import Schedulers
-from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup import banner, outputs, resume
-from helios.startup.arguments import Arguments
+from helios.startup.call import Call
+from helios.startup.own_parts import take_own_parts
+from helios.startup.processes import Plan, describe_processes
+from helios.startup.promise import find_promise
 from helios.startup.registration import log_order
 from helios.startup.run import Run
 from helios.startup.watch import PluginWatch
@@ -32,46 +30,27 @@ _LOOP_PATH = "fit"
 
 
 class FitRun(Run):
-    """One training; see ``Run`` for the arguments.
-
-    Args:
-        arguments: the options of the trainer.
-        plugins: by id.
-        model: the user's model.
-        datamodule: the user's data.
-        show: is told the session while it exists.
-        loop: the fit loop.
-    """
+    """One training; see ``Run`` for the arguments."""
 
     verb = "Training"
 
-    def __init__(
-        self,
-        arguments: Arguments,
-        plugins: Mapping[str, Plugin],
-        model: Model,
-        datamodule: DataModule,
-        show: Callable[[Session | None], None],
-        *,
-        loop: FitLoop,
-    ) -> None:
-        super().__init__(arguments, plugins, model, datamodule, show)
-        self._loop = loop
+    def __init__(self, call: Call, plan: Plan, device: torch.device) -> None:
+        super().__init__(call, plan, device)
         self._start = resume.Start()
         self._recorder: outputs.FitRecorder | None = None
 
-    @property
-    def loop(self) -> FitLoop:
-        """The fit loop."""
-        return self._loop
-
     def _run(self, stack: ExitStack) -> bool:
-        self.datamodule.prepare_data()
+        self._prepare_data()
         self._start = resume.find_start(
-            self.arguments, self.model.save_name, self.model.types_for_safe_load()
+            self.arguments,
+            self.model.save_name,
+            self.model.types_for_safe_load(),
+            replicas=self.replicas,
         )
         if self._is_finished():
-            self._restore_finished()
+            # A script that uses the model after fit must find it as after the run's own end.
+            assert self._start.loaded is not None
+            self._restore(self._start.loaded.payload)
             return True
         self._prepare(stack)
         # Its tensors are copied where they belong; kept, they would double the state's memory.
@@ -93,8 +72,7 @@ class FitRun(Run):
         return True
 
     def _prepare(self, stack: ExitStack) -> None:
-        loaded = self._start.loaded
-        payload = None if loaded is None else loaded.payload
+        payload = self._payload
         stack.enter_context(self._numerics(payload))
         # Another run's logs are not this run's to cut back: a branch begins its own.
         logged = None if self._start.is_branch else payload
@@ -105,6 +83,10 @@ class FitRun(Run):
         log_order(self.plugins, self.hooks)
         if payload is not None:
             self._load(session, payload)
+
+    @property
+    def _payload(self) -> dict[str, Any] | None:
+        return None if self._start.loaded is None else self._start.loaded.payload
 
     @property
     def _name(self) -> str:
@@ -144,22 +126,33 @@ class FitRun(Run):
                 "There is no validation data, so valid_frequency and early_stop_cycles have no "
                 "effect. Assign self._valid_dataset in the data module's setup()."
             )
-        level, obstacle = banner.level_of(self.arguments, self.engine, source)
+        promise = find_promise(
+            self.arguments,
+            self.engine,
+            source,
+            model=self.model,
+            loop=self.loop,
+            payload=self._payload,
+        )
         self._recorder = outputs.FitRecorder(
             self.arguments,
             self.model,
             self._start,
-            level=level,
+            promise=promise,
+            engine=self.engine,
             options=resume.identity(self.arguments, source.description, self.engine)
             | resume.limits(self.arguments),
-            machine=banner.machine(self.engine),
             watch=PluginWatch(self.plugins, self.model),
         )
         loaded = self._start.loaded
         banner.show_banner(
             self.arguments,
             self.model,
-            {"run": self._name, "promise": f"{level} ({obstacle})"},
+            {
+                "run": self._name,
+                "processes": describe_processes(self.replicas),
+                "promise": f"{promise.level} ({promise.text})",
+            },
             where=None if loaded is None else loaded.path.name,
         )
         return Session(
@@ -209,12 +202,15 @@ class FitRun(Run):
         self._start.changes += resume.note_limits(self.arguments, payload["options"])
         banner.warn_of_other_machine(payload.get("machine", {}), self.engine)
         session.hooks.emit("on_load_checkpoint", payload)
+        payload = take_own_parts(payload, session.replicas)
         session.state, session.cursor, session.is_resumed = state, cursor, True
         session.requests.stop_reason = cursor.stop_reason
         session.is_manual = payload["is_manual"]
+        session.obstacles += payload.get("obstacles", [])
+        session.unshared += payload.get("unshared", [])
         self.engine.load_state_dict(payload["engine"])
         self.model.load_state_dict(payload["model"])
-        self._load_tables(payload)
+        self._load_tables(payload["tables"])
         source.load_state_dict(payload["data"]["state"])
         self._load_plugins(session, payload["plugins"])
         self._load_loops(session, payload["loops"])
@@ -237,21 +233,6 @@ class FitRun(Run):
         self.loop.spread_states(_LOOP_PATH, left)
         session.carried_loops.update(left)
         _warn_of_left_over("loop", list(left))
-
-    def _restore_finished(self) -> None:
-        # A script that uses the model after fit must find it as after the run's own end.
-        loaded = self._start.loaded
-        if loaded is not None:
-            self._set_up(is_inference=True)
-            self._take_session(self._make_inference_session())
-            self.model.load_state_dict(loaded.payload["model"], fast_init=True)
-            self._load_tables(loaded.payload)
-            self._load_known_plugins(loaded.payload["plugins"])
-
-    def _load_tables(self, payload: dict[str, Any]) -> None:
-        for name, table in self.model.tables.items():
-            table.clear()
-            table.update(payload["tables"][name])
 
     def _describe_rescue(self) -> str:
         loaded = self._start.loaded

@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import layout
-from helios.checkpoint.store import Sidecar
+from helios.checkpoint.store import RunFolder, Sidecar
 from helios.core import logging as log
+from helios.core.group import has_failed
 from helios.core.progress import Display, create_display
 from helios.core.scalars import as_numbers
+from helios.engines.engine import Engine
+from helios.errors import UsageError
 from helios.model.model import Model
 from helios.startup.arguments import Arguments
+from helios.startup.banner import machine
+from helios.startup.promise import Promise
 from helios.startup.resume import Start
+from helios.startup.together import on_first
 from helios.startup.watch import PluginWatch
 from helios.state import TrainingState
 from helios.version import __version__
@@ -69,9 +75,9 @@ class FitRecorder:
         arguments: the options of the trainer.
         model: names checkpoints and holds the metrics.
         start: the run's folder and history.
-        level: the level of reproducibility that the run reaches.
+        promise: the level of reproducibility that the run reaches.
+        engine: the device and the replicas; rank 0 writes.
         options: what defines the run and what ends it.
-        machine: what the bits of arithmetic depend on, besides the run.
         watch: looks after plugins at the first checkpoint.
     """
 
@@ -81,17 +87,18 @@ class FitRecorder:
         model: Model,
         start: Start,
         *,
-        level: str,
+        promise: Promise,
+        engine: Engine,
         options: dict[str, Any],
-        machine: dict[str, str],
         watch: PluginWatch,
     ) -> None:
         self._arguments = arguments
         self._model = model
         self._start = start
-        self._level = level
+        self._promise = promise
+        self._replicas = engine.replicas
         self._options = options
-        self._machine = machine
+        self._machine = machine(engine)
         self._watch = watch
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
 
@@ -106,11 +113,24 @@ class FitRecorder:
         return self._newest
 
     def save(self, snapshot: dict[str, Any]) -> None:
-        """Write a snapshot as a checkpoint of the run."""
+        """Write a snapshot as a checkpoint of the run; all processes wait until it is there.
+
+        Raises:
+            UsageError: after a collective has failed: the processes may be at different places.
+        """
         folder = self._start.folder
         if folder is None:
             return
+        if has_failed():
+            raise UsageError(
+                "No checkpoint can be saved after a collective has failed, because the processes "
+                "no longer agree on where they are. Let the error end this process, and start the "
+                "run again: it goes on from the newest checkpoint."
+            )
         self._watch.look()
+        self._newest = on_first(self._replicas, lambda: self._write(folder, snapshot))
+
+    def _write(self, folder: RunFolder, snapshot: dict[str, Any]) -> Path:
         state = snapshot["training_state"]
         epoch, iteration = state["global_epoch"], state["global_iteration"]
         payload = {
@@ -123,26 +143,34 @@ class FitRecorder:
         }
         stem = layout.stem(self.name, epoch, iteration)
         stem = layout.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
-        self._newest = folder.save(
-            payload, stem=stem, sidecar=self._sidecar(epoch, iteration), safe_types=self._types()
+        level = self._promise.level_after(snapshot)
+        return folder.save(
+            payload,
+            stem=stem,
+            sidecar=self._sidecar(epoch, iteration, level),
+            safe_types=self._types(),
         )
 
     def has_saved(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed."""
-        folder = self._start.folder
-        return folder is not None and folder.has(state.global_epoch, state.global_iteration)
+        """Whether a checkpoint of this iteration is committed; rank 0 looks."""
+        folder, replicas = self._start.folder, self._replicas
+        if folder is None:
+            return False
+        is_there = replicas.rank == 0 and folder.has(state.global_epoch, state.global_iteration)
+        (is_there,) = replicas.agree(is_there)
+        return is_there
 
     def _types(self) -> list[Any]:
         return self._model.types_for_safe_load()
 
-    def _sidecar(self, epoch: int, iteration: int) -> Sidecar:
+    def _sidecar(self, epoch: int, iteration: int, level: str) -> Sidecar:
         return Sidecar(
             run_name=self.name,
-            num_replicas=1,
+            num_replicas=self._replicas.num_replicas,
             epoch=epoch,
             iteration=iteration,
             metrics=as_numbers(self._model.metrics),
-            level=self._level,
+            level=level,
             resumed_from=self._start.origin,
             changes=self._start.changes,
             options=self._options,
@@ -160,8 +188,8 @@ class FitRecorder:
 
     @property
     def logs_scalars(self) -> bool:
-        """Whether there are event files."""
-        return log.get_tensorboard_writer() is not None
+        """Whether there are event files, which rank 0 writes."""
+        return self._replicas.rank == 0 and log.get_tensorboard_writer() is not None
 
     def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
         """Write numbers into the event files, by name.
@@ -169,7 +197,7 @@ class FitRecorder:
         A curve that user code has written at this iteration, as scripts of Helios 1 do, is left.
         """
         writer, step = log.get_tensorboard_writer(), state.global_iteration
-        if writer is None:
+        if writer is None or not self.logs_scalars:
             return
         for name, value in scalars.items():
             if not writer.has_point(name, step):
@@ -177,5 +205,6 @@ class FitRecorder:
 
     def finish(self, reason: str) -> None:
         """Note in the sidecar of the last checkpoint that the run has come to its end."""
-        if self._start.folder is not None and self._newest is not None:
-            self._start.folder.mark_finished(self._newest, reason)
+        folder, newest = self._start.folder, self._newest
+        if folder is not None and newest is not None:
+            on_first(self._replicas, lambda: folder.mark_finished(newest, reason))

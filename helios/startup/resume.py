@@ -15,8 +15,16 @@ from typing import Any
 
 from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError, CheckpointError, RunMismatchError
+from helios.engines.replicated import Replicas
+from helios.errors import (
+    ArgumentError,
+    CheckpointError,
+    DamagedCheckpointError,
+    RunMismatchError,
+)
 from helios.startup.arguments import Arguments
+from helios.startup.processes import Stored
+from helios.startup.together import on_each, on_first
 from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -65,16 +73,126 @@ def open_folder(arguments: Arguments, save_name: str) -> RunFolder | None:
     return RunFolder(path, arguments.store or CheckpointStore())
 
 
-def find_start(arguments: Arguments, save_name: str, safe_types: list[Any]) -> Start:
-    """Find the checkpoint that ``resume`` asks for.
+def find_stored(
+    arguments: Arguments, save_name: str, safe_types: list[Any], *, is_fit: bool
+) -> Stored | None:
+    """Return what the run was begun with; ``None`` for a run that begins now.
+
+    Args:
+        arguments: the options of the trainer.
+        save_name: names the folder of the run.
+        safe_types: types that may be built.
+        is_fit: whether the run goes on, as ``resume`` says; an evaluation takes what is newest.
 
     Raises:
-        RunMismatchError: if the newest checkpoint belongs to a run of another name.
+        CheckpointError: if the newest checkpoint is whole, but cannot be used.
+    """
+    folder = open_folder(arguments, save_name)
+    if folder is None or (is_fit and arguments.resume == "never"):
+        return None
+    paths = [entry.path for entry in reversed(folder.entries())]
+    if is_fit and arguments.resume != "auto":
+        origin: Path = arguments.resume
+        newest = folder.read_sidecar(paths[0]) if paths else None
+        if newest is None or newest.resumed_from != str(origin.absolute()):
+            paths = [origin] if origin.is_file() else []
+    for path in paths:
+        try:
+            sidecar = folder.read_sidecar(path)
+            if sidecar is not None:
+                return Stored(sidecar.num_replicas, path)
+            return Stored(folder.load(path, safe_types).payload["num_replicas"], path)
+        except DamagedCheckpointError:
+            # An older one says the same; who loads the run tells of it.
+            continue
+    return None
+
+
+def find_newest(
+    arguments: Arguments, save_name: str, safe_types: list[Any], *, team: Replicas
+) -> Loaded | None:
+    """Load the newest checkpoint that is whole, the same one in all processes of a team.
+
+    Raises:
+        CheckpointError: if a checkpoint is there that cannot be used.
+    """
+    folder = open_folder(arguments, save_name)
+    if folder is None:
+        return None
+    own: list[Loaded | None] = []
+
+    def look() -> str | None:
+        own.append(folder.load_newest(safe_types, renames_damaged=False))
+        return None if own[0] is None else own[0].path.name
+
+    name = on_first(team, look)
+    path = None if name is None else folder.path / name
+    on_each(team, lambda: None if own else own.append(_follow(folder, path, safe_types, team)))
+    return own[0]
+
+
+def _follow(
+    folder: RunFolder, path: Path | None, safe_types: list[Any], team: Replicas
+) -> Loaded | None:
+    """Load the file that rank 0 has found."""
+    if path is None:
+        return None
+    if not path.is_file():
+        raise CheckpointError(
+            f"Rank 0 of {team.num_processes} goes on from {path}, but rank {team.rank} finds no "
+            "such file. All processes must see the folder chkpt_root: put it on a file system that "
+            "the machines share, at the same place."
+        )
+    return folder.load(path, safe_types)
+
+
+def find_start(
+    arguments: Arguments, save_name: str, safe_types: list[Any], *, replicas: Replicas
+) -> Start:
+    """Find the checkpoint that ``resume`` asks for; rank 0 looks, and all load the same file.
+
+    Raises:
+        RunMismatchError: if the newest checkpoint belongs to a run of another name, or of another
+            number of replicas.
         CheckpointError: if a checkpoint is there that cannot be used.
     """
     folder = open_folder(arguments, save_name)
     if folder is None:
         return Start()
+    own: list[Start] = []
+
+    def look() -> tuple[str | None, Start]:
+        start = _look(folder, arguments, save_name, safe_types)
+        _check_replicas(start.loaded, replicas.num_replicas)
+        own.append(start)
+        name = None if start.loaded is None else start.loaded.path.name
+        return name, replace(start, folder=None, loaded=None)
+
+    def follow() -> None:
+        if own:
+            return
+        path = None if name is None else folder.path / name
+        if path is not None and found.is_branch:
+            path = arguments.resume
+        own.append(
+            replace(found, folder=folder, loaded=_follow(folder, path, safe_types, replicas))
+        )
+
+    name, found = on_first(replicas, look)
+    on_each(replicas, follow)
+    return own[0]
+
+
+def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
+    if loaded is not None and loaded.payload["num_replicas"] != num_replicas:
+        raise RunMismatchError(
+            f"{loaded.path} was saved with {loaded.payload['num_replicas']} replicas, but newer "
+            f"files of the run say {num_replicas}. Move one of both kinds out of the folder."
+        )
+
+
+def _look(folder: RunFolder, arguments: Arguments, save_name: str, safe_types: list[Any]) -> Start:
+    """Find the start, and put the folder in order; one process may do so."""
     folder.clean()
     if arguments.resume == "never":
         _move_aside(folder, keep=None)

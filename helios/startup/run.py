@@ -9,7 +9,7 @@ import copy
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,13 +17,19 @@ import torch
 
 from helios.core import logging as log
 from helios.core import rng
+from helios.core.group import is_lost_peer
+from helios.core.progress import Display
 from helios.core.registry import update_all_registries
 from helios.data.datamodule import DataModule
 from helios.data.legacy import LegacyWatch
 from helios.data.several import open_sources
+from helios.data.share import Share
 from helios.data.source import Source
+from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
+from helios.engines.handover import pack
 from helios.engines.precision import Precision
+from helios.engines.replicated import Replicas
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import Bus, naming
 from helios.loops.loop import Loop
@@ -33,13 +39,15 @@ from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup import outputs
 from helios.startup.arguments import Arguments
+from helios.startup.call import Call
 from helios.startup.checks import (
-    check_launch,
     check_plugins,
     check_processor,
     check_state_methods,
     warn_of_unknown_hooks,
 )
+from helios.startup.processes import Plan
+from helios.startup.together import on_each
 from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
@@ -52,11 +60,9 @@ _PURPOSES = {
 }
 
 
-def _make_engine(arguments: Arguments) -> Engine:
+def _make_engine(arguments: Arguments, device: torch.device) -> Engine:
     if arguments.engine is not None:
         return arguments.engine
-    gpus = arguments.gpu_ids
-    device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
     return Engine(
         device,
         clip_norm=arguments.clip_norm,
@@ -87,45 +93,49 @@ def _take_own_processor(model: Model) -> None:
         ) from error
 
 
+def _detached(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in table.items()
+    }
+
+
 class Run(ABC):
     """What all four calls share.
 
     Args:
-        arguments: the options of the trainer.
-        plugins: by id.
-        model: the user's model.
-        datamodule: the user's data.
-        show: is told the session while it exists, and ``None`` afterwards.
+        call: what was asked for.
+        plan: which processes carry which replicas.
+        device: that of this process, where the user brings no engine.
 
     Attributes:
         verb: what the call does, for messages.
+        team: the processes, for what they do together.
+        collects: whether to keep the state at the end of the call for another process.
+        collected: that state, packed; ``None`` before the regular end.
     """
 
     verb: str
 
-    def __init__(
-        self,
-        arguments: Arguments,
-        plugins: Mapping[str, Plugin],
-        model: Model,
-        datamodule: DataModule,
-        show: Callable[[Session | None], None],
-    ) -> None:
-        self.arguments = arguments
-        self.plugins = plugins
-        self.model = model
-        self.datamodule = datamodule
-        self.show = show
-        check_launch()
-        check_plugins(plugins)
-        check_state_methods(model)
-        self.engine = _make_engine(arguments)
+    def __init__(self, call: Call, plan: Plan, device: torch.device) -> None:
+        self.call = call
+        self.plan = plan
+        self.arguments: Arguments = call.arguments
+        self.plugins: Mapping[str, Plugin] = call.plugins
+        self.model: Model = call.model
+        self.datamodule: DataModule = call.datamodule
+        self.collects = False
+        self.collected: bytes | None = None
+        check_plugins(self.plugins)
+        check_state_methods(self.model)
+        self.team = plan.make_team()
+        self.engine = _make_engine(self.arguments, device)
+        self.engine.replicas = plan.make_replicas(self.engine.device)
         self.hooks = self._make_bus()
-        self.display = outputs.open_display(arguments)
+        self.display = self._open_display()
         self.sources: dict[Phase, list[Source]] = {}
         self.session: Session | None = None
         self._settings = ExitStack()
-        self._passed_through: tuple[type[BaseException], ...] = ()
         self._has_begun = False
 
     def _make_bus(self) -> Bus:
@@ -137,26 +147,30 @@ class Run(ABC):
             engine=self.engine,
         )
 
+    def _open_display(self) -> Display:
+        return outputs.open_display(self.arguments)
+
     @property
-    @abstractmethod
     def loop(self) -> Loop:
         """The loop to run."""
+        return self.call.loop
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of the run, and which of them this process carries."""
+        return self.engine.replicas
 
     @abstractmethod
     def _run(self, stack: ExitStack) -> Any:
         """Do the work; what ``stack`` holds is released on every way out."""
 
-    def execute(self, passed_through: tuple[type[BaseException], ...]) -> Any:
+    def execute(self) -> Any:
         """Run the call from its start to its end.
-
-        Args:
-            passed_through: types of exceptions that are not logged.
 
         Raises:
             BaseException: whatever the call raises, after everything was torn down (C6).
         """
         is_regular = False
-        self._passed_through = passed_through
         log.create_default_loggers(
             enable_tensorboard=self.arguments.enable_tensorboard,
             capture_warnings=self.arguments.capture_warnings,
@@ -168,17 +182,23 @@ class Run(ABC):
             is_regular = True
             return result
         except BaseException as error:
-            self._report(error, is_quiet=isinstance(error, passed_through))
+            self._report(error)
             raise
         finally:
             self._tear_down(is_regular=is_regular)
 
-    def _report(self, error: BaseException, *, is_quiet: bool) -> None:
+    def _report(self, error: BaseException) -> None:
         self.display.close()
         self.hooks.emit_to_all("on_exception", error)
         if isinstance(error, KeyboardInterrupt):
             _LOGGER.warning("Interrupted. %s", self._describe_rescue())
-        elif not is_quiet:
+        elif isinstance(error, self.call.passed_through):
+            return
+        elif not self.team.is_whole and is_lost_peer(error):
+            # What has happened stands in the log of another process.
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            _LOGGER.error("%s ended, because another process has ended: %s", self.verb, reason)
+        else:
             text = f"{self.verb} ended by an error. {self._describe_rescue()}".rstrip()
             _LOGGER.error("%s", text, exc_info=error)
 
@@ -195,6 +215,8 @@ class Run(ABC):
                 for source in sources:
                     stack.callback(source.close)
             stack.callback(self.hooks.emit_to_all, "teardown")
+            if is_regular and self.collects:
+                stack.callback(self._collect)
             if is_regular and self._has_begun:
                 stack.callback(self._tell_end_of_fit)
             stack.callback(self.engine.teardown)
@@ -202,20 +224,53 @@ class Run(ABC):
             # After the loops: an evaluation that was cut off gives back what it found in training.
             stack.callback(self._settings.close)
             stack.callback(self.loop.teardown)
-            stack.callback(self.show, None)
+            stack.callback(self.call.show, None)
 
     def _tell_end_of_fit(self) -> None:
         try:
             self.hooks.emit("on_fit_end")
         except BaseException as error:
             # The way out is under way, so nobody else would tell of it or log it (C6).
-            self._report(error, is_quiet=isinstance(error, self._passed_through))
+            self._report(error)
             raise
+
+    def _collect(self) -> None:
+        """Keep what a process needs that has not trained, to have the model as it is here."""
+        state = {
+            "model": self.model.state_dict(),
+            "tables": {name: _detached(table) for name, table in self.model.tables.items()},
+            "plugins": {name: plugin.state_dict() for name, plugin in self.plugins.items()},
+        }
+        on_cpu = move_to_device(state, torch.device("cpu"))
+        self.collected = pack(on_cpu, "The state of model and plugins", "state")
+
+    def _prepare_data(self) -> None:
+        """Let one process of each machine prepare the data, while the others wait."""
+
+        def prepare() -> None:
+            if self.plan.info.local_rank == 0:
+                self.datamodule.prepare_data()
+
+        if not self.plan.has_prepared:
+            on_each(self.team, prepare)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Set everything up for inference, with the state of a training that has ended."""
+        self._set_up(is_inference=True)
+        self._take_session(self._make_inference_session())
+        self.model.load_state_dict(state["model"], fast_init=True)
+        self._load_tables(state["tables"])
+        self._load_known_plugins(state["plugins"])
+
+    def _load_tables(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, table in self.model.tables.items():
+            table.clear()
+            table.update(tables[name])
 
     def _take_session(self, session: Session) -> None:
         """Hand the session to all who may see it."""
         self.session = session
-        self.show(session)
+        self.call.show(session)
         for plugin in self.plugins.values():
             plugin.context = session.context
         self.loop.attach(session)
@@ -243,16 +298,28 @@ class Run(ABC):
     def _forget_session(self) -> None:
         for plugin in self.plugins.values():
             plugin.context = None
+        # An engine of the user's outlives the run; a process group does not.
+        self.engine.replicas = self.team = Replicas()
+
+    def _tell_place(self) -> None:
+        """Tell the user's objects where they are."""
+        is_distributed = not self.replicas.is_lone
+        owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
+        for owner in owners:
+            owner.device = self.engine.device
+            owner.map_loc = str(self.engine.device)
+            owner.rank = self.plan.info.local_rank
+            owner.is_distributed = is_distributed
+        self.model.engine = self.engine
+        self.datamodule.is_distributed = is_distributed
+        self.datamodule.num_replicas = self.replicas.num_replicas
 
     def _set_up(self, *, is_inference: bool) -> None:
         arguments = self.arguments
         rng.seed_rngs(arguments.seed)
         if arguments.src_root is not None:
             update_all_registries(arguments.src_root, import_prefix=arguments.import_prefix)
-        owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
-        for owner in owners:
-            owner.device = self.engine.device
-            owner.map_loc = str(self.engine.device)
+        self._tell_place()
         watch = LegacyWatch("setup", None)
         watch.begin()
         for plugin in self.plugins.values():
@@ -292,8 +359,16 @@ class Run(ABC):
             run_seed=self.arguments.seed,
             purpose=_PURPOSES[phase],
             limit=self._limit_of(phase),
+            share=self._share_of(phase),
         )
         return self.sources[phase][0]
+
+    def _share_of(self, phase: Phase) -> Share | None:
+        """Return which part of the data this process fetches; ``None`` for all of it."""
+        replicas = self.replicas
+        if replicas.is_lone:
+            return None
+        return Share(replicas.num_replicas, replicas.block, pads=phase is Phase.TRAINING)
 
     def _limit_of(self, phase: Phase) -> int | None:
         """Return the most batches of a pass that plugins ask for; ``None`` for no limit."""

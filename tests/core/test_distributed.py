@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from helios.core import distributed, group
 from helios.errors import UsageError
+from tests.support.ranks import run_ranks
 
 _VARIABLES = (
     "LOCAL_RANK",
@@ -185,6 +186,78 @@ def test_in_a_group_only_the_named_rank_prints(capsys: pytest.CaptureFixture[str
     distributed.local_print("local rank 1", local_rank=1)
     distributed.global_print("rank 0")
     assert capsys.readouterr().out == "rank 0\n"
+
+
+def _gather_and_sum(rank: int) -> dict[str, Any]:
+    mine = torch.tensor([[rank, 10 + rank]])
+    strided = torch.arange(6.0).view(2, 3).T + rank
+    leaf = torch.ones(2, requires_grad=True)
+    return {
+        "joined": distributed.gather_into_tensor(mine, (3, 2)),
+        "stacked": distributed.gather_into_tensor(mine[0], (3, 2)),
+        "low": distributed.gather_into_tensor(mine.bfloat16(), (3, 2)),
+        "strided": distributed.gather_into_tensor(strided, (9, 2)),
+        "graph": distributed.gather_into_tensor(leaf * 2, (6,)),
+        "listed": distributed.all_reduce_tensors([torch.tensor(rank), torch.tensor(5)]),
+        "numbers": distributed.all_reduce_tensors([1.0, 0.5]),
+        "highest": distributed.all_reduce_tensors(torch.tensor(rank), op=dist.ReduceOp.MAX),
+        "in place": distributed.all_reduce_tensors(mine) is mine,
+        "home": distributed.home_of(mine),
+    }
+
+
+def test_three_ranks_gather_and_sum_without_a_warning() -> None:
+    """H64: in a rank of these tests a warning, such as that of a name to come, is an error."""
+    for found in run_ranks(_gather_and_sum, 3):
+        rows = [[0, 10], [1, 11], [2, 12]]
+        assert found["joined"].tolist() == found["stacked"].tolist() == rows
+        assert (found["low"].tolist(), found["low"].dtype) == (rows, torch.bfloat16)
+        assert found["strided"].tolist()[::3] == [[rank, rank + 3.0] for rank in range(3)]
+        assert found["graph"].tolist() == [2.0] * 6
+        assert found["listed"].tolist() == [3, 15]
+        assert found["numbers"].tolist() == [3.0, 1.5]
+        assert found["highest"].item() == 2
+        assert found["in place"] is True
+        assert found["home"] == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_size_without_room_for_all_is_an_error_that_harms_no_group() -> None:
+    with pytest.raises(ValueError, match=r"room for 1 tensors of shape \(2,\), got \(3,\)"):
+        distributed.gather_into_tensor(torch.ones(2), (3,))
+    assert distributed.gather_into_tensor(torch.ones(2), (1, 2)).tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_tensors_are_moved_to_where_the_backend_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H64: under NCCL on the GPU of this process, under gloo on the CPU."""
+    host, other = torch.ones(1), torch.ones(1, device="meta")
+    assert distributed.home_of(host) == distributed.home_of(other) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for backend, home in (("nccl", "cuda:1"), ("custom", "cpu")):
+        monkeypatch.setattr(dist, "get_backend", lambda group=None, backend=backend: backend)
+        assert distributed.home_of(host) == torch.device(home)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_gpu_gathers_and_sums_on_any_backend(backend: str) -> None:
+    """H64: tensors come back to where they were."""
+    store = dist.HashStore()
+    dist.init_process_group(
+        backend, store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
+    try:
+        for place in ("cpu", "cuda:0"):
+            tensor = torch.ones(2, device=place)
+            gathered = distributed.gather_into_tensor(tensor, (1, 2))
+            assert (gathered.tolist(), gathered.device) == ([[1.0, 1.0]], tensor.device)
+            assert distributed.all_reduce_tensors(tensor) is tensor
+            assert distributed.all_reduce_tensors([tensor, tensor]).tolist() == [[1.0, 1.0]] * 2
+        assert distributed.all_reduce_tensors([1.0, 2.0]).tolist() == [1.0, 2.0]
+    finally:
+        distributed.shutdown_dist()
 
 
 def _join(rank: int, folder: str, port: int) -> None:

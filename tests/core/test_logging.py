@@ -124,7 +124,7 @@ def test_other_ranks_say_errors_only_and_write_no_file(
     root.warning("warning")
     root.error("error")
     logging.close_default_loggers()
-    assert re.fullmatch(r".* - ERROR - error\n", capsys.readouterr().err)
+    assert re.fullmatch(r".* - ERROR - rank 1 of 2 - error\n", capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
 
 

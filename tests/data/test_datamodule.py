@@ -9,9 +9,15 @@ import pytest
 from helios.data import DataLoaderParams, DataModule, DatasetSplit
 from helios.data.datamodule import Dataset
 from helios.data.loader import create_dataloader
-from helios.data.samplers import ResumableRandomSampler, ResumableSequentialSampler
+from helios.data.samplers import (
+    ResumableDistributedSampler,
+    ResumableRandomSampler,
+    ResumableSequentialSampler,
+)
+from helios.data.share import Share
+from helios.data.source import open_source
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from tests.data.datasets import Indices, as_lists, join
+from tests.data.datasets import FETCH, Indices, as_lists, join, walk
 
 SPLITS = ("train", "valid", "test", "predict")
 
@@ -89,6 +95,32 @@ def test_distribution_is_taken_from_the_module_unless_the_options_say() -> None:
     module.params = DataLoaderParams(is_distributed=False)
     module.setup()
     assert module.train_dataloader() is not None
+
+
+def test_the_replicas_are_told_by_whoever_knows_them() -> None:
+    module = Numbers(DataLoaderParams(shuffle=True))
+    module.setup()
+    assert module.num_replicas is None
+    module.is_distributed, module.num_replicas = True, 4
+    for split in SPLITS:
+        _, sampler = getattr(module, f"{split}_dataloader")()
+        assert isinstance(sampler, ResumableDistributedSampler)
+        assert sampler.num_replicas == 4
+
+
+@pytest.mark.parametrize("is_distributed", [None, False, True])
+def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | None) -> None:
+    # Whatever the module says of distribution: only the user's own word is against sharing.
+    for of_module in (False, True):
+        module = Numbers(DataLoaderParams(is_distributed=is_distributed))
+        module.setup()
+        module.is_distributed, module.num_replicas = of_module, 2
+        for split, pads in (("train", True), ("valid", False)):
+            pair = getattr(module, f"{split}_dataloader")()
+            share = Share(2, range(1, 2), pads)
+            source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
+            first = next(iter(walk(source, 0)))
+            assert first == [0 if is_distributed is False and pads else 1]
 
 
 def test_the_pair_gives_the_arguments_of_a_loader() -> None:

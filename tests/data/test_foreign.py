@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from helios.core import rng
 from helios.data import create_dataloader
 from helios.data.samplers import ResumableRandomSampler
+from helios.data.share import Share
 from helios.data.source import Source, open_source
-from helios.errors import StateError, UsageError
+from helios.errors import ArgumentError, StateError, UsageError
 from tests.data.datasets import FETCH, Augmented, Indices, as_lists, draw, walk
 
 
@@ -236,3 +237,67 @@ def test_opening_a_pass_draws_from_no_generator() -> None:
     batches = open_foreign(DataLoader(Indices(5), shuffle=True)).batches(0)
     assert draw() == expected
     batches.close()
+
+
+def open_rank(loader: Any, rank: int, num_replicas: int = 3) -> Source:
+    share = Share(num_replicas, range(rank, rank + 1), pads=True)
+    return open_source(loader, run_seed=4, purpose=FETCH, share=share)
+
+
+def test_a_foreign_loader_is_that_of_the_one_replica_of_its_process() -> None:
+    # R46: each process has its own, and they may end in different iterations.
+    data = Indices(7)
+    for rank in range(3):
+        sampler = DistributedSampler(data, 3, rank, shuffle=False)
+        source = open_rank(DataLoader(data, batch_size=2, sampler=sampler), rank)
+        batches = source.batches(0)
+        told = [(as_lists(found), batches.is_last, batches.num_samples) for found in batches]
+        assert told == [([[rank, rank + 3]], False, 0), ([[(6, 0, 1)[rank]]], True, 0)]
+        assert (source.num_batches(), source.indices(0)) == (2, None)
+        assert (source.ends_together, source.state_is_per_process) == (False, False)
+    alone = open_foreign(DataLoader(data))
+    assert (alone.ends_together, alone.state_is_per_process) == (True, False)
+
+
+@pytest.mark.parametrize("loader", [DataLoader(Indices(7)), Rewinding(), DataLoader(Stream())])
+def test_a_foreign_loader_cannot_be_dealt_out(loader: Any) -> None:
+    name = type(loader).__name__
+    with pytest.raises(
+        ArgumentError, match=rf"A {name} .* carries replicas \[1, 2\]. Start as many"
+    ):
+        open_source(loader, run_seed=4, purpose=FETCH, share=Share(4, range(1, 3), pads=False))
+
+
+@pytest.mark.parametrize("kind", [Rewinding, SizedRewinding])
+def test_the_state_of_a_foreign_loader_is_one_of_each_process(kind: type[Rewinding]) -> None:
+    source = open_rank(kind(), 1)
+    assert source.state_is_per_process
+    batches = source.batches(0)
+    assert [next(batches), next(batches)] == [[0], [1]]
+    state = source.state_dict()
+    batches.close()
+    resumed = open_rank(kind(), 1)
+    resumed.load_state_dict(state)
+    assert walk(resumed, 0, batch=2) == [[2], [3], [4], [5]]
+
+
+class Drawing(Stream):
+    """Numbers of all generators."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.tensor(draw(), dtype=torch.float64) for _ in range(2))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_draws_other_numbers_on_each_replica(num_workers: int) -> None:
+    def drawn(rank: int, epoch: int) -> list[float]:
+        loader, _ = create_dataloader(Drawing(), num_workers=num_workers)
+        found = walk(open_rank(loader, rank), epoch)
+        return [number for (batch,) in found for number in batch.flatten().tolist()]
+
+    numbers = [drawn(rank, epoch) for rank in range(3) for epoch in range(2)]
+    assert len(set(sum(numbers, []))) == 3 * 2 * 2 * 3  # noqa: RUF017 - a few items
+    assert drawn(2, 1) == numbers[-1]
+    if not num_workers:
+        rng.reseed(rng.key(4, FETCH, 1, 0, 2))
+        assert numbers[-1][:3] == draw()

@@ -25,6 +25,7 @@ from helios.data.samplers import (
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
+from helios.data.share import NO_BATCH, Share
 from helios.data.source import open_source
 from helios.errors import ArgumentError, ArgumentTypeError
 from tests.data.datasets import FETCH, Indices, as_lists, walk
@@ -129,6 +130,25 @@ def test_the_sampler_is_chosen_by_distribution_and_shuffle() -> None:
     loader, sampler = create_dataloader(Indices(9), batch_size=2, sampler=share)
     assert sampler is share
     assert as_lists(list(loader)) == [[1, 3], [5, 7], [0]]
+
+
+def test_shares_need_no_process_group_where_the_replicas_are_known() -> None:
+    how = {"shuffle": True, "random_seed": 5, "batch_size": 2, "drop_last": True}
+    _, sampler = create_dataloader(Indices(9), **how, is_distributed=True, num_replicas=4)
+    assert isinstance(sampler, ResumableDistributedSampler)
+    assert (sampler.num_replicas, sampler.seed, sampler.drop_last) == (4, 5, True)
+    assert sampler.shuffle
+    _, alone = create_dataloader(Indices(9), **how, num_replicas=4)
+    assert isinstance(alone, ResumableRandomSampler)
+
+
+def test_an_evaluation_of_fewer_samples_than_replicas_is_not_refused() -> None:
+    how = {"batch_size": 1, "drop_last": True, "is_distributed": True}
+    pair = create_dataloader(Indices(3), **how, num_replicas=4)
+    share = Share(4, range(4), pads=False)
+    source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
+    assert source.num_batches() == 1
+    assert walk(source, 0) == [[torch.tensor([i]) for i in range(3)] + [NO_BATCH]]
 
 
 def test_data_without_a_batch_is_refused() -> None:

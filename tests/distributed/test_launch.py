@@ -29,8 +29,8 @@ from helios.core.group import membership
 from helios.engines import handover, supervisor
 from helios.engines.children import Failure, end_with_launcher
 from helios.engines.launch import Launch, LaunchKind, spawn
-from helios.engines.supervisor import RankError, choose_cause, raise_cause
-from helios.errors import UsageError
+from helios.engines.supervisor import choose_cause, raise_cause
+from helios.errors import RankError, UsageError
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="gloo and signals of POSIX"),

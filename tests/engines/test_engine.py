@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from helios.engines.engine import Engine, numerics
+from helios.engines.engine import Engine
 from helios.errors import ArgumentError, ArgumentTypeError
 
 CPU = torch.device("cpu")
@@ -39,7 +37,7 @@ def train_on(engine: Engine, *losses: Tensor) -> None:
     """Do what loops do with a micro-batch: count it, then go backward from each of its losses."""
     engine.count_micro_batch()
     for loss in losses:
-        engine.backward(loss)
+        engine.backward_loss(loss)
 
 
 @pytest.mark.parametrize("factors", [[3.0], [3.0, 5.0], [1.0, 2.0, 6.0]])
@@ -124,7 +122,7 @@ def test_backward_may_be_kept_to_some_parameters() -> None:
     """L27: those of one optimizer; a parameter outside of the loss keeps no gradient."""
     engine = engine_for()
     wanted, other, unused = weights(1.0), weights(1.0), weights(1.0)
-    engine.backward((wanted * 2 + other * 3).sum(), inputs=[wanted, unused])
+    engine.backward_loss((wanted * 2 + other * 3).sum(), inputs=[wanted, unused])
     assert gradients(wanted, other, unused) == [[2.0], None, None]
 
 
@@ -182,7 +180,7 @@ def test_a_norm_is_clipped_over_all_parameters_together() -> None:
     engine = engine_for(clip_norm=1.0)
     first, second, unused = weights(1.0), weights(1.0), weights(1.0)
     optimizer = SGD([{"params": [first, unused]}, {"params": [second]}], lr=1.0)
-    engine.backward((first * 3 + second * 4).sum())
+    engine.backward_loss((first * 3 + second * 4).sum())
     engine.clip_gradients(optimizer)
     found = torch.tensor([first.grad.item(), second.grad.item()])  # type: ignore[union-attr]
     torch.testing.assert_close(found, torch.tensor([0.6, 0.8]))
@@ -192,7 +190,7 @@ def test_a_norm_is_clipped_over_all_parameters_together() -> None:
 def test_values_are_clipped_element_by_element() -> None:
     """R39."""
     engine, parameter = engine_for(clip_value=2.0), weights(1.0, 1.0, 1.0)
-    engine.backward((parameter * torch.tensor([3.0, -4.0, 1.0])).sum())
+    engine.backward_loss((parameter * torch.tensor([3.0, -4.0, 1.0])).sum())
     engine.clip_gradients(SGD([parameter], lr=1.0))
     assert gradients(parameter) == [[2.0, -2.0, 1.0]]
 
@@ -201,7 +199,7 @@ def test_values_are_clipped_element_by_element() -> None:
 def test_small_gradients_and_unset_options_clip_nothing(options: dict[str, float]) -> None:
     """R39."""
     engine, parameter = engine_for(**options), weights(1.0, 1.0)
-    engine.backward((parameter * torch.tensor([30.0, -40.0])).sum())
+    engine.backward_loss((parameter * torch.tensor([30.0, -40.0])).sum())
     engine.clip_gradients(SGD([parameter], lr=1.0))
     assert gradients(parameter) == [[30.0, -40.0]]
 
@@ -220,16 +218,16 @@ def test_a_step_updates_is_committed_and_leaves_no_gradient() -> None:
     """DESIGN section 5: gradients are set to None, so that a frozen layer's stay so."""
     engine, parameter = engine_for(), weights(1.0)
     optimizer = SGD([parameter], lr=0.5)
-    engine.backward(parameter.sum())
+    engine.backward_loss(parameter.sum())
     assert engine.optimizer_step(optimizer) is True
     assert parameter.tolist() == [0.5]
     engine.zero_grad(optimizer)
     assert parameter.grad is None
 
 
-def test_moving_a_batch_uses_the_device_of_the_engine() -> None:
+def test_moving_uses_the_device_of_the_engine() -> None:
     """E7."""
-    moved = Engine(torch.device("meta")).move({"a": [torch.ones(2)], "b": "text"})
+    moved = Engine(torch.device("meta")).sync_device({"a": [torch.ones(2)], "b": "text"})
     assert moved["a"][0].device.type == "meta"
     assert moved["b"] == "text"
 
@@ -247,7 +245,7 @@ def test_options_of_automatic_steps_are_named(options: dict[str, float], names: 
     assert engine_for(**options).automatic_options == names
 
 
-@pytest.mark.parametrize("overridden", ["backward", "optimizer_step", "zero_grad"])
+@pytest.mark.parametrize("overridden", ["backward_loss", "optimizer_step", "zero_grad"])
 def test_an_engine_may_override_one_method(overridden: str) -> None:
     """E20, E21, E40: a subclass changes one thing and keeps the others."""
     calls: list[str] = []
@@ -259,104 +257,10 @@ def test_an_engine_may_override_one_method(overridden: str) -> None:
     kind = type("Own", (Engine,), {overridden: note})
     parameter = weights(1.0)
     optimizer, engine = SGD([parameter], lr=0.5), kind(CPU)
-    engine.backward(parameter.sum())
+    engine.backward_loss(parameter.sum())
     engine.average_gradients(optimizer)
     engine.clip_gradients(optimizer)
     assert engine.optimizer_step(optimizer)
     engine.zero_grad(optimizer)
     assert calls == [overridden]
     assert (parameter.tolist(), parameter.grad) == ([0.5], None)
-
-
-def settings() -> tuple[Any, ...]:
-    return (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.deterministic,
-    )
-
-
-@pytest.fixture
-def restored_settings() -> Iterator[None]:
-    """Put back by hand what a test sets outside of the context."""
-    threads, algorithms, warn_only, benchmark, deterministic = settings()
-    with ExitStack() as stack:
-        stack.callback(torch.set_num_threads, threads)
-        stack.callback(torch.use_deterministic_algorithms, algorithms, warn_only=warn_only)
-        yield
-    torch.backends.cudnn.benchmark = benchmark
-    torch.backends.cudnn.deterministic = deterministic
-
-
-def test_numerics_are_set_inside_and_restored_outside(restored_settings: None) -> None:
-    """H49; a run with 2 threads goes on with 2 where the default is 1."""
-    before = settings()
-    with numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=2):
-        assert settings() == (2, True, False, False, True)
-    assert settings() == before
-    with numerics(is_deterministic=False, use_cudnn_benchmark=True, num_threads=None):
-        assert settings() == (before[0], False, False, True, before[4])
-    assert settings() == before
-
-
-def test_numerics_are_restored_also_after_an_error(restored_settings: None) -> None:
-    before = settings()
-    context = numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=2)
-    with pytest.raises(ZeroDivisionError), context:
-        raise ZeroDivisionError
-    assert settings() == before
-
-
-def test_numerics_are_restored_where_they_cannot_be_set(restored_settings: None) -> None:
-    before = settings()
-    context = numerics(is_deterministic=True, use_cudnn_benchmark=True, num_threads=0)
-    with pytest.raises(RuntimeError), context:
-        pytest.fail("zero threads were accepted")
-    assert settings() == before
-
-
-def test_deterministic_settings_of_the_user_stay_where_none_are_demanded(
-    restored_settings: None,
-) -> None:
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.deterministic = True
-    before = settings()
-    with numerics(is_deterministic=False, use_cudnn_benchmark=False, num_threads=None):
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.backends.cudnn.deterministic
-    assert settings() == before
-
-
-def test_benchmarking_of_the_user_is_off_where_it_is_not_asked_for(
-    restored_settings: None,
-) -> None:
-    """H50: what was switched on outside must not change the bits of a run that did not ask."""
-    torch.backends.cudnn.benchmark = True
-    with numerics(is_deterministic=False, use_cudnn_benchmark=False, num_threads=None):
-        assert not torch.backends.cudnn.benchmark
-    assert torch.backends.cudnn.benchmark
-
-
-def test_a_demand_for_determinism_is_more_than_a_warning(restored_settings: None) -> None:
-    """H49: with `warn_only` an algorithm that is not deterministic would only be warned of."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=None):
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert torch.are_deterministic_algorithms_enabled()
-    assert torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def test_determinism_works_on_the_cpu(restored_settings: None) -> None:
-    """H49: an operation without a deterministic form is refused there too."""
-
-    def scatter() -> Tensor:
-        return torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
-
-    with (
-        numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=None),
-        pytest.raises(RuntimeError, match="does not have a deterministic implementation"),
-    ):
-        scatter()
-    assert math.isfinite(scatter().sum().item())

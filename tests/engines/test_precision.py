@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.optim import AdamW
 
 import helios
 from helios.engines.engine import Engine
-from helios.engines.precision import Precision
+from helios.engines.precision import Precision, ScalerOptions
 from helios.errors import ArgumentError
 from helios.hooks.context import Context
 from helios.plugins import Plugin
@@ -24,18 +25,55 @@ CPU = torch.device("cpu")
 LOW, FULL = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("precision", Precision.all())
 def test_a_precision_is_known_by_its_name(precision: Precision) -> None:
     assert Precision.from_str(precision.value) is precision
 
 
-@pytest.mark.parametrize("name", ["fp16", "BF16", "", None, 16])
+@pytest.mark.parametrize("name", ["fp8", "BF16", "", None, 16, []])
 def test_another_name_is_an_error_that_shows_the_names(name: Any) -> None:
-    with pytest.raises(ArgumentError, match='must be "fp32" or "bf16", got'):
-        Precision.from_str(name)
+    for make in (Precision.from_str, Precision):
+        with pytest.raises(ArgumentError, match='must be "fp32", "bf16" or "fp16", got'):
+            make(name)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [(Precision.FP32, FULL), (Precision.BF16, LOW)])
+def test_only_half_precision_has_a_scaler_and_its_options() -> None:
+    assert [precision.scaler for precision in Precision.all()] == [None, None, ScalerOptions()]
+    precision = Precision.fp16(2.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    assert precision.scaler == ScalerOptions(2.0, 4.0, 0.25, 3)
+    assert (precision.value, precision == Precision.FP16) == ("fp16", False)
+    assert Precision.fp16() == Precision.FP16 == Precision("fp16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_scale": 0.0}, r"fp16\(init_scale=\.\.\.\) must be a positive number, got 0.0"),
+        ({"init_scale": math.inf}, "positive number, got inf"),
+        ({"init_scale": "1"}, "positive number, got '1'"),
+        ({"growth_factor": 1.0}, r"growth_factor=\.\.\.\) must be a number above 1, got 1.0"),
+        ({"backoff_factor": 1}, "must be a number between 0 and 1, got 1. Leave it out for 0.5"),
+        ({"backoff_factor": True}, "between 0 and 1, got True"),
+        ({"growth_interval": 0}, r"growth_interval=\.\.\.\) must be a positive int, got 0"),
+        ({"growth_interval": 2.0}, "positive int, got 2.0"),
+    ],
+)
+def test_a_wrong_option_of_the_scaler_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Precision.fp16(**options)
+
+
+def test_a_precision_that_needs_no_scaler_takes_none() -> None:
+    with pytest.raises(ArgumentError, match=r"Precision\('bf16', scaler=\.\.\.\) must be None"):
+        Precision("bf16", ScalerOptions())
+    with pytest.raises(ArgumentError, match="must be None, or ScalerOptions"):
+        Precision("fp16", {"init_scale": 2.0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [(Precision.FP32, FULL), (Precision.BF16, LOW), (Precision.FP16, torch.float16)],
+)
 def test_products_are_computed_in_the_precision(precision: Precision, dtype: torch.dtype) -> None:
     """E22, E23: outside of the context nothing has changed."""
     network = nn.Linear(2, 2)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import helios
-from helios.core.distributed import TORCHRUN_VARIABLES
 from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -228,28 +227,6 @@ def test_listed_exceptions_pass_without_being_logged(
 def test_nothing_of_the_package_stays_configured_after_a_run(tmp_path: Path) -> None:
     train(tmp_path, Setting(total_steps=1))
     assert not logging.getLogger("helios").handlers
-
-
-_TORCHRUN = dict.fromkeys(TORCHRUN_VARIABLES, "0") | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-_SRUN = {
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-}
-
-
-@pytest.mark.parametrize(("launcher", "variables"), [("torchrun", _TORCHRUN), ("srun", _SRUN)])
-def test_several_processes_are_refused_until_they_are_there(
-    launcher: str, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """H48: each would train on its own, and write over the others' checkpoints."""
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=f"but {launcher} has started 2"):
-        train(tmp_path, Setting(total_steps=1))
 
 
 def test_a_second_fit_of_the_same_model_starts_from_nothing() -> None:

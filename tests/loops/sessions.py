@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +11,22 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 from helios.core.progress import NullDisplay
+from helios.data.source import BatchIterator, Source
 from helios.engines.engine import Engine
+from helios.engines.replicated import Replicas
 from helios.hooks.bus import Bus
+from helios.loops.batch import BatchLoop
+from helios.loops.epoch import EpochLoop
+from helios.loops.evaluation import ValidationLoop
+from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
+from helios.loops.optimizer import OptimizerLoop
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.session import Session
-from helios.state import TrainingState, TrainingUnit
+from helios.state import Phase, TrainingState, TrainingUnit
 
 EPOCH, ITERATION = TrainingUnit.EPOCH, TrainingUnit.ITERATION
 
@@ -57,18 +64,98 @@ def make_session(
     unit: TrainingUnit = ITERATION,
     accumulation: int = 1,
     engine: Engine | None = None,
+    replicas: Replicas | None = None,
+    sources: dict[Phase, list[Source]] | None = None,
+    **options: Any,
 ) -> Session:
+    """Return a session; further options are those of its schedule."""
     model.device = torch.device("cpu")
     engine = engine or Engine(model.device)
-    return Session(
+    if replicas is not None:
+        engine.replicas = replicas
+    session = Session(
         model=model,
         engine=engine,
         hooks=Bus(plugins=plugins, model=model, engine=engine),
         display=NullDisplay(),
         seed=0,
-        schedule=Schedule(unit=unit, accumulation_steps=accumulation),
+        schedule=Schedule(unit=unit, accumulation_steps=accumulation, **options),
+        sources=sources or {},
+        plugins={plugin.plug_id: plugin for plugin in plugins},
         schedulers=Schedulers(model.discovery.schedulers(), model.scheduler_interval),
     )
+    for plugin in plugins:
+        plugin.context = session.context
+    return session
+
+
+class ListBatches(BatchIterator):
+    """A pass over a list."""
+
+    def __init__(self, items: Sequence[Any], num_samples: int, *, knows_end: bool) -> None:
+        self._waiting = list(items)
+        self._num_samples = num_samples
+        self._knows_end = knows_end
+        self.is_closed = False
+
+    def __next__(self) -> Any:
+        if not self._waiting:
+            raise StopIteration
+        item = self._waiting.pop(0)
+        self.num_samples = self._num_samples
+        self.is_last = self._knows_end and not self._waiting
+        return item
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class ListSource(Source):
+    """Data that lies in a list: an entry for each iteration, the same in each epoch."""
+
+    description: ClassVar[dict[str, Any]] = {}  # type: ignore[assignment]
+    can_resume = True  # type: ignore[assignment]
+    level = "exact"  # type: ignore[assignment]
+
+    def __init__(
+        self, items: Sequence[Any], *, num_samples: int = 1, knows_end: bool = True
+    ) -> None:
+        self.items = items
+        self.num_samples = num_samples
+        self.knows_end = knows_end
+        self.loader = None
+
+    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> ListBatches:
+        return ListBatches(self.items[batch:], self.num_samples, knows_end=self.knows_end)
+
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int:
+        return len(self.items)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to take."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def make_fit_loop(optimizer_loop: Loop | None = None) -> FitLoop:
+    """Return a whole tree of loops."""
+    batches = BatchLoop(optimizer_loop or OptimizerLoop())
+    return FitLoop(EpochLoop(batches, ValidationLoop()))
+
+
+def fit(session: Session, loop: FitLoop | None = None) -> Any:
+    """Train by the loops alone, as a trainer does; returns the result of the run."""
+    loop = loop or make_fit_loop()
+    loop.attach(session)
+    try:
+        return loop.run()
+    finally:
+        loop.teardown()
+        loop.attach(None)
 
 
 def train_on(loop: Loop, session: Session, batch: Any, *, is_boundary: bool = True) -> bool:

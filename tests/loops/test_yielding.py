@@ -490,7 +490,7 @@ def test_a_graph_of_an_earlier_yield_is_hinted_at(kind: str) -> None:
 
 def test_other_errors_of_backward_pass_as_they_are() -> None:
     class Broken(Engine):
-        def backward(self, loss: Tensor, inputs: Any = None) -> None:
+        def backward_loss(self, loss: Tensor, inputs: Any = None) -> None:
             raise RuntimeError("out of something")
 
     loop, session = prepared(Pair(), engine=Broken(torch.device("cpu")))
@@ -635,9 +635,9 @@ def test_the_body_computes_in_the_engines_precision_and_nothing_else_does() -> N
             note("elsewhere")
 
     class Own(Engine):
-        def backward(self, loss: Tensor, inputs: Any = None) -> None:
+        def backward_loss(self, loss: Tensor, inputs: Any = None) -> None:
             note("elsewhere")
-            super().backward(loss, inputs)
+            super().backward_loss(loss, inputs)
 
     model = Pair(body)
     engine = Own(torch.device("cpu"), precision=Precision.BF16)

@@ -424,6 +424,8 @@ def test_the_state_of_a_metric_is_whole(name: str, cut: int) -> None:
 class View:
     """As much of a context as an update looks at."""
 
+    num_replicas = 1
+
     def __init__(self, batch: Any) -> None:
         self.batch = batch
 
@@ -444,6 +446,7 @@ def test_a_running_window_goes_on_in_its_place() -> None:
     for plugin, part in ((whole, batches), (first, batches[:4])):
         for plugin.context in part:  # type: ignore[assignment]
             plugin._update(Phase.TRAINING)
+    second.context = batches[4]  # type: ignore[assignment]
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for second.context in batches[4:]:  # type: ignore[assignment]
         second._update(Phase.TRAINING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from helios.checkpoint.store import CheckpointStore
 from helios.engines.engine import Engine
+from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
@@ -298,46 +300,71 @@ def test_a_gpu_that_is_demanded_without_cuda_is_an_error() -> None:
         make(use_cpu=False)
 
 
-@pytest.mark.parametrize(("gpus", "ids"), [(None, [0]), ([1], [1])])
-def test_one_process_uses_one_gpu(
+@pytest.mark.parametrize(("gpus", "ids"), [(None, [0, 1]), ([1], [1]), ([1, 0], [1, 0])])
+def test_the_gpus_that_are_asked_for_or_all_are_used(
     monkeypatch: pytest.MonkeyPatch, gpus: list[int] | None, ids: list[int]
 ) -> None:
-    """H46; several processes come later, so the first one of all is taken."""
+    """H46, H48."""
     set_gpus(monkeypatch, 2)
     assert make(gpus=gpus).gpu_ids == ids
     assert make(use_cpu=True).gpu_ids == []
 
 
-def test_several_gpus_come_with_a_later_version(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("value", [(15,), False])
+def test_what_comes_with_a_later_version_says_so(value: Any) -> None:
     """DESIGN section 6: the arguments of a trainer."""
-    set_gpus(monkeypatch, 2)
-    assert "later version" in check_refusal("gpus", [0, 1], gpus=[0, 1])
+    assert "later version" in check_refusal("signals", value, signals=value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("precision", "fp16"),
-        ("precision", torch.float32),
-        ("signals", (15,)),
-        ("signals", False),
-        ("num_replicas", 2),
-        ("num_replicas", 0),
-        ("num_replicas", True),
-        ("nproc", 2),
-        ("nproc", -1),
-        ("nproc", 1.0),
-    ],
-)
-def test_what_comes_with_a_later_version_says_so(name: str, value: Any) -> None:
-    """DESIGN section 6: the arguments of a trainer."""
-    assert "later version" in check_refusal(name, value, **{name: value})
+@pytest.mark.parametrize("value", ["fp8", "", torch.float32, 16])
+def test_a_precision_is_one_or_the_name_of_one(value: Any) -> None:
+    """E22, E23."""
+    assert make(precision="fp16").precision == Precision.FP16
+    assert make(precision=Precision.BF16).precision == Precision.BF16
+    check_refusal("precision", value, precision=value)
 
 
-def test_one_replica_in_one_process_may_be_asked_for() -> None:
+@pytest.mark.parametrize("name", ["num_replicas", "nproc"])
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "2"])
+def test_replicas_and_processes_are_positive_numbers(name: str, value: Any) -> None:
     """DESIGN section 6, "Processes"."""
-    arguments = make(num_replicas=1, nproc=1)
-    assert (arguments.num_replicas, arguments.nproc) == (1, 1)
+    assert getattr(make(**{name: 3}), name) == 3
+    check_refusal(name, value, **{name: value})
+
+
+def test_a_process_carries_one_replica_at_least() -> None:
+    """DESIGN section 6, "Processes": an explicit P > V is an error."""
+    assert make(num_replicas=2, nproc=2).nproc == 2
+    assert "num_replicas=2" in check_refusal("nproc", 3, num_replicas=2, nproc=3)
+
+
+@pytest.mark.parametrize("present", [None, ":16:8"])
+def test_determinism_on_a_gpu_sets_the_variable_of_cublas_in_time(
+    monkeypatch: pytest.MonkeyPatch, present: str | None
+) -> None:
+    """H49: CUDA reads it once, when it starts."""
+    set_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: present is not None)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if present is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", present)
+    make(enable_deterministic=True)
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == (present or ":4096:8")
+
+
+@pytest.mark.parametrize(("present", "reason"), [(None, "too late"), (":0:0", "it is ':0:0'")])
+def test_determinism_on_a_gpu_is_refused_where_it_is_too_late(
+    monkeypatch: pytest.MonkeyPatch, present: str | None, reason: str
+) -> None:
+    """H49."""
+    set_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if present is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", present)
+    with pytest.raises(UsageError, match=f"CUBLAS_WORKSPACE_CONFIG .*{reason}"):
+        make(enable_deterministic=True)
+    make(enable_deterministic=True, use_cpu=True)
 
 
 @pytest.mark.parametrize("value", ["auto", "never"])
@@ -407,6 +434,12 @@ def test_an_engine_must_be_an_engine() -> None:
     assert make(engine=Engine(CPU)).gpu_ids == []
     check_refusal("engine", CPU, engine=CPU)
     check_refusal("engine", Engine, engine=Engine)
+
+
+@pytest.mark.parametrize("name", ["DeviceEngine", "DistributedDataParallelAMPEngine", "ddp"])
+def test_an_engine_of_the_reference_is_named_with_what_replaces_it(name: str) -> None:
+    """E2, E27."""
+    assert "helios.engines.engine.Engine" in check_refusal("engine", name, engine=name)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def warnings_of(owner: object, caplog: pytest.LogCaptureFixture) -> list[str]:
 
 # What a LightningModule or a Callback may define; names that Helios calls too are left out.
 _FOREIGN = {
-    "backward": "backward of an engine",
+    "backward": "backward_loss of an engine",
     "configure_callbacks": "plugins=[...]",
     "configure_gradient_clipping": "clip_norm",
     "configure_model": "setup()",

@@ -37,7 +37,7 @@ RECEIVERS = {
 }
 # Calls that are no events; they show what lies between events.
 MODEL_CALLS = ("train", "eval")
-ENGINE_CALLS = ("backward", "clip_gradients", "optimizer_step", "zero_grad", "teardown")
+ENGINE_CALLS = ("backward_loss", "clip_gradients", "optimizer_step", "zero_grad", "teardown")
 CALLS = {
     **{name: f"model.{name}" for name in MODEL_CALLS},
     **{name: f"engine.{name}" for name in ENGINE_CALLS},

@@ -129,9 +129,17 @@ def _collect(ranks: dict[Connection, Any], deadline: float) -> list[_Report]:
             if r.error
         ]
         if texts:
+            texts += _read_deaths({r: number_of[r] for r in waiting if r not in found}, ranks)
             raise RankError("\n".join(texts))
         reports.update(found)
     return [reports[receiver] for receiver in ranks]
+
+
+def _read_deaths(waiting: dict[Connection, int], ranks: dict[Connection, Any]) -> list[str]:
+    """Say which of the other ranks died: their partners may notice it before we do."""
+    ready = [r for r in connection.wait(list(waiting), 0.5) if isinstance(r, Connection)]
+    reports = {r: _read(r, ranks[r]) for r in ready}
+    return [f"Rank {waiting[r]} failed: {report.error}" for r, report in reports.items()]
 
 
 def _read(receiver: Connection, process: Any) -> _Report:

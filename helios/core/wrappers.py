@@ -1,0 +1,89 @@
+"""Modules around modules: what lies inside, and names as they are without them.
+
+``torch.compile`` and data parallelism put their own module around one, which adds a part to every
+name. Names of a state have no such part, so that what one way of training saves, another loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+COMPILED = "_orig_mod"
+"""Where ``torch.compile`` keeps the module that it wraps."""
+
+_PARALLEL = (DataParallel, DistributedDataParallel)
+
+
+def inside(module: nn.Module) -> nn.Module | None:
+    """Return the module that a wrapper wraps; ``None`` for what is no wrapper."""
+    if isinstance(module, _PARALLEL):
+        return module.module  # type: ignore[no-any-return]
+    return _children(module).get(COMPILED)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers around it; one without wrappers as it is."""
+    while (inner := inside(module)) is not None:
+        module = inner
+    return module
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    # named_children() tells each module once only, a shared one under its first name.
+    children = vars(module).get("_modules", {})
+    return {name: child for name, child in children.items() if child is not None}
+
+
+def _prefixes(module: nn.Module, name: str = "", bare: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name of each submodule, with a dot at its end, as it is and without wrappers."""
+    yield name, bare
+    is_wrapper = inside(module) is not None
+    for key, child in _children(module).items():
+        yield from _prefixes(child, f"{name}{key}.", bare if is_wrapper else f"{bare}{key}.")
+
+
+class BareNames:
+    """Translates the names inside a module: of submodules, parameters, buffers and of its state.
+
+    Args:
+        module: the module, with or without wrappers around it and inside.
+
+    Example:
+        >>> names = BareNames(nn.Sequential(DataParallel(nn.Linear(1, 1))))
+        >>> names.of("0.module.weight")
+        '0.weight'
+        >>> names.of("0.module")
+        '0'
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        table = dict(_prefixes(module))
+        self._table = table if any(name != bare for name, bare in table.items()) else {}
+
+    def of(self, name: str) -> str:
+        """Return a name as it is without wrappers."""
+        if not self._table:
+            return name
+        if f"{name}." in self._table:
+            return self._table[f"{name}."].removesuffix(".")
+        end = len(name)
+        while end > 0:
+            end = name.rfind(".", 0, end) + 1
+            if name[:end] in self._table:
+                return self._table[name[:end]] + name[end:]
+            end -= 1
+        return name
+
+    def strip(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state under bare names; its kind and its versions stay as they are."""
+        if not self._table:
+            return state
+        stripped = type(state)((self.of(name), value) for name, value in state.items())
+        versions = vars(state).get("_metadata") if type(state) is not dict else None
+        if versions is not None:
+            vars(stripped)["_metadata"] = {self.of(key): value for key, value in versions.items()}
+        return stripped

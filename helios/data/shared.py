@@ -1,0 +1,119 @@
+"""Passes over shared data: each iteration gives a list, a batch for each replica of the process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+from helios.core import rng
+from helios.data.deal import Deal, Entry, Turn
+from helios.data.legacy import LegacyWatch
+from helios.data.loader import KeyedLoader, end_workers
+from helios.data.order import Place
+from helios.data.passes import BatchIterator, make_cut_error, run_on_one_thread
+from helios.data.share import NO_BATCH
+
+
+def open_shared(loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> BatchIterator:
+    """Begin a pass whose iterations give a list, one entry for each replica of the process."""
+    if loader.num_workers:
+        return _SharedWorkerBatches(loader, deal, place, watch)
+    return _SharedLocalBatches(loader, deal, place, watch)
+
+
+class _SharedBatches(BatchIterator):
+    """Where a pass over shared data stands."""
+
+    def __init__(self, deal: Deal, place: Place, watch: LegacyWatch) -> None:
+        self._deal = deal
+        self._place = place
+        self._batch = place.batch
+        self._sample = place.sample
+        self._is_done = False
+        self._watch: LegacyWatch | None = watch
+
+    def _advance(self, num_samples: int, *, is_last: bool) -> None:
+        self.num_samples, self.is_last, self._is_done = num_samples, is_last, is_last
+        self._batch += 1
+        self._sample += num_samples
+
+    def _fill(self, found: list[Any]) -> list[Any]:
+        """Stand something in for replicas without a batch, which are the last of the block."""
+        num_missing = len(self._deal.share.block) - len(found)
+        return found + [NO_BATCH] * num_missing if num_missing else found
+
+    def close(self) -> None:
+        """End the pass."""
+        if self._watch is None:
+            return
+        if not self._is_done:
+            self._deal.leave(replace(self._place, batch=self._batch, sample=self._sample))
+        self._watch.end()
+        self._watch = None
+
+
+@final
+class _SharedLocalBatches(_SharedBatches):
+    """A pass that is fetched in the training process."""
+
+    def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
+        super().__init__(deal, place, watch)
+        self._fetch = loader.make_fetch()
+        self._keys = [replace(place, replica=replica).fetch_keys() for replica in deal.share.block]
+        self._turns: Iterator[Turn] = deal.turns(place)
+        self._following = next(self._turns, None)
+        self._is_done = self._following is None
+
+    def __next__(self) -> Any:
+        turn = self._following
+        if turn is None or self._watch is None:
+            self.close()
+            raise StopIteration
+        self._following = next(self._turns, None)
+        self._advance(turn.num_samples, is_last=self._following is None)
+        try:
+            return self._fill(run_on_one_thread(self._fetch_all, turn.hands))
+        except StopIteration as error:
+            raise make_cut_error(self._batch - 1) from error
+
+    def _fetch_all(self, hands: list[Any]) -> list[Any]:
+        found = []
+        for keys, indices in zip(self._keys, hands, strict=False):
+            rng.reseed(keys.at(self._batch - 1))
+            found.append(self._fetch(indices))
+        return found
+
+
+@final
+class _SharedWorkerBatches(_SharedBatches):
+    """A pass that PyTorch's workers fetch ahead."""
+
+    def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
+        super().__init__(deal, place, watch)
+        self._lives_on = loader.persistent_workers
+        self._ledger: deque[Entry] = deque()
+        self._batches: Iterator[Any] = iter(())
+        self._batches = loader.start(place, partial(deal.walk, ledger=self._ledger))
+        # PyTorch reads ahead by a batch at least: an empty ledger is the end, here and later.
+        self._is_done = not self._ledger
+
+    def __next__(self) -> Any:
+        if self._watch is None or not self._ledger:
+            self.close()
+            raise StopIteration
+        entry = self._ledger.popleft()
+        try:
+            found = [next(self._batches) for _ in range(entry.num_batches)]
+        except StopIteration as error:
+            raise make_cut_error(self._batch) from error
+        self._advance(entry.num_samples, is_last=entry.is_last)
+        return self._fill(found)
+
+    def close(self) -> None:
+        """End the pass; workers that are not persistent end with it."""
+        if self._watch is not None and not self._lives_on:
+            end_workers(self._batches)
+        super().close()

@@ -1,0 +1,104 @@
+"""Buffers of networks, such as BatchNorm's averages, where several replicas are trained.
+
+Every replica begins a window with the buffers of replica 0 as they were committed, and carries its
+own through it; at the window's end those of replica 0 are committed everywhere (DESIGN R3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from helios.engines.replicated import Replicas
+
+_Values: TypeAlias = list[Tensor | None]
+_Shape: TypeAlias = tuple[torch.Size, torch.dtype] | None
+
+
+@final
+class ReplicaBuffers:
+    """Exchanges the buffers of networks between the turns of replicas.
+
+    Args:
+        replicas: the replicas of the run.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._places: list[tuple[nn.Module, str]] = []
+        self._committed: _Values | None = None
+        self._own: dict[int, _Values] = {}
+        self._shapes: list[_Shape] = []
+
+    def find(self, networks: Iterable[nn.Module]) -> None:
+        """Look for buffers in networks, those that are not saved too."""
+        seen: dict[int, nn.Module] = {}
+        for network in networks:
+            seen.update((id(module), module) for module in network.modules())
+        # named_buffers() leaves out those that are None, and may hold a tensor later on.
+        self._places = [
+            (module, name) for module in seen.values() for name in vars(module)["_buffers"]
+        ]
+
+    def begin_window(self) -> None:
+        """Remember what was committed; before the first replica's first micro-batch."""
+        self._own.clear()
+        self._committed = self._copies() if self._is_exchanged else None
+
+    def enter(self, replica: int) -> None:
+        """Give a replica its buffers: those of the window so far, or what was committed."""
+        values = self._own.get(replica, self._committed)
+        if values is not None:
+            self._put(values)
+
+    def leave(self, replica: int) -> None:
+        """Keep the buffers of a replica, whose turn is over."""
+        if self._is_exchanged:
+            self._own[replica] = self._copies()
+
+    def commit(self) -> None:
+        """Let replica 0's buffers be everybody's; at a window's end."""
+        if 0 in self._own:
+            self._put(self._own[0])
+        self._own.clear()
+        self._committed = None
+        if self._places and not self._replicas.is_whole:
+            self._receive()
+
+    def _receive(self) -> None:
+        """Take over the buffers of rank 0, which carries replica 0."""
+        replicas, values = self._replicas, self._present()
+        (has_changed,) = replicas.agree(list(map(_shape_of, values)) != self._shapes)
+        if has_changed:
+            self._shapes = replicas.gather_objects(list(map(_shape_of, values)))[0]
+            for place, shape in enumerate(self._shapes):
+                if _shape_of(values[place]) != shape:
+                    values[place] = None if shape is None else replicas.make_empty(*shape)
+            self._put(values)
+        replicas.copy_from_first([value for value in self._present() if value is not None])
+
+    @property
+    def _is_exchanged(self) -> bool:
+        return len(self._replicas.block) > 1 and bool(self._places)
+
+    def _present(self) -> _Values:
+        return [getattr(module, name, None) for module, name in self._places]
+
+    def _copies(self) -> _Values:
+        return [value if value is None else value.detach().clone() for value in self._present()]
+
+    def _put(self, values: _Values) -> None:
+        with torch.no_grad():
+            pairs = zip(self._places, self._present(), values, strict=True)
+            for (module, name), present, value in pairs:
+                if present is None or value is None or _shape_of(present) != _shape_of(value):
+                    setattr(module, name, None if value is None else value.clone())
+                else:
+                    present.copy_(value)
+
+
+def _shape_of(value: Tensor | None) -> _Shape:
+    return None if value is None else (value.shape, value.dtype)

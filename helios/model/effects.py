@@ -1,0 +1,85 @@
+"""What a training step changes besides gradients and buffers: several replicas would each do it.
+
+Gradients and buffers are summed and exchanged. Anything else that a step changes depends on how
+many replicas a process carries, so it is found once, at the first step (DESIGN R3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.model.parts import parameters_of
+from helios.model.values import Identities, Surroundings, plain_parts, take_digest
+from helios.model.walk import Found, Slot
+
+
+@final
+class StepWatch:
+    """Compares what a model holds before and after a step.
+
+    Args:
+        look: returns what is there now, and what is saved on its own account.
+        identities: numbers for what cannot be pickled.
+    """
+
+    def __init__(
+        self, look: Callable[[], tuple[Found, Surroundings]], identities: Identities
+    ) -> None:
+        self._look = look
+        self._identities = identities
+        self._before = self._take()
+
+    def changed(self, *, counts_parameters: bool = True) -> list[str]:
+        """Return the paths of what has changed since this object was made.
+
+        Args:
+            counts_parameters: whether a parameter that was written to counts.
+        """
+        (values, versions), (values_now, versions_now) = self._before, self._take()
+        before, after = values, values_now
+        if counts_parameters:
+            before, after = before | versions, after | versions_now
+        return sorted(path for path in before | after if before.get(path) != after.get(path))
+
+    def _take(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        """Return marks of values and of parameters, by path."""
+        found, surroundings = self._look()
+        marks: dict[str, bytes] = {}
+        for slot in found.slots.values():
+            parts = plain_parts(slot.value, surroundings) if slot.is_settable else None
+            if parts is not None and not _is_buffer(slot, found):
+                digest = take_digest(slot.value, surroundings, self._identities, is_plain=True)
+                marks[slot.path] = digest.mark
+        for path, part in found.objects.items():
+            if not isinstance(part, nn.Module | Optimizer | LRScheduler):
+                state = part.state_dict()
+                digest = take_digest(state, surroundings, self._identities, is_plain=False)
+                marks[path] = digest.mark
+        parameters = parameters_of(found)
+        return marks, {
+            name: _mark_of(tensor)
+            for name, tensor in (parameters.named() | parameters.loose).items()
+        }
+
+
+def _is_buffer(slot: Slot, found: Found) -> bool:
+    container = found.containers.get(slot.parent)
+    # named_buffers() leaves out those that are None, and get their first tensor in the step.
+    return isinstance(container, nn.Module) and slot.key in vars(container)["_buffers"]
+
+
+def _mark_of(parameter: Tensor) -> bytes:
+    """Return what differs after a parameter was written to; ``.data`` counts no version."""
+    storage = parameter.detach().reshape(-1).contiguous().view(torch.uint8)
+    total = int(storage.sum(dtype=torch.int64)) if storage.numel() else 0
+    return b"%d %d %d" % (
+        parameter._version,  # noqa: SLF001 - torch has no public counter
+        parameter.data_ptr(),
+        total,
+    )

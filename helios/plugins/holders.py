@@ -1,0 +1,312 @@
+"""Metrics and what of them is state: one set for each replica, and the one that all of them make.
+
+Replicas take in their own batches. Where a value is due, the states of all of them are joined in
+the order of replicas, so that it does not depend on the number of processes (DESIGN R3).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from helios.errors import ArgumentError, ArgumentTypeError
+from helios.protocols import Stateful
+
+_METHODS = "update, compute, reset, state_dict and load_state_dict"
+_REMEDY = (
+    "Give it merge_state(other), which takes in what another one has accumulated before it; or "
+    "return {name: (sum, weight)} from the step, which is added over all replicas."
+)
+
+
+@runtime_checkable
+class Metric(Stateful, Protocol):
+    """A measure that is accumulated over batches."""
+
+    def update(self, *args: Any) -> Any:
+        """Take in a batch."""
+        ...
+
+    def compute(self) -> Any:
+        """Return the value over all that was taken in."""
+        ...
+
+    def reset(self) -> Any:
+        """Forget all that was taken in."""
+        ...
+
+
+@runtime_checkable
+class Mergeable(Protocol):
+    """A metric that can be measured by several replicas."""
+
+    def merge_state(self, other: Any, /) -> Any:
+        """Take in what another metric of the kind has accumulated, as if before this one."""
+        ...
+
+
+@runtime_checkable
+class _Persistent(Protocol):
+    """What leaves its state out of its ``state_dict`` until it is told otherwise."""
+
+    def persistent(self, mode: bool) -> Any: ...
+
+
+@runtime_checkable
+class _SelfJoining(Protocol):
+    """What joins its state over a process group by itself, where a function says there is one."""
+
+    distributed_available_fn: Any
+
+
+def _is_never_there() -> bool:
+    return False
+
+
+class _Holder:
+    """One metric, and what of it is state.
+
+    A metric that is a module may hold counters beside its state, such as the number of its updates:
+    numbers among the attributes that differ from those of a metric without data are saved, too.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        metric.reset()
+        for part in self._parts().values():
+            if isinstance(part, _Persistent):
+                part.persistent(True)
+        self._fresh = self._numbers()
+
+    def _parts(self) -> dict[str, nn.Module]:
+        return dict(self.metric.named_modules()) if isinstance(self.metric, nn.Module) else {}
+
+    def _numbers(self) -> dict[str, float]:
+        return {
+            f"{path}.{name}": value
+            for path, part in self._parts().items()
+            for name, value in vars(part).items()
+            if type(value) in (int, float)
+        }
+
+    def move(self, device: torch.device) -> None:
+        """Move a metric that is a module to the device of its inputs."""
+        if isinstance(self.metric, nn.Module):
+            self.metric.to(device)
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state."""
+        numbers = self._numbers()
+        return {
+            "state": dict(self.metric.state_dict()),
+            "numbers": {
+                name: value for name, value in numbers.items() if value != self._fresh.get(name)
+            },
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take the state back."""
+        self.metric.load_state_dict(dict(saved["state"]))
+        present, parts = self._numbers(), self._parts()
+        for name, value in (self._fresh | saved["numbers"]).items():
+            if present.get(name) != value:
+                path, _, attribute = name.rpartition(".")
+                setattr(parts[path], attribute, value)
+
+    def leave_alone(self) -> None:
+        """Let nobody but us join the states of several processes: else they counted twice."""
+        for part in self._parts().values():
+            if isinstance(part, _SelfJoining):
+                vars(part)["distributed_available_fn"] = _is_never_there
+
+    def find_fault(self) -> str:
+        """Return why metrics of this kind cannot be joined; empty if they can."""
+        if not isinstance(self.metric, Mergeable):
+            return "it has no merge_state"
+        inner = [path for path, part in self._parts().items() if path and self._is_missed(part)]
+        if inner:
+            return f"its merge_state does not join the metrics in it ({', '.join(inner)})"
+        try:
+            one, other = copy.deepcopy(self.metric), copy.deepcopy(self.metric)
+        except Exception as error:
+            return f"it cannot be copied: {error!r}"
+        try:
+            one.merge_state(other)
+        except Exception as error:
+            return f"two without data cannot be joined: {error!r}"
+        if not _is_same(one.state_dict(), other.state_dict()):
+            return "two without data, joined, are not one without data"
+        return ""
+
+    def _is_missed(self, part: nn.Module) -> bool:
+        """Whether a part has the very merge_state that the whole has, which knows of no parts."""
+        owner = next(kind for kind in type(self.metric).__mro__ if "merge_state" in vars(kind))
+        return isinstance(part, owner)
+
+
+@final
+class Tally:
+    """Metrics by name, and how often they were updated: those of one replica, or of all.
+
+    Args:
+        metrics: the metrics; they are reset.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._holders = {name: _Holder(metric) for name, metric in metrics.items()}
+        self._device = torch.device("cpu")
+        self.num_updates = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the metrics."""
+        return list(self._holders)
+
+    def reset(self) -> None:
+        """Forget all that was taken in."""
+        for holder in self._holders.values():
+            holder.metric.reset()
+        self.num_updates = 0
+
+    def move(self, device: torch.device) -> None:
+        """Move to the device of the inputs."""
+        self._device = device
+        for holder in self._holders.values():
+            holder.move(device)
+
+    def update(self, arguments: Sequence[Any]) -> None:
+        """Take in a batch."""
+        for holder in self._holders.values():
+            holder.metric.update(*arguments)
+        self.num_updates += 1
+
+    def compute(self) -> dict[str, Any]:
+        """Return the values by name."""
+        return {name: holder.metric.compute() for name, holder in self._holders.items()}
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state, by reference."""
+        metrics = {name: holder.capture() for name, holder in self._holders.items()}
+        return {"num_updates": self.num_updates, "metrics": metrics}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take the state back, of the metrics that are there."""
+        self.num_updates = saved["num_updates"]
+        for name in saved["metrics"].keys() & self._holders.keys():
+            self._holders[name].restore(saved["metrics"][name])
+            self._holders[name].move(self._device)
+
+    def prepare_to_join(self) -> None:
+        """Begin without data, and see that the metrics of several replicas can be joined.
+
+        Raises:
+            ArgumentError: for one that cannot.
+        """
+        self.reset()
+        for name, holder in self._holders.items():
+            holder.leave_alone()
+            if fault := holder.find_fault():
+                raise ArgumentError(
+                    f"Metrics(metrics=...) must hold metrics that can be joined, as each of "
+                    f"several replicas measures by itself, got {name!r} "
+                    f"({type(holder.metric).__name__}): {fault}. {_REMEDY}"
+                )
+
+    def copy(self) -> Tally:
+        """Return one of its own, without data."""
+        metrics = {name: copy.deepcopy(part.metric) for name, part in self._holders.items()}
+        tally = Tally(metrics)
+        tally.move(self._device)
+        return tally
+
+    def join(self, states: Sequence[Mapping[str, Any]], spare: Tally) -> None:
+        """Hold what several have taken in, one after the other.
+
+        Args:
+            states: what they have captured, in order. Those without data do not count: what they
+                hold need not be neutral.
+            spare: a copy, for use on the way.
+        """
+        self.reset()
+        full = [state for state in states if state["num_updates"]]
+        if not full:
+            return
+        self.restore(full.pop())
+        for state in reversed(full):
+            spare.reset()
+            spare.restore(state)
+            for mine, theirs in zip(self._metrics, spare._metrics, strict=True):
+                assert isinstance(mine, Mergeable)
+                mine.merge_state(theirs)
+            self.num_updates += spare.num_updates
+        spare.reset()
+
+    @property
+    def _metrics(self) -> list[Metric]:
+        return [holder.metric for holder in self._holders.values()]
+
+
+def portable(tree: Any) -> Any:
+    """Return a state with copies of its tensors on the CPU."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, Mapping):
+        return {name: portable(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(portable, tree))
+    return tree
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states are the same, NaN where NaN."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype is not other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+def take_apart(metrics: object) -> dict[str, Metric]:
+    """Return the metrics by name, members of module dicts each for itself.
+
+    Some collections find out in their first update which members may share a state. A run that goes
+    on inside an epoch would find out something else.
+
+    Raises:
+        ArgumentError: if there is none, or one twice.
+        ArgumentTypeError: for something that is no metric.
+    """
+    if not isinstance(metrics, Mapping | nn.ModuleDict) or not metrics:
+        raise ArgumentError(
+            f"Metrics(metrics=...) must be a dict of at least one metric, got {metrics!r}. Pass "
+            'e.g. {"accuracy": Accuracy(task="multiclass", num_classes=10)}.'
+        )
+    found: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        if isinstance(metric, nn.ModuleDict):
+            found |= {f"{name}/{key}": part for key, part in metric.items()}
+        else:
+            found[name] = metric
+    for name, metric in found.items():
+        if not isinstance(name, str) or not isinstance(metric, Metric):
+            raise ArgumentTypeError(
+                f"Metrics(metrics=...) must map names to objects with {_METHODS}, got "
+                f"{name!r}: {type(metric).__name__}. Give it the methods that are missing."
+            )
+    if len({id(metric) for metric in found.values()}) < len(found):
+        raise ArgumentError(
+            f"Metrics(metrics=...) must hold each metric once, got one twice among {list(found)}. "
+            "Pass a copy: it would be updated twice."
+        )
+    return found

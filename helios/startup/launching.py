@@ -1,0 +1,173 @@
+"""Carrying out a call: here, together with processes that a launcher has started, or by ranks.
+
+The process that starts ranks trains nothing. It prepares the data, waits, and then sets the model
+up with the state in which rank 0 has left it, so that a script goes on as after a training here.
+"""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from helios.core.progress import Display, NullDisplay
+from helios.engines.children import end_with_launcher
+from helios.engines.handover import LaunchQueue
+from helios.engines.launch import spawn
+from helios.startup.call import Call
+from helios.startup.evaluate import EvaluationRun
+from helios.startup.fit import FitRun
+from helios.startup.processes import Place, Plan, Stored, choose_processes, choose_replicas
+from helios.startup.resume import find_stored
+from helios.startup.run import Run
+from helios.startup.together import on_first
+from helios.state import Phase
+
+
+def carry_out(call: Call) -> Any:
+    """Carry out a call of the trainer, whoever has started this process.
+
+    Raises:
+        BaseException: whatever the call raises, in this process or in a rank.
+    """
+    with call.plugins.used():
+        return _carry_out(call)
+
+
+def _carry_out(call: Call) -> Any:
+    place = Place.find()
+    if place.is_given:
+        return _take_part(call, place)
+    if call.phase is Phase.PREDICTION:
+        # Every process would predict everything.
+        return _run_here(call, Plan(0, 1), place)
+    stored = _find_stored(call)
+    plan = _plan(call, place, stored)
+    if plan.num_processes == 1:
+        return _run_here(call, plan, place)
+    return LauncherRun(call, plan).execute()
+
+
+def _find_stored(call: Call) -> Stored | None:
+    model = call.model
+    is_fit = call.phase is Phase.TRAINING
+    types = model.types_for_safe_load()
+    return find_stored(call.arguments, model.save_name, types, is_fit=is_fit)
+
+
+def _plan(call: Call, place: Place, stored: Stored | None) -> Plan:
+    num_processes = choose_processes(call.arguments, place, stored)
+    num_replicas = choose_replicas(call.arguments, place, stored, num_processes)
+    return Plan(num_replicas, num_processes, place.info)
+
+
+def _take_part(call: Call, place: Place) -> Any:
+    """Carry out a call as one of the processes that a launcher has started."""
+    if place.outlives_launcher:
+        end_with_launcher()
+    with place.joined(place.device_for(call.arguments)):
+        if call.phase is Phase.PREDICTION:
+            return _run_here(call, Plan(0, place.info.world_size, place.info), place)
+        team = Plan(0, place.info.world_size, place.info).make_team()
+        stored = on_first(team, lambda: _find_stored(call))
+        return _run_here(call, _plan(call, place, stored), place)
+
+
+def _make_run(call: Call, plan: Plan, place: Place) -> Run:
+    kind = FitRun if call.phase is Phase.TRAINING else EvaluationRun
+    call.standing.info = plan.info
+    return kind(call, plan, place.device_for(call.arguments))
+
+
+def _run_here(call: Call, plan: Plan, place: Place) -> Any:
+    return _make_run(call, plan, place).execute()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank hands back.
+
+    Attributes:
+        value: what the call returns.
+        state: the packed state of model and plugins; ``None`` from other ranks than 0.
+    """
+
+    value: Any
+    state: bytes | None
+
+
+def run_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
+    """Carry out a call in a process that :class:`LauncherRun` has started."""
+    place = Place.find()
+    plan = Plan(num_replicas, place.info.world_size, place.info, has_prepared=True)
+    run = _make_run(call, plan, place)
+    run.collects = rank == 0
+    with call.plugins.used():
+        value = run.execute()
+    return Outcome(value, run.collected)
+
+
+class LauncherRun(Run):
+    """A call that other processes carry out, as the process sees it that starts them.
+
+    Args:
+        call: what was asked for.
+        plan: how many processes carry how many replicas.
+    """
+
+    def __init__(self, call: Call, plan: Plan) -> None:
+        gpus = call.arguments.gpu_ids
+        super().__init__(
+            call,
+            Plan(plan.num_replicas, 1),
+            torch.device("cuda", gpus[0]) if gpus else torch.device("cpu"),
+        )
+        self._launch = plan
+        self.verb = "Training" if call.phase is Phase.TRAINING else call.phase.value.capitalize()
+        self._is_launched = False
+
+    def _open_display(self) -> Display:
+        return NullDisplay()
+
+    def _run(self, stack: ExitStack) -> Any:
+        call = self.call
+        self.datamodule.prepare_data()
+        if call.is_trained:
+            call.handed = self._hand_over()
+        self._is_launched = True
+        outcome = self._spawn()
+        call.handed = None
+        if outcome.state is not None:
+            with call.standing.footprint.taking(call.owners):
+                self._restore(pickle.loads(outcome.state))
+        return outcome.value
+
+    def _hand_over(self) -> dict[str, Any]:
+        """Return the state of the trained model, which ranks set up anew."""
+        self._collect()
+        assert self.collected is not None
+        state: dict[str, Any] = pickle.loads(self.collected)
+        return state
+
+    def _spawn(self) -> Outcome:
+        call, standing, count = self.call, self.call.standing, self._launch.num_processes
+        standing.queue = standing.queue or LaunchQueue()
+        gpus = self.arguments.gpu_ids if self.arguments.engine is None else []
+        with standing.footprint.removed(call.owners):
+            outcomes = spawn(
+                run_rank,
+                count,
+                (call, self._launch.num_replicas),
+                devices=gpus[:count] or None,
+                queue=standing.queue,
+            )
+        first: Outcome = outcomes[0]
+        return first
+
+    def _report(self, error: BaseException) -> None:
+        # An error of a rank was logged there, and told to whom it concerns.
+        if not self._is_launched:
+            super()._report(error)

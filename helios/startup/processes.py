@@ -1,0 +1,220 @@
+"""How many processes carry how many replicas, and where this one stands (DESIGN section 6).
+
+P is the world size of torchrun or srun, else ``nproc``, else the selected GPUs, else 1. V is what
+the run was begun with, else ``num_replicas``, else P.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from helios.core.distributed import get_dist_info
+from helios.core.group import DistributedInfo, is_dist_active, membership
+from helios.engines.device import device_of_rank
+from helios.engines.launch import Launch, LaunchKind
+from helios.engines.replicated import Replicas
+from helios.errors import ArgumentError, RunMismatchError, UsageError
+from helios.startup.arguments import Arguments
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a run was begun with.
+
+    Attributes:
+        num_replicas: number of its replicas.
+        path: the checkpoint that says so.
+    """
+
+    num_replicas: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands before a call of the trainer.
+
+    Attributes:
+        launch: how it was started.
+        info: its number among all processes.
+        is_given: whether the number of processes was decided when this one was started.
+    """
+
+    launch: Launch
+    info: DistributedInfo
+    is_given: bool
+
+    @classmethod
+    def find(cls) -> Place:
+        """Find out; a process group that the script has joined counts as a launcher."""
+        launch = Launch.read()
+        if is_dist_active():
+            return cls(launch, get_dist_info(), is_given=True)
+        return cls(launch, launch.info, is_given=launch.kind is not LaunchKind.PYTHON)
+
+    @property
+    def outlives_launcher(self) -> bool:
+        """Whether nobody ends this process when its launcher is gone."""
+        return self.launch.kind in (LaunchKind.TORCHRUN, LaunchKind.SRUN)
+
+    @property
+    def text(self) -> str:
+        """Who has started the processes, and how many."""
+        kind, count = self.launch.kind, self.info.world_size
+        if kind in (LaunchKind.TORCHRUN, LaunchKind.SRUN):
+            return f"{kind.value} has started {_count(count, 'process')}"
+        return f"the script has joined a group of {_count(count, 'process')}"
+
+    def device_for(self, arguments: Arguments) -> torch.device:
+        """Return the device of this process.
+
+        Raises:
+            UsageError: if there is none for it.
+        """
+        if arguments.engine is not None:
+            return arguments.engine.device
+        return device_of_rank(arguments.gpu_ids, self.info.local_rank)
+
+    @contextmanager
+    def joined(self, device: torch.device) -> Iterator[None]:
+        """Be in the group of all processes for a block; nothing where there is one only."""
+        if self.info.world_size == 1:
+            yield
+            return
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            index = self.info.local_rank if device.index is None else device.index
+            device = torch.device("cuda", index)
+            torch.cuda.set_device(device)
+        with membership(
+            self.info,
+            backend="nccl" if is_gpu else "gloo",
+            meeting=self.launch.meeting,
+            device=device if is_gpu else None,
+        ):
+            yield
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which processes carry which replicas.
+
+    Attributes:
+        num_replicas: V; 0 where every process works for itself.
+        num_processes: P.
+        info: the place of this process.
+        has_prepared: whether the data was prepared already, by the process that started this one.
+    """
+
+    num_replicas: int
+    num_processes: int
+    info: DistributedInfo = field(default_factory=DistributedInfo)
+    has_prepared: bool = False
+
+    def make_team(self) -> Replicas:
+        """Return all processes, for what they do together."""
+        return Replicas(self.info.world_size, self.info)
+
+    def make_replicas(self, device: torch.device) -> Replicas:
+        """Return the replicas of the run, carried as planned."""
+        if self.num_replicas == 0:
+            return Replicas()
+        return Replicas(self.num_replicas, self.info, device=device)
+
+
+def choose_processes(arguments: Arguments, place: Place, stored: Stored | None) -> int:
+    """Return the number of processes, P.
+
+    Raises:
+        ArgumentError: if ``nproc`` contradicts the launcher or the GPUs.
+    """
+    nproc = arguments.nproc
+    if place.is_given:
+        if nproc not in (None, place.info.world_size):
+            raise ArgumentError(
+                f"Trainer(nproc=...) must be None or the number of processes that there are, but "
+                f"{place.text}, and nproc is {nproc}. Leave it out."
+            )
+        if arguments.gpus is not None and len(arguments.gpus) < place.info.local_world_size:
+            raise ArgumentError(
+                "Trainer(gpus=...) must name a GPU for each process of this machine, of which "
+                f"there are {place.info.local_world_size}, got {arguments.gpus}. Name more, or "
+                "start fewer processes."
+            )
+        return place.info.world_size
+    num_gpus = len(arguments.gpu_ids)
+    if nproc is not None:
+        _check_gpus(arguments, nproc)
+        return nproc
+    limit = arguments.num_replicas if stored is None else stored.num_replicas
+    count = max(1, num_gpus if arguments.engine is None else 1)
+    if limit is not None and limit < count:
+        _LOGGER.info("Of %d GPUs %d are used: the run has %d replicas.", count, limit, limit)
+        return limit
+    return count
+
+
+def _check_gpus(arguments: Arguments, nproc: int) -> None:
+    num_gpus = len(arguments.gpu_ids)
+    if num_gpus == 0 or nproc <= num_gpus:
+        return
+    if arguments.engine is not None:
+        raise ArgumentError(
+            f"Trainer(nproc=...) must be 1 with an engine on {arguments.engine.device}, since each "
+            f"process needs a GPU of its own, got {nproc}. Leave out engine, or let torchrun start "
+            "the processes, each of which makes its engine."
+        )
+    raise ArgumentError(
+        f"Trainer(nproc=...) must be at most the number of GPUs, {num_gpus}, got {nproc}. Start "
+        "fewer processes, each of which carries several replicas, or pass use_cpu=True."
+    )
+
+
+def choose_replicas(
+    arguments: Arguments, place: Place, stored: Stored | None, num_processes: int
+) -> int:
+    """Return the number of replicas, V.
+
+    Raises:
+        RunMismatchError: if the run was begun with another number than ``num_replicas``.
+        UsageError: if there are more processes than replicas.
+    """
+    asked = arguments.num_replicas
+    if stored is not None and asked not in (None, stored.num_replicas):
+        raise RunMismatchError(
+            f"The run was begun with {_count(stored.num_replicas, 'replica')} ({stored.path}), "
+            f"but Trainer(num_replicas={asked}) asks for another number. It defines what a batch "
+            "and a step are, so it is never allowed to change. Leave num_replicas out to go on "
+            "(nproc may change), or start a new run: with another save_name, or resume='never'."
+        )
+    count = asked if stored is None else stored.num_replicas
+    if count is None:
+        return num_processes
+    if num_processes > count:
+        who = place.text if place.is_given else f"Trainer(nproc={num_processes}) asks for more"
+        where = f"num_replicas is {count}" if stored is None else f"begun as such: {stored.path}"
+        raise UsageError(
+            f"A run of {_count(count, 'replica')} ({where}) can be carried by at most "
+            f"{_count(count, 'process')}, but {who}. Start fewer, or start a new run with more "
+            "replicas."
+        )
+    return count
+
+
+def describe_processes(replicas: Replicas) -> str:
+    """Return how many processes carry how many replicas, for the banner."""
+    carriers = _count(replicas.num_processes, "process")
+    return f"{carriers}, {_count(replicas.num_replicas, 'replica')}"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

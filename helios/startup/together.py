@@ -1,0 +1,82 @@
+"""What all processes of a training do at once: if it fails on one, it fails on all.
+
+An error that only one of them can see, such as a damaged checkpoint, would leave the others
+waiting in a collective. Here it is raised everywhere, with the same type and words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+from helios.engines.children import pack_error
+from helios.engines.replicated import Replicas
+from helios.errors import RankError
+
+Result = TypeVar("Result")
+
+
+def on_each(team: Replicas, function: Callable[[], Result]) -> list[Result]:
+    """Run a function in every process; returns the results by rank, which must be small.
+
+    Args:
+        team: the processes; all of them call this at the same place.
+        function: what to run.
+
+    Raises:
+        Exception: what the function raises; where another process fails, its error, whose cause is
+            a ``RankError`` that names the process.
+    """
+    if team.is_whole:
+        return [function()]
+    value: Result | None = None
+    own: Exception | None = None
+    try:
+        value = function()
+    except Exception as error:
+        own = error
+    lost: Exception | None = None
+    reports: list[Any] = []
+    try:
+        reports = team.gather_objects((value, None if own is None else _describe(own)))
+    except Exception as error:
+        lost = error
+    # Outside of the handlers, so that none of them seems to have led to the other.
+    if own is not None:
+        raise own
+    if lost is not None:
+        raise lost
+    for rank, (_, failure) in enumerate(reports):
+        if failure is not None:
+            _raise_again(failure, f"rank {rank} of {team.num_processes}")
+    return [result for result, _ in reports]
+
+
+def on_first(team: Replicas, function: Callable[[], Result]) -> Result:
+    """Run a function on rank 0; all processes get its result, or its error.
+
+    Args:
+        team: the processes; all of them call this at the same place.
+        function: what to run; its result must be small.
+
+    Raises:
+        Exception: what the function raises, in all processes.
+    """
+    results = on_each(team, lambda: function() if team.rank == 0 else None)
+    return results[0]  # type: ignore[return-value]
+
+
+def _describe(error: Exception) -> tuple[str, bytes | None]:
+    return f"{type(error).__name__}: {error}", pack_error(error)
+
+
+def _raise_again(failure: tuple[str, bytes | None], place: str) -> NoReturn:
+    text, packed = failure
+    error: BaseException = RankError(f"{place.capitalize()} has failed: {text}")
+    if packed is not None:
+        with contextlib.suppress(Exception):
+            error = pickle.loads(packed)
+            error.__cause__ = RankError(f"{place.capitalize()} has raised it first.")
+    raise error

@@ -1,0 +1,210 @@
+"""The flagship: a run is its replicas; who carries them changes no bit (DESIGN R3).
+
+Losses, sample ids, augmented images, weights, buffers, optimizer state, counters and generators are
+compared on bytes, undisturbed and after kills with a restart on another number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helios.engines.reduce import TreeReducer
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
+from tests.support.ranks import RankError, run_ranks
+
+EPOCHS_BY_STEPS = {1: 12, 2: 6}
+"""Steps of three epochs of 29 samples over 4 replicas of 2, by accumulation."""
+
+
+class KillRank(Plugin):
+    """Sends SIGKILL to the process of one rank, or of each, in an event of an iteration."""
+
+    def __init__(self, event: str, iteration: int, rank: int | None) -> None:
+        super().__init__("kill-rank")
+        self.iteration = iteration
+        self.rank_to_kill = rank
+        setattr(self, event, self._act)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def _act(self, *args: Any) -> None:
+        is_it = self.rank_to_kill in (None, self.trainer.rank)
+        if is_it and self.context.state.global_iteration >= self.iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Interrupt(Plugin):
+    """One rank alone asks for the end of this start, after some steps."""
+
+    def __init__(self, num_steps: int, rank: int) -> None:
+        super().__init__("interrupt")
+        self.num_steps = num_steps
+        self.rank_that_asks = rank
+
+    def setup(self) -> None:
+        """Begin to count."""
+        self.num_left = self.num_steps
+
+    unsaved = ("num_left",)
+
+    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+        self.num_left -= 1
+        if self.num_left == 0 and self.trainer.rank == self.rank_that_asks:
+            self.context.interrupt("the test says so")
+
+
+def work(rank: int, folder: Path, setting: Elastic, *plugins: Plugin) -> None:
+    train(folder, setting, *plugins)
+
+
+def run(folder: Path, num_processes: int, setting: Elastic, *plugins: Plugin) -> None:
+    """Start once, in as many processes."""
+    if num_processes == 1:
+        run_ranks(work_alone, 1, folder, setting, *plugins)
+    else:
+        run_ranks(work, num_processes, folder, setting, *plugins)
+
+
+def work_alone(rank: int, folder: Path, setting: Elastic, *plugins: Plugin) -> None:
+    dist.destroy_process_group()
+    train(folder, setting, *plugins)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def run_to_end(folder: Path, num_processes: int, setting: Elastic) -> Bits:
+    """Train undisturbed; returns what was done and left."""
+    run(folder, num_processes, setting)
+    return read_bits(folder)
+
+
+def make_setting(num_replicas: int, accumulation: int, **more: Any) -> Elastic:
+    steps = EPOCHS_BY_STEPS[accumulation]
+    return Elastic(num_replicas=num_replicas, accumulation=accumulation, total_steps=steps, **more)
+
+
+QUICK = [(4, 3, 1), (4, 2, 2), (3, 3, 1)]
+FULL = [
+    (num_replicas, num_processes, accumulation)
+    for num_replicas, processes in ((4, (4, 3, 2)), (3, (3, 2)), (6, (4, 2)))
+    for num_processes in processes
+    for accumulation in (1, 2)
+]
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_processes", "accumulation"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in FULL],
+)
+def test_any_number_of_processes_gives_the_same_bits(
+    tmp_path: Path, num_replicas: int, num_processes: int, accumulation: int
+) -> None:
+    setting = make_setting(num_replicas, accumulation)
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    several = run_to_end(tmp_path / "several", num_processes, setting)
+    assert_same(several, alone)
+    replicas = {replica for _, replica in alone.turns}
+    assert replicas == set(range(num_replicas))
+
+
+@pytest.mark.parametrize("unit", ["epoch", "iteration"])
+def test_workers_and_epochs_change_no_bit_either(tmp_path: Path, unit: str) -> None:
+    steps = 3 if unit == "epoch" else 12
+    setting = Elastic(num_replicas=3, unit=unit, total_steps=steps, accumulation=2)
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    with_workers = Elastic(**{**vars(setting), "num_workers": 2})
+    assert_same(run_to_end(tmp_path / "several", 2, with_workers), alone)
+
+
+def _work_with_stock_reduction(rank: int, folder: Path, setting: Elastic) -> None:
+    def reduce(self: TreeReducer, sums: dict[range, torch.Tensor]) -> torch.Tensor:
+        (tensor,) = sums.values()
+        dist.all_reduce(tensor)
+        return tensor
+
+    TreeReducer.all_reduce = reduce  # type: ignore[method-assign, assignment]
+    train(folder, setting)
+
+
+def test_a_stock_all_reduce_gives_other_bits_on_three_ranks(tmp_path: Path) -> None:
+    setting = make_setting(3, 1)
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    run_ranks(_work_with_stock_reduction, 3, tmp_path / "stock", setting)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same(read_bits(tmp_path / "stock"), alone)
+
+
+@pytest.mark.parametrize(
+    ("unit", "order"),
+    [
+        ("iteration", (4, 3, 2, 1)),
+        pytest.param("iteration", (1, 2, 3, 4), marks=pytest.mark.full),
+        pytest.param("epoch", (3, 1, 4, 2), marks=pytest.mark.full),
+    ],
+)
+def test_each_start_may_have_another_number_of_processes(
+    tmp_path: Path, unit: str, order: tuple[int, ...]
+) -> None:
+    steps = 12 if unit == "iteration" else 3
+    setting = Elastic(num_replicas=4, unit=unit, total_steps=steps)
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    for number, num_processes in enumerate(order):
+        asker = number % num_processes
+        run(tmp_path / "several", num_processes, setting, Interrupt(2 + number, asker))
+    run(tmp_path / "several", order[0], setting)
+    assert_same(read_bits(tmp_path / "several"), alone)
+
+
+KILLS = [
+    ("on_backward_end", 2, 1),
+    ("on_validation_batch_start", 5, 0),
+    ("on_save_checkpoint", 3, 2),
+    ("on_optimizer_step_start", 4, None),
+]
+
+
+@pytest.mark.parametrize(
+    ("event", "iteration", "rank"),
+    [KILLS[0], *(pytest.param(*kill, marks=pytest.mark.full) for kill in KILLS[1:])],
+)
+def test_after_a_kill_another_number_of_processes_goes_on(
+    tmp_path: Path, event: str, iteration: int, rank: int | None
+) -> None:
+    setting = make_setting(4, 1)
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    with pytest.raises(RankError, match="-9"):
+        run(tmp_path / "several", 3, setting, KillRank(event, iteration, rank))
+    run(tmp_path / "several", 2, setting)
+    assert_same(read_bits(tmp_path / "several"), alone)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+def test_kills_at_random_moments_change_no_bit(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    num_replicas = chance.choice((3, 4, 6))
+    setting = make_setting(num_replicas, chance.choice((1, 2)), num_workers=chance.choice((0, 1)))
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    events = ["on_training_batch_start", "on_forward_end", "on_backward_end", "on_log"]
+    events += ["on_optimizer_step_end", "on_training_batch_end", "on_save_checkpoint"]
+    iteration = 0
+    for _ in range(5):
+        iteration += chance.randint(1, 3)
+        num_processes = chance.randint(1, min(4, num_replicas))
+        rank = chance.choice((None, chance.randrange(num_processes)))
+        kill = KillRank(chance.choice(events), iteration, rank)
+        with contextlib.suppress(RankError):  # the run may be over before the kill
+            run(tmp_path / "several", num_processes, setting, kill)
+    run(tmp_path / "several", chance.randint(1, min(4, num_replicas)), setting)
+    assert_same(read_bits(tmp_path / "several"), alone)

@@ -1,0 +1,333 @@
+"""A training on several processes, started in every way: its results, its errors and its ends.
+
+That all ways give the same bits for everything that can be trained is shown elsewhere; here it is
+one small model, and what happens around it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helios
+from helios.core.distributed import TORCHRUN_VARIABLES, get_global_rank
+from helios.errors import CheckpointError, RankError, RunMismatchError, UsageError
+from tests.distributed import train_script
+from tests.distributed.test_launch import all_gone
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="gloo and signals of POSIX")
+slow = pytest.mark.full  # starts Python several times: the second tier of the tests
+
+_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
+_SCRIPT = Path(train_script.__file__ or "")
+
+
+def environment(**changed: str) -> dict[str, str]:
+    """Return the variables of a script that is started by hand."""
+    own = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+    roots = os.pathsep.join(map(str, _ROOTS))
+    return own | {"PYTHONPATH": roots, "OMP_NUM_THREADS": "1"} | changed
+
+
+def command(*arguments: Any, torchrun: tuple[str, ...] = (), script: Path = _SCRIPT) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", *torchrun] if torchrun else []
+    return [sys.executable, *launcher, str(script), *map(str, arguments)]
+
+
+@contextmanager
+def running(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    variables = options.pop("variables", {})
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    line = command(*arguments, **options)
+    with subprocess.Popen(line, env=environment(**variables), **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def start(*arguments: Any, **options: Any) -> tuple[int, list[dict[str, Any]], str]:
+    """Run the script to its end; return its exit code, its results and its log."""
+    with running(*arguments, **options) as process:
+        output, log = process.communicate(timeout=180)
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return process.returncode, found, log
+
+
+def start_well(*arguments: Any, **options: Any) -> tuple[list[dict[str, Any]], str]:
+    code, found, log = start(*arguments, **options)
+    assert code == 0, log
+    return found, log
+
+
+def undisturbed(**options: Any) -> dict[str, Any]:
+    """Train here, in this process."""
+    line = [f"--{name}={value}" for name, value in options.items() if value is not True]
+    line += [f"--{name}" for name, value in options.items() if value is True]
+    found = train_script.main(line)
+    assert found.pop("items") == []
+    return found
+
+
+@slow
+def test_a_script_trains_on_processes_of_its_own_and_goes_on_as_if_alone(tmp_path: Path) -> None:
+    expected = undisturbed(replicas=3, evaluate=True)
+    prepared = tmp_path / "prepared"
+    line = ("--nproc=2", "--replicas=3", "--evaluate", f"--prepared={prepared}")
+    (found,), log = start_well(*line)
+    items = found.pop("items")
+    assert found == expected
+    # fit's two ranks; those of test and validate wrote after the items were read.
+    assert [item[:2] for item in items] == [["rank", 0], ["rank", 1]]
+    assert [item[3] for item in items] == [1, 1]
+    # Once for each call, in one process.
+    assert len(set(prepared.read_text().split())) == 1
+    assert len(prepared.read_text().split()) == 4
+    for text in ("promise: elastic", "processes: 2 processes, 3 replicas", "training has ended"):
+        assert log.count(text) == 1, log
+    assert "rank 1" not in log
+
+
+@slow
+def test_torchrun_resumes_what_a_script_has_begun_and_the_other_way_round(tmp_path: Path) -> None:
+    expected = undisturbed(folder=tmp_path / "alone", replicas=4, steps=12)
+    folder = tmp_path / "run"
+    (first,), _ = start_well(f"--folder={folder}", "--nproc=3", "--replicas=4", "--steps=4")
+    assert first["weights"] != expected["weights"]
+    line = (f"--folder={folder}", "--steps=8", f"--prepared={tmp_path / 'prepared'}")
+    both, log = start_well(*line, torchrun=("--nproc-per-node=2",))
+    assert sorted(found.pop("place") for found in both) == [[0, 0], [1, 1]]
+    assert both[0] == both[1]
+    assert log.count("start: resumed from net_epoch_2_iter_4.pth") == 1
+    assert len((tmp_path / "prepared").read_text().split()) == 1
+    # The number of threads is that of the first start, whatever this machine has.
+    variables = {"OMP_NUM_THREADS": ""}
+    (last,), log = start_well(f"--folder={folder}", "--steps=12", variables=variables)
+    assert last == expected | {"items": []}
+    assert "processes: 1 process, 4 replicas" in log
+    sidecars = sorted((folder / "net").glob("*.json"))
+    levels = {json.loads(path.read_text())["level"] for path in sidecars}
+    assert (len(sidecars), levels) == (6, {"elastic"})
+    # Rank 0 writes: one log file for each start, all of the run in the first.
+    assert len(list(folder.glob("*.log"))) == 1
+
+
+@slow
+@pytest.mark.parametrize("fault", ["error", "listed"])
+def test_an_error_of_one_rank_reaches_the_script_and_is_told_once(
+    fault: str, tmp_path: Path
+) -> None:
+    """H63."""
+    pids = tmp_path / "pids"
+    began = time.monotonic()
+    code, found, log = start("--nproc=2", "--replicas=2", f"--fault={fault}", f"--pids={pids}")
+    assert time.monotonic() - began < 60
+    assert (code, found) == (1, [])
+    last = "\nLookupError: of one rank\nRaised by plugin 'faults' (Faults) in on_backward_start.\n"
+    assert log.endswith(last)
+    assert "Rank 1 of 2 raised it:\nTraceback" in log
+    told = re.findall(r"ERROR - (?:rank 1 of 2 - )?Training ended by an error", log)
+    assert len(told) == (1 if fault == "error" else 0), log
+    # Rank 0 is ended, or notices: then in one line.
+    assert log.count("because another process has ended") <= 1
+    assert all_gone([int(pid) for pid in pids.read_text().split()])
+
+
+@slow
+def test_a_killed_rank_is_named_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    expected = undisturbed(folder=tmp_path / "alone", replicas=3)
+    folder, marker, pids = (tmp_path / name for name in ("run", "marker", "pids"))
+    line = [f"--folder={folder}", "--replicas=3", "--fault=kill", f"--marker={marker}"]
+    code, _, log = start(*line, "--nproc=3", f"--pids={pids}")
+    assert code == 1
+    assert re.search(r"RankError: Rank 1 of 3 was ended by SIGKILL", log.splitlines()[-1]), log
+    assert all_gone([int(pid) for pid in pids.read_text().split()])
+    assert sorted(path.name for path in (folder / "net").glob("*.pth")) == [
+        "net_epoch_1_iter_2.pth",
+        "net_epoch_1_iter_4.pth",
+    ]
+    (found,), log = start_well(*line, "--nproc=2")
+    found.pop("items")
+    assert found == expected
+    assert "start: resumed from net_epoch_1_iter_4.pth" in log
+
+
+@slow
+def test_torchrun_starts_a_killed_training_again_without_a_human(tmp_path: Path) -> None:
+    expected = undisturbed(folder=tmp_path / "alone", replicas=2)
+    folder, marker = tmp_path / "run", tmp_path / "marker"
+    line = [f"--folder={folder}", "--replicas=2", "--fault=kill", f"--marker={marker}"]
+    found, log = start_well(*line, torchrun=("--nproc-per-node=2", "--max-restarts=2"))
+    assert marker.exists()
+    assert {one["weights"] for one in found} == {expected["weights"]}
+    assert "start: resumed from net_epoch_1_iter_4.pth" in log
+
+
+@slow
+@pytest.mark.parametrize("torchrun", [(), ("--nproc-per-node=2",)])
+def test_nothing_outlives_the_process_that_has_started_it(
+    torchrun: tuple[str, ...], tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    line = ["--replicas=2", "--fault=wait", f"--pids={pids}"]
+    line += [] if torchrun else ["--nproc=2"]
+    with running(*line, torchrun=torchrun) as launcher:
+        deadline = time.monotonic() + 60
+        while len(found := pids.read_text().split() if pids.exists() else []) < 2:
+            assert launcher.poll() is None
+            assert time.monotonic() < deadline
+        launcher.kill()
+        assert all_gone([int(pid) for pid in found])
+
+
+@slow
+def test_data_that_cannot_be_prepared_ends_all_processes(tmp_path: Path) -> None:
+    code, found, log = start(
+        "--replicas=2", "--fault=prepare", torchrun=("--nproc-per-node=2", "--max-restarts=0")
+    )
+    assert (code, found) == (1, [])
+    assert log.count("ERROR - Training ended by an error") == 1
+    assert "Rank 0 of 2 has raised it first" in log or log.count("ConnectionError") >= 1
+
+
+@slow
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from {train_script.__name__} import main\nmain(['--nproc=2'])\n")
+    code, _, log = start(script=script)
+    assert code == 1
+    assert log.count("Traceback") == 1
+    assert re.search(r'must start its training below the line `if __name__ == "__main__":`', log)
+
+
+def test_code_of_a_notebook_is_refused_for_several_processes() -> None:
+    code = "import helios\nfrom tests.distributed.train_script import *\n"
+    code += "class Own(Net): pass\ntrain = helios.Trainer(total_steps=1, use_cpu=True, nproc=2)\n"
+    code += "train.fit(Own('own'), Module(parse([])))\n"
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "in a notebook train in one process (nproc=1)" in done.stderr.splitlines()[-1]
+
+
+def train_in_group(rank: int, *line: str) -> dict[str, Any]:
+    return train_script.main(list(line))
+
+
+def test_a_group_that_the_script_has_joined_is_used(tmp_path: Path) -> None:
+    expected = undisturbed(replicas=2)
+    results = run_ranks(train_in_group, 2, "--replicas=2")
+    assert [result.pop("place") for result in results] == [[0, 0], [1, 1]]
+    expected.pop("place")
+    assert results == [expected | {"items": []}] * 2
+
+
+def fail_in_group(rank: int, *line: str) -> tuple[str, str, str, str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("helios").addHandler(handler)
+    own = [text.format(rank=rank) for text in line]
+    try:
+        train_script.main(own)
+    except Exception as error:
+        cause = str(error.__cause__)
+        return type(error).__name__, str(error), cause, " ".join(records[-1:])
+    return "", "", "", ""
+
+
+def test_an_error_that_only_rank_0_can_see_is_raised_by_all(tmp_path: Path) -> None:
+    undisturbed(folder=tmp_path, replicas=2, steps=2)
+    first, second = run_ranks(fail_in_group, 2, f"--folder={tmp_path}", "--name=other")
+    assert first[0] == second[0] == RunMismatchError.__name__
+    assert first[1] == second[1]
+    assert "belongs to the run 'net'" in first[1]
+    assert (first[2], second[2]) == ("None", "Rank 0 of 2 has raised it first.")
+    short = "Training ended, because another process has ended: "
+    assert second[3].startswith(short)
+    assert first[3].startswith("Training ended by an error")
+
+
+def test_data_that_cannot_be_prepared_is_told_once_and_nobody_waits() -> None:
+    first, second = run_ranks(fail_in_group, 2, "--replicas=2", "--fault=prepare")
+    assert (first[0], second[0]) == ("ConnectionError", "ConnectionError")
+    assert "Training ended by an error" in first[3]
+    assert second[3] == "Training ended, because another process has ended: the data is not there"
+
+
+def test_a_folder_that_is_not_shared_is_an_error_that_names_it(tmp_path: Path) -> None:
+    undisturbed(folder=tmp_path / "0", replicas=2, steps=2)
+    (tmp_path / "1").mkdir()
+    line = (f"--folder={tmp_path}/{{rank}}", "--replicas=2")
+    first, second = run_ranks(fail_in_group, 2, *line)
+    assert first[0] == second[0] == CheckpointError.__name__
+    assert first[1] == second[1]
+    path = tmp_path / "1" / "net" / "net_epoch_1_iter_2.pth"
+    assert re.match(rf"Rank 0 of 2 goes on from {path}, but rank 1 finds no such file", first[1])
+
+
+def write_in_group(rank: int, folder: Path) -> list[str]:
+    done = train_script.main([f"--folder={folder}", "--replicas=2"])
+    again = train_script.main([f"--folder={folder}", "--replicas=2"])
+    assert (done["weights"], done["fit"]) == (again["weights"], True)
+    assert get_global_rank() == rank
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_rank_0_writes_and_a_finished_run_is_loaded_by_all(tmp_path: Path) -> None:
+    first, second = run_ranks(write_in_group, 2, tmp_path)
+    assert first == second
+    assert len([name for name in first if name.endswith(".log")]) == 1
+    assert len([name for name in first if name.endswith(".pth")]) == 4
+
+
+def save_after_a_failure(rank: int, folder: Path) -> str:
+    from helios.core.group import own_membership
+    from helios.startup.outputs import FitRecorder
+
+    class Failing(train_script.Faults):
+        def on_training_batch_end(self, state: Any, should_log: bool) -> None:
+            if state.global_iteration == 3:
+                known = own_membership()
+                assert known is not None
+                known.failure = RuntimeError("a peer is gone")
+                recorder = self.context._run.recorder
+                assert isinstance(recorder, FitRecorder)
+                recorder.save({})
+
+    options = train_script.parse([])
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=4,
+        chkpt_frequency=1,
+        chkpt_root=folder,
+        use_cpu=True,
+        plugins=[Failing(options)],
+    )
+    with pytest.raises(UsageError, match="No checkpoint can be saved after") as caught:
+        trainer.fit(train_script.Net("net"), train_script.Module(options))
+    own_membership().failure = None  # type: ignore[union-attr]
+    return str(caught.value)
+
+
+def test_nobody_saves_after_a_collective_has_failed(tmp_path: Path) -> None:
+    run_ranks(save_after_a_failure, 2, tmp_path)
+    names = sorted(path.name for path in tmp_path.rglob("*.pth"))
+    assert names == ["net_epoch_1_iter_1.pth", "net_epoch_1_iter_2.pth"]
+
+
+def test_an_error_of_another_rank_is_one_of_the_tree() -> None:
+    assert issubclass(RankError, RuntimeError)
+    assert issubclass(RankError, helios.errors.HeliosError)

@@ -1,0 +1,108 @@
+"""The settings that change bits: set for a block, and put back after it (H49, H50)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helios.engines.numerics import numerics
+
+
+def settings() -> tuple[Any, ...]:
+    return (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+    )
+
+
+@pytest.fixture
+def restored_settings() -> Iterator[None]:
+    """Put back by hand what a test sets outside of the context."""
+    threads, algorithms, warn_only, benchmark, deterministic = settings()
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, threads)
+        stack.callback(torch.use_deterministic_algorithms, algorithms, warn_only=warn_only)
+        yield
+    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.deterministic = deterministic
+
+
+def test_numerics_are_set_inside_and_restored_outside(restored_settings: None) -> None:
+    """H49; a run with 2 threads goes on with 2 where the default is 1."""
+    before = settings()
+    with numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=2):
+        assert settings() == (2, True, False, False, True)
+    assert settings() == before
+    with numerics(is_deterministic=False, use_cudnn_benchmark=True, num_threads=None):
+        assert settings() == (before[0], False, False, True, before[4])
+    assert settings() == before
+
+
+def test_numerics_are_restored_also_after_an_error(restored_settings: None) -> None:
+    before = settings()
+    context = numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=2)
+    with pytest.raises(ZeroDivisionError), context:
+        raise ZeroDivisionError
+    assert settings() == before
+
+
+def test_numerics_are_restored_where_they_cannot_be_set(restored_settings: None) -> None:
+    before = settings()
+    context = numerics(is_deterministic=True, use_cudnn_benchmark=True, num_threads=0)
+    with pytest.raises(RuntimeError), context:
+        pytest.fail("zero threads were accepted")
+    assert settings() == before
+
+
+def test_deterministic_settings_of_the_user_stay_where_none_are_demanded(
+    restored_settings: None,
+) -> None:
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    before = settings()
+    with numerics(is_deterministic=False, use_cudnn_benchmark=False, num_threads=None):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+    assert settings() == before
+
+
+def test_benchmarking_of_the_user_is_off_where_it_is_not_asked_for(
+    restored_settings: None,
+) -> None:
+    """H50: what was switched on outside must not change the bits of a run that did not ask."""
+    torch.backends.cudnn.benchmark = True
+    with numerics(is_deterministic=False, use_cudnn_benchmark=False, num_threads=None):
+        assert not torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.benchmark
+
+
+def test_a_demand_for_determinism_is_more_than_a_warning(restored_settings: None) -> None:
+    """H49: with `warn_only` an algorithm that is not deterministic would only be warned of."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=None):
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_determinism_works_on_the_cpu(restored_settings: None) -> None:
+    """H49: an operation without a deterministic form is refused there too."""
+
+    def scatter() -> Tensor:
+        return torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+
+    with (
+        numerics(is_deterministic=True, use_cudnn_benchmark=False, num_threads=None),
+        pytest.raises(RuntimeError, match="does not have a deterministic implementation"),
+    ):
+        scatter()
+    assert math.isfinite(scatter().sum().item())

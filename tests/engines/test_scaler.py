@@ -1,0 +1,387 @@
+"""Scaled losses: an overflow moves nothing but the scale, which is state (E22, E26, R26)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+import helios
+from helios.engines.engine import Engine
+from helios.engines.precision import Precision
+from helios.errors import StateError, UsageError
+from helios.loops.yielding import YieldLoop
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.resume import resume_everywhere
+from tests.support.runs import IndexModule, Setting, SmallModel, train
+
+CPU = torch.device("cpu")
+SMALL = Precision.fp16(2.0**4, growth_interval=3)
+
+
+def engine_for(**options: float) -> Engine:
+    return Engine(CPU, precision=Precision.fp16(4.0, **options))
+
+
+def weight(value: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.tensor([value]))
+
+
+def run_window(engine: Engine, optimizer: SGD, *factors: float) -> bool:
+    """Do what loops do with a window of one parameter."""
+    (parameter,) = optimizer.param_groups[0]["params"]
+    for factor in factors:
+        engine.count_micro_batch()
+        engine.backward_loss((parameter * factor).sum())
+    engine.average_gradients(optimizer)
+    engine.clip_gradients(optimizer)
+    is_committed = engine.optimizer_step(optimizer)
+    engine.zero_grad(optimizer)
+    engine.close_window()
+    return is_committed
+
+
+def scale_of(engine: Engine) -> tuple[float, int]:
+    state = engine.state_dict()["scaler"]
+    return state["scale"], state["_growth_tracker"]
+
+
+def test_backward_scales_and_the_average_unscales() -> None:
+    """E22, E25: hooks and clipping see gradients as they are."""
+    engine, parameter = engine_for(), weight()
+    optimizer = SGD([parameter], lr=1.0)
+    engine.count_micro_batch()
+    engine.backward_loss(parameter.sum() * 3)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [12.0]
+    engine.average_gradients(optimizer)
+    assert parameter.grad.tolist() == [3.0]
+    engine.clip_gradients(optimizer)
+    engine.unscale_gradients(optimizer)
+    assert engine.optimizer_step(optimizer)
+    assert (parameter.tolist(), parameter.grad.tolist()) == ([-2.0], [3.0])
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
+def test_a_step_is_left_out_where_a_gradient_is_not_finite(bad: float) -> None:
+    """E26: the scale is halved, and the next window is stepped again."""
+    engine, parameter = engine_for(), weight()
+    optimizer = SGD([parameter], lr=1.0)
+    assert run_window(engine, optimizer, 1.0, bad) is False
+    assert (parameter.tolist(), scale_of(engine)) == ([1.0], (2.0, 0))
+    assert run_window(engine, optimizer, 1.0, 3.0) is True
+    assert (parameter.tolist(), scale_of(engine)) == ([-1.0], (2.0, 1))
+
+
+def test_the_scale_grows_after_windows_without_an_infinity() -> None:
+    engine, parameter = engine_for(growth_interval=2, growth_factor=8.0), weight()
+    optimizer = SGD([parameter], lr=0.0)
+    scales = []
+    for factor in (1.0, 1.0, 1.0, float("inf"), 1.0, 1.0):
+        run_window(engine, optimizer, factor)
+        scales.append(scale_of(engine))
+    assert scales == [(4.0, 1), (32.0, 0), (32.0, 1), (16.0, 0), (16.0, 1), (128.0, 0)]
+
+
+def test_a_fused_optimizer_tells_of_the_step_that_was_left_out() -> None:
+    """``GradScaler.step`` would leave that to the optimizer, and nobody would know."""
+    engine, parameter = engine_for(), weight()
+    optimizer = torch.optim.Adam([parameter], lr=1.0, fused=True)
+    engine.backward_loss((parameter * float("inf")).sum())
+    assert engine.optimizer_step(optimizer) is False
+    assert (parameter.tolist(), optimizer.state) == ([1.0], {})
+    engine.close_window()
+    engine.zero_grad(optimizer)
+    engine.backward_loss(parameter.sum())
+    assert engine.optimizer_step(optimizer) is True
+    assert parameter.item() < 1.0
+
+
+def test_optimizers_of_a_window_share_a_scale_and_an_infinity_concerns_its_own() -> None:
+    """L28: a change between their steps would mix scales in gradients that are added up."""
+    engine, first, second = engine_for(), weight(), weight()
+    optimizers = [SGD([part], lr=1.0) for part in (first, second)]
+    engine.count_micro_batch()
+    committed = []
+    for optimizer, loss in zip(optimizers, (first * float("inf"), second * 2), strict=True):
+        engine.backward_loss(loss.sum())
+        engine.average_gradients(optimizer)
+        committed.append(engine.optimizer_step(optimizer))
+        assert scale_of(engine) == (4.0, 0)
+    engine.close_window()
+    assert (committed, second.tolist(), scale_of(engine)) == ([False, True], [-1.0], (2.0, 0))
+
+
+def test_a_step_that_a_hook_leaves_out_still_adjusts_the_scale() -> None:
+    engine, parameter = engine_for(), weight()
+    optimizer = SGD([parameter], lr=1.0)
+    for expected in ((2.0, 0), (1.0, 0)):
+        engine.backward_loss((parameter * float("inf")).sum())
+        engine.average_gradients(optimizer)
+        engine.zero_grad(optimizer)
+        engine.close_window()
+        assert scale_of(engine) == expected
+    assert run_window(engine, optimizer, 1.0)
+
+
+def test_an_optimizer_without_gradients_is_stepped_and_moves_no_scale() -> None:
+    """Where all of its parameters are frozen there is nothing to look at."""
+    engine, parameter = engine_for(), weight()
+    optimizer = SGD([parameter], lr=1.0)
+    for _ in range(2):
+        engine.average_gradients(optimizer)
+        assert engine.optimizer_step(optimizer)
+        engine.close_window()
+    assert scale_of(engine) == (4.0, 0)
+
+
+def test_a_forgotten_end_of_a_window_is_an_error() -> None:
+    engine, parameter = engine_for(), weight()
+    optimizer = SGD([parameter], lr=1.0)
+    engine.backward_loss(parameter.sum())
+    assert engine.optimizer_step(optimizer)
+    engine.backward_loss(parameter.sum())
+    with pytest.raises(UsageError, match=r"SGD has been stepped .* engine.close_window\(\)"):
+        engine.optimizer_step(optimizer)
+
+
+def test_the_whole_scaler_is_state() -> None:
+    engine, other = engine_for(growth_interval=3), engine_for(growth_interval=3)
+    optimizer = SGD([weight()], lr=0.0)
+    for factor in (float("inf"), 1.0, 1.0):
+        run_window(engine, optimizer, factor)
+    other.load_state_dict(engine.state_dict())
+    assert other.state_dict() == engine.state_dict()
+    assert scale_of(other) == (2.0, 2)
+    for known in (engine, other):
+        run_window(known, optimizer, 1.0)
+        assert scale_of(known) == (4.0, 0)
+
+
+def test_a_state_fits_another_precision(caplog: pytest.LogCaptureFixture) -> None:
+    """E36: a fresh scaler where there was none; one too many is not looked at."""
+    half, full = engine_for(), Engine(CPU)
+    run_window(half, SGD([weight()], lr=0.0), float("inf"))
+    full.load_state_dict(half.state_dict())
+    assert full.state_dict() == {"open_micro_batches": 0}
+    half.load_state_dict(full.state_dict())
+    assert scale_of(half) == (4.0, 0)
+    assert not caplog.records
+
+
+def test_other_options_than_those_of_the_checkpoint_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """DESIGN R5."""
+    state = engine_for(growth_interval=7).state_dict()
+    other = engine_for()
+    with caplog.at_level(logging.WARNING):
+        other.load_state_dict(state)
+    assert "options of its checkpoint: growth_interval 7 (now 2000)." in caplog.text
+    assert other.state_dict() == state
+
+
+@pytest.mark.parametrize("state", [{}, {"scale": 1.0}, 3])
+def test_a_state_of_something_else_is_an_error(state: Any) -> None:
+    with pytest.raises(StateError, match=r"what torch\.amp\.GradScaler"):
+        engine_for().load_state_dict({"open_micro_batches": 0, "scaler": state})
+
+
+def test_a_torn_down_engine_begins_with_the_first_scale() -> None:
+    engine = engine_for()
+    run_window(engine, SGD([weight()], lr=0.0), float("inf"))
+    engine.teardown()
+    assert scale_of(engine) == (4.0, 0)
+
+
+class Planted(SmallModel):
+    """Some of its losses are infinite."""
+
+    infinite: tuple[int, ...] = (3, 4, 9)
+    unsaved = ("records", "setting", "rates")
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.rates: dict[int, float] = {}
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        loss = super().train_step(batch, state)
+        assert loss is not None
+        return loss * float("inf") if state.global_iteration in self.infinite else loss.float()
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self.rates[state.global_iteration] = self.scheduler.get_last_lr()[0]
+
+
+class Counts(Plugin):
+    """Notes what each window has moved."""
+
+    def __init__(self) -> None:
+        super().__init__("counts")
+        self.steps: list[tuple[int, int, int, bool]] = []
+
+    unsaved = ("steps",)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+        place = (state.global_iteration, state.current_iteration, state.global_step, committed)
+        self.steps.append(place)
+
+
+def fit_planted(setting: Setting, **options: Any) -> tuple[Planted, Counts, helios.Trainer]:
+    counts = Counts()
+    trainer = helios.Trainer(
+        train_unit=setting.unit,
+        total_steps=setting.total_steps,
+        accumulation_steps=setting.accumulation,
+        random_seed=5,
+        print_banner=False,
+        engine=Engine(CPU, precision=SMALL),
+        plugins=[counts],
+        **options,
+    )
+    model = Planted(setting)
+    trainer.fit(model, IndexModule(setting))
+    return model, counts, trainer
+
+
+def test_a_step_that_was_left_out_moves_neither_scheduler_nor_count() -> None:
+    """R26, E26: by steps the run makes up for it."""
+    model, counts, _ = fit_planted(Setting(total_steps=9))
+    skipped = [step[0] for step in counts.steps if not step[3]]
+    assert skipped == list(Planted.infinite)
+    assert [step[1] for step in counts.steps] == [1, 2, 2, 2, 3, 4, 5, 6, 6, 7, 8, 9]
+    rates = model.rates
+    assert rates[2] == rates[3] == rates[4] != rates[5]
+    assert rates[8] == rates[9] != rates[10]
+
+
+def test_one_infinity_leaves_out_the_update_of_its_window() -> None:
+    """By epochs the counts go on."""
+    _, counts, _ = fit_planted(Setting(unit="epoch", total_steps=2, accumulation=2))
+    assert [step[0] for step in counts.steps] == [2, 4, 6, 8, 10, 12]
+    assert [step[3] for step in counts.steps] == [True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(total_steps=8),
+        Setting(total_steps=5, accumulation=2),
+        Setting(unit="epoch", total_steps=4, accumulation=2),
+        Setting(unit="epoch", total_steps=8, accumulation=2, options={"num_replicas": 3}),
+    ],
+    ids=["steps", "windows", "epochs", "replicas"],
+)
+def test_a_run_with_planted_infinities_resumes_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Setting
+) -> None:
+    """E22, E26: the scale after every safe point is that of an undisturbed run."""
+    monkeypatch.setattr("tests.support.runs.SmallModel", Planted)
+    scales: dict[int, list[tuple[float, int]]] = {}
+
+    class Scales(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+            found = scales.setdefault(state.global_iteration, [])
+            found.append(scale_of(self.context.engine))
+
+    setting.options["precision"] = SMALL
+    resume_everywhere(lambda folder: train(folder, setting, Scales("scales")), tmp_path)
+    assert all(len(set(found)) == 1 for found in scales.values()), scales
+    assert len({found[0] for found in scales.values()}) >= 4
+    assert max(map(len, scales.values())) > 3
+
+
+class Pair(helios.Model):
+    """Two networks and an optimizer for each; the loss of the first one is infinite at times."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.nets = nn.ModuleDict({"a": nn.Linear(5, 4), "b": nn.Linear(4, 1)})
+        self.first = AdamW(self.nets["a"].parameters(), lr=0.1)
+        self.second = AdamW(self.nets["b"].parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        _, features = batch
+        hidden = self.nets["a"](features)
+        assert hidden.dtype is torch.float16
+        factor = float("inf") if state.global_iteration == 2 else 1.0
+        yield hidden.float().square().mean() * factor
+        yield self.nets["b"](hidden.detach()).float().square().mean()
+
+
+def test_a_generator_step_leaves_out_the_update_of_one_optimizer_only() -> None:
+    """L28, R26: the other one's is made, so the window counts."""
+
+    class Told(Counts):
+        def __init__(self) -> None:
+            super().__init__()
+            self.committed: list[bool] = []
+
+        def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
+            self.committed.append(committed)
+
+    told = Told()
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=3,
+        print_banner=False,
+        engine=Engine(CPU, precision=SMALL),
+        plugins=[told],
+    )
+    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())
+    trainer.fit(Pair("pair"), IndexModule(Setting()))
+    assert told.committed == [True, True, False, True, True, True]
+    assert [step[1] for step in told.steps] == [1, 2, 3]
+
+
+class ByHand(helios.Model):
+    """Steps its two optimizers itself, through the engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__("by-hand")
+        self.engine = engine
+        self.committed: list[tuple[bool, bool]] = []
+
+    unsaved = ("engine", "committed")
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.nets = nn.ModuleDict({"a": nn.Linear(5, 4), "b": nn.Linear(4, 1)})
+        self.first = AdamW(self.nets["a"].parameters(), lr=0.1)
+        self.second = AdamW(self.nets["b"].parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: TrainingState) -> None:
+        _, features = batch
+        factor = float("inf") if state.global_iteration == 2 else 1.0
+        hidden = self.nets["a"](features).float()
+        losses = (hidden.square().mean() * factor, self.nets["b"](hidden.detach()).float().mean())
+        self.committed.append(tuple(map(self.update, losses, (self.first, self.second))))  # type: ignore[arg-type]
+        self.engine.close_window()
+
+    def update(self, loss: Tensor, optimizer: Any) -> bool:
+        self.engine.backward_loss(loss)
+        self.engine.unscale_gradients(optimizer)
+        nn.utils.clip_grad_norm_(self.nets.parameters(), 1.0)
+        is_committed = self.engine.optimizer_step(optimizer)
+        self.engine.zero_grad(optimizer)
+        return is_committed
+
+
+def test_manual_steps_use_the_engine_and_close_their_windows() -> None:
+    engine = Engine(CPU, precision=SMALL)
+    model = ByHand(engine)
+    helios.Trainer(train_unit="iteration", total_steps=3, print_banner=False, engine=engine).fit(
+        model, IndexModule(Setting())
+    )
+    assert model.committed == [(True, True), (False, True), (True, True)]

@@ -1,0 +1,278 @@
+"""A NaN of one replica: every process does and says the same, however many carry the replicas."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import helios
+from helios.errors import UsageError
+from helios.plugins.nan_guard import NaNGuard
+from helios.plugins.plugin import Plugin
+from helios.state import TrainingState
+from tests.support.elastic import (
+    Elastic,
+    ElasticData,
+    ElasticModel,
+    assert_same,
+    make_trainer,
+    read_bits,
+)
+from tests.support.ranks import run_ranks
+from tests.support.runs import digest
+
+NAN = float("nan")
+
+
+class Broken(ElasticModel):
+    """Its loss is NaN for some samples: through the weights, or beside them.
+
+    Args:
+        kind: ``"deep"``: the gradient is NaN, too; ``"flat"``: it is not; ``"gradient"``: it is,
+            and the loss is not.
+        bad: ids of the samples.
+    """
+
+    unsaved = ("log", "setting", "kind", "bad")
+
+    def __init__(self, setting: Elastic, folder: Path, kind: str, bad: tuple[int, ...]) -> None:
+        super().__init__(setting, folder)
+        self.kind, self.bad = kind, bad
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        ids, images = batch
+        loss = super().train_step((ids, images), state)
+        if not set(self.bad).isdisjoint(ids.tolist()):
+            if self.kind == "deep":
+                loss = loss + self.body[1](images.expand(-1, 4, -1, -1) * NAN).sum()
+            elif self.kind == "flat":
+                loss = loss + NAN
+            else:
+                loss.register_hook(lambda gradient: gradient * NAN)
+        return loss
+
+
+class Witness(Plugin):
+    """Writes what each process has seen of the updates."""
+
+    unsaved = ("folder", "until")
+
+    def __init__(self, folder: Path, until: int = 0) -> None:
+        super().__init__("witness")
+        self.folder, self.until = folder, until
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_optimizer_step_end(self, optimizer: torch.optim.Optimizer, committed: bool) -> None:
+        with (self.folder / f"updates-{self.context.rank}.jsonl").open("a") as file:
+            file.write(json.dumps([self.context.state.global_iteration, committed]) + "\n")
+
+    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+        if state.global_iteration == self.until and self.context.rank == 0:
+            self.context.interrupt("the test breaks off")
+
+
+class Messages(logging.Handler):
+    """Keeps what a guard warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _work(
+    rank: int, folder: str, setting: Elastic, options: dict[str, Any], until: int = 0
+) -> dict[str, Any]:
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    kind, bad = options["kind"], options["bad"]
+    guard = NaNGuard(options["action"], options["checks"], limit=options.get("limit"))
+    model, messages = Broken(setting, path, kind, bad), Messages()
+    logger = logging.getLogger("helios.plugins.nan_guard")
+    logger.addHandler(messages)
+    error = ""
+    trainer = make_trainer(path, setting, guard, Witness(path, until))
+    try:
+        trainer.fit(model, ElasticData(setting))
+    except UsageError as found:
+        error = str(found)
+    finally:
+        logger.removeHandler(messages)
+    return {
+        "error": error,
+        "messages": messages.texts,
+        "skipped": guard.num_skipped,
+        "model": digest(model.discovery.capture()["objects"]),
+    }
+
+
+def _train(
+    folder: Path, setting: Elastic, count: int, options: dict[str, Any], until: int = 0
+) -> list[dict[str, Any]]:
+    if count == 1:
+        return [_work(0, str(folder), setting, options, until)]
+    return run_ranks(_work, count, str(folder), setting, options, until)
+
+
+def _ids_of(folder: Path, iteration: int) -> list[int]:
+    turns = read_bits(folder).turns
+    return [i for replica in range(4) for i in turns[iteration, replica]["ids"]]
+
+
+def _options(action: str, kind: str, checks: str = "both", **more: Any) -> dict[str, Any]:
+    return {"action": action, "kind": kind, "checks": checks, "bad": (7,), **more}
+
+
+def _is_same_on_all(folder: Path, found: list[dict[str, Any]]) -> bool:
+    files = [path.read_text() for path in sorted(folder.glob("updates-*.jsonl"))]
+    for part in found[1:]:
+        part["messages"] = found[0]["messages"]  # others log nothing
+    return found == found[:1] * len(found) and files == files[:1] * len(found)
+
+
+@pytest.mark.parametrize("checks", ["loss", "both"])
+@pytest.mark.parametrize("kind", ["deep", "flat"])
+def test_a_bad_loss_of_one_replica_is_skipped_by_all(
+    tmp_path: Path, kind: str, checks: str
+) -> None:
+    setting = Elastic(total_steps=5, options={"valid_frequency": None})
+    (found,) = _train(tmp_path, setting, 1, _options("skip", kind, checks))
+    assert found["skipped"] == 2
+    assert len(found["messages"]) == 2
+    turns = read_bits(tmp_path).turns
+    (iteration, replica), *_ = [place for place, line in turns.items() if 7 in line["ids"]]
+    ids = ", ".join(map(str, _ids_of(tmp_path, iteration)))
+    start = (
+        f"In epoch 1, iteration {iteration} not finite: the loss of replica {replica} (nan) in "
+        f"batch {iteration - 1} (from 0) of epoch 1, samples (those of replica 0 first) {ids}"
+    )
+    assert found["messages"][0].startswith(start)
+
+
+def test_buffers_go_back_where_replica_0_was_bad(tmp_path: Path) -> None:
+    """Its buffers are those of all behind a window."""
+    setting = Elastic(total_steps=3, options={"valid_frequency": None})
+    _train(tmp_path / "a", setting, 1, _options("raise", "deep") | {"bad": ()})
+    bad = read_bits(tmp_path / "a").turns[2, 0]["ids"][:1]
+    (found,) = _train(tmp_path / "b", setting, 1, _options("skip", "deep") | {"bad": tuple(bad)})
+    assert found["skipped"] == 1
+    newest = helios.find_last_checkpoint(tmp_path / "b" / "elastic")
+    tensors = helios.load_checkpoint(newest)["model"]["objects"]["body"]
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_bad_losses_of_a_window_are_named_in_the_order_of_batches(tmp_path: Path) -> None:
+    setting = Elastic(total_steps=1, accumulation=2, options={"valid_frequency": None})
+    _train(tmp_path / "a", setting, 1, _options("raise", "flat") | {"bad": ()})
+    turns = read_bits(tmp_path / "a").turns
+    options = _options("raise", "flat") | {"bad": (turns[2, 0]["ids"][0], turns[1, 3]["ids"][0])}
+    one, *others = (
+        part["error"]
+        for count in (1, 2)
+        for part in _train(tmp_path / str(count), setting, count, options)
+    )
+    assert others == [one] * 2
+    assert 0 < one.index("replica 3 (nan) in batch 0") < one.index("replica 0 (nan) in batch 1")
+
+
+def test_several_bad_losses_are_named_together(tmp_path: Path) -> None:
+    setting = Elastic(total_steps=1, options={"valid_frequency": None})
+    _train(tmp_path / "a", setting, 1, _options("raise", "flat") | {"bad": ()})
+    turns = read_bits(tmp_path / "a").turns
+    bad = (turns[1, 1]["ids"][0], turns[1, 3]["ids"][1])
+    (found,) = _train(tmp_path / "b", setting, 1, _options("raise", "flat") | {"bad": bad})
+    assert "the loss of replica 1 (nan) and of replica 3 (nan) in batch 0 (from" in found["error"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("action", "kind", "checks"),
+    [
+        ("skip", "deep", "both"),
+        ("skip", "flat", "loss"),
+        ("skip", "gradient", "gradients"),
+        ("raise", "flat", "both"),
+        ("stop", "deep", "loss"),
+    ],
+)
+def test_all_processes_decide_and_say_the_same(
+    tmp_path: Path, action: str, kind: str, checks: str
+) -> None:
+    setting = Elastic(total_steps=4, accumulation=2)
+    options = _options(action, kind, checks)
+    expected = _train(tmp_path / "1", setting, 1, options)
+    assert expected[0]["messages"] or expected[0]["error"]
+    for count in (2, 3, 4):
+        folder = tmp_path / str(count)
+        found = _train(folder, setting, count, options)
+        assert found[0] == expected[0]
+        assert _is_same_on_all(folder, found)
+        if action != "raise":
+            assert_same(read_bits(folder), read_bits(tmp_path / "1"))
+
+
+@pytest.mark.full
+def test_more_windows_in_a_row_than_the_limit_are_an_error_on_all_processes(tmp_path: Path) -> None:
+    """The count goes over to those who go on: it lies in the checkpoint."""
+    setting = Elastic(total_steps=12)
+    options = _options("skip", "flat", "loss", limit=4) | {"bad": tuple(range(29))}
+    expected = _train(tmp_path / "1", setting, 1, options)
+    assert "window number 5 in a row" in expected[0]["error"]
+    folder = tmp_path / "several"
+    for count, until in ((3, 2), (1, 3)):
+        assert _train(folder, setting, count, options, until)[0]["error"] == ""
+    found = _train(folder, setting, 4, options)
+    assert [part["error"] for part in found] == [expected[0]["error"]] * 4
+
+
+def _count_exchanges(rank: int, folder: str, *plugins: Plugin) -> dict[str, int]:
+    counts: dict[str, int] = {}
+
+    def counting(name: str) -> Any:
+        real = getattr(dist, name)
+
+        def count(*args: Any, **options: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return real(*args, **options)
+
+        return count
+
+    names = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier")
+    for name in names:
+        setattr(dist, name, counting(name))
+    setting = Elastic(num_replicas=2, total_steps=4)
+    trainer = make_trainer(Path(folder), setting, *plugins, chkpt_frequency=None)
+    trainer.fit(ElasticModel(setting, Path(folder)), ElasticData(setting))
+    return counts
+
+
+@pytest.mark.parametrize("checks", ["loss", "both"])
+def test_nothing_more_is_exchanged_while_all_is_finite(tmp_path: Path, checks: str) -> None:
+    plain = run_ranks(_count_exchanges, 2, str(tmp_path))
+    assert plain[0]["all_reduce"] > 4
+    assert run_ranks(_count_exchanges, 2, str(tmp_path), NaNGuard("skip", checks)) == plain
+
+
+def test_a_skip_that_somebody_else_asks_for_is_none_of_the_guard(tmp_path: Path) -> None:
+    class Skipper(Plugin):
+        def setup(self) -> None: ...
+
+        def on_optimizer_step_start(self, optimizer: torch.optim.Optimizer) -> None:
+            if self.context.state.global_iteration == 2:
+                self.context.skip_step("on purpose")
+
+    setting, guard = Elastic(total_steps=3), NaNGuard("raise")
+    trainer = make_trainer(tmp_path, setting, guard, Skipper("skipper"))
+    trainer.fit(ElasticModel(setting, tmp_path), ElasticData(setting))
+    assert guard.num_skipped == 0
+    assert len(read_bits(tmp_path).means) == 4

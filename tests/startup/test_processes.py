@@ -1,0 +1,197 @@
+"""How many processes carry how many replicas, and who says so (DESIGN section 6, "Processes")."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.core.group import DistributedInfo
+from helios.engines.engine import Engine
+from helios.engines.launch import Launch, LaunchKind
+from helios.errors import ArgumentError, RunMismatchError, UsageError
+from helios.startup.processes import Place, Stored, choose_processes, choose_replicas
+from helios.startup.resume import find_stored
+from tests.startup.test_arguments import make, set_gpus
+from tests.support.runs import IndexModule, Setting, SmallModel, train
+
+_ALONE = Place(Launch(), DistributedInfo(), is_given=False)
+_PATH = Path("run_epoch_1_iter_1.pth")
+
+
+def started(kind: LaunchKind, count: int, local_rank: int = 0) -> Place:
+    launch = Launch(kind, local_rank, count, local_rank, count)
+    return Place(launch, launch.info, is_given=True)
+
+
+def stored(count: int | None) -> Stored | None:
+    return None if count is None else Stored(count, _PATH)
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpus(monkeypatch, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "options", "kept", "expected"),
+    [
+        (0, {}, None, (1, 1)),
+        (0, {"num_replicas": 4}, None, (1, 4)),
+        (0, {"nproc": 2}, None, (2, 2)),
+        (0, {"nproc": 2, "num_replicas": 4}, None, (2, 4)),
+        (0, {"nproc": 2}, 4, (2, 4)),
+        (0, {"num_replicas": 4}, 4, (1, 4)),
+        (2, {}, None, (2, 2)),
+        (2, {"nproc": 1}, None, (1, 1)),
+        (4, {"gpus": [1, 3]}, None, (2, 2)),
+        (4, {"num_replicas": 3}, None, (3, 3)),
+        (4, {"num_replicas": 6}, None, (4, 6)),
+        (4, {}, 1, (1, 1)),
+        (4, {"use_cpu": True}, None, (1, 1)),
+        (4, {"engine": Engine(torch.device("cuda:1"))}, None, (1, 1)),
+        (0, {"engine": Engine(torch.device("cpu")), "nproc": 3}, None, (3, 3)),
+    ],
+)
+def test_a_plain_start_follows_the_run_then_the_arguments_then_the_machine(
+    num_gpus: int,
+    options: dict[str, Any],
+    kept: int | None,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_gpus(monkeypatch, num_gpus)
+    arguments = make(**options)
+    count = choose_processes(arguments, _ALONE, stored(kept))
+    assert (count, choose_replicas(arguments, _ALONE, stored(kept), count)) == expected
+
+
+@pytest.mark.parametrize("kind", [LaunchKind.TORCHRUN, LaunchKind.SRUN])
+@pytest.mark.parametrize(
+    ("options", "kept", "expected"),
+    [({}, None, 3), ({"nproc": 3}, 5, 5), ({"num_replicas": 4}, None, 4)],
+)
+def test_a_launcher_decides_the_number_of_processes(
+    kind: LaunchKind, options: dict[str, Any], kept: int | None, expected: int
+) -> None:
+    arguments, place = make(**options), started(kind, 3)
+    count = choose_processes(arguments, place, stored(kept))
+    assert count == 3
+    assert choose_replicas(arguments, place, stored(kept), count) == expected
+
+
+@pytest.mark.parametrize("place", [started(LaunchKind.TORCHRUN, 3), started(LaunchKind.SRUN, 1)])
+def test_another_number_than_the_launchers_is_refused(place: Place) -> None:
+    with pytest.raises(ArgumentError, match=rf"{place.launch.kind.value} has started .* nproc is"):
+        choose_processes(make(nproc=2), place, None)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpus(monkeypatch, 2)
+    with pytest.raises(ArgumentError, match=r"at most the number of GPUs, 2, got 3"):
+        choose_processes(make(nproc=3), _ALONE, None)
+    with pytest.raises(ArgumentError, match=r"must be 1 with an engine on cuda:1"):
+        choose_processes(make(nproc=2, engine=Engine("cuda:1")), _ALONE, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "place", "words"),
+    [
+        ({"nproc": 3}, 2, _ALONE, r"begun as such: run_.*Trainer\(nproc=3\)"),
+        ({}, 2, started(LaunchKind.TORCHRUN, 3), "torchrun has started 3 processes"),
+        ({"num_replicas": 2}, None, started(LaunchKind.SRUN, 3), "num_replicas is 2.*srun has"),
+    ],
+)
+def test_more_processes_than_replicas_are_refused(
+    options: dict[str, Any], kept: int | None, place: Place, words: str
+) -> None:
+    arguments = make(**options)
+    with pytest.raises(UsageError, match=rf"A run of 2 replicas .*{words}"):
+        choose_replicas(arguments, place, stored(kept), 3)
+
+
+def test_the_number_of_replicas_never_changes() -> None:
+    with pytest.raises(RunMismatchError, match=r"begun with 4 replicas .*never .*start a new run"):
+        choose_replicas(make(num_replicas=2), _ALONE, stored(4), 1)
+
+
+def test_each_process_of_a_machine_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H48."""
+    set_gpus(monkeypatch, 4)
+    second = started(LaunchKind.TORCHRUN, 2, local_rank=1)
+    assert second.device_for(make(gpus=[2, 3])) == torch.device("cuda:3")
+    assert second.device_for(make(use_cpu=True)) == torch.device("cpu")
+    assert second.device_for(make(engine=Engine("cuda:0"))) == torch.device("cuda:0")
+    with pytest.raises(ArgumentError, match=r"name a GPU for each process .*are 2, got \[2\]"):
+        choose_processes(make(gpus=[2]), second, None)
+    # SLURM may show a task its own GPU only.
+    set_gpus(monkeypatch, 1)
+    alone = started(LaunchKind.SRUN, 2, local_rank=1)
+    assert alone.device_for(make()) == torch.device("cuda:0")
+
+
+_SHARED = Setting(total_steps=2, validates=False, valid_frequency=None)
+
+
+def _fit(folder: Path, **options: Any) -> bool:
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=4,
+        chkpt_root=folder,
+        random_seed=_SHARED.seed,
+        use_cpu=True,
+        print_banner=False,
+        **options,
+    )
+    return trainer.fit(SmallModel(_SHARED), IndexModule(_SHARED))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"num_replicas": 3}, RunMismatchError, "begun with 2 replicas .*small_epoch_1_iter_2"),
+        ({"nproc": 3}, UsageError, r"A run of 2 replicas .*Trainer\(nproc=3\)"),
+    ],
+)
+def test_a_run_refuses_another_number_of_replicas_before_anything_starts(
+    options: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    train(tmp_path, _setting(num_replicas=2))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=words):
+        _fit(tmp_path, **options)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert _fit(tmp_path) is True
+
+
+def _setting(**options: Any) -> Setting:
+    return Setting(**{**vars(_SHARED), "options": options})
+
+
+def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) -> None:
+    arguments = make(chkpt_root=tmp_path)
+    assert find_stored(arguments, "small", [], is_fit=True) is None
+    train(tmp_path, _setting(num_replicas=3))
+    newest = tmp_path / "small" / "small_epoch_1_iter_2.pth"
+    assert find_stored(arguments, "small", [], is_fit=True) == Stored(3, newest)
+    newest.with_suffix(".json").write_text("{}")
+    older = newest.with_name("small_epoch_1_iter_1.pth")
+    assert find_stored(arguments, "small", [], is_fit=True) == Stored(3, older)
+    newest.with_suffix(".json").unlink()
+    assert find_stored(arguments, "small", [], is_fit=True) == Stored(3, newest)
+    anew = make(chkpt_root=tmp_path, resume="never")
+    assert find_stored(anew, "small", [], is_fit=True) is None
+    assert find_stored(anew, "small", [], is_fit=False) == Stored(3, newest)
+
+
+def test_a_path_says_what_its_run_was_begun_with(tmp_path: Path) -> None:
+    train(tmp_path / "first", _setting(num_replicas=3))
+    origin = tmp_path / "first" / "small" / "small_epoch_1_iter_1.pth"
+    arguments = make(chkpt_root=tmp_path / "second", resume=origin)
+    assert find_stored(arguments, "small", [], is_fit=True) == Stored(3, origin)
+    assert find_stored(arguments, "small", [], is_fit=False) is None
+    missing = make(chkpt_root=tmp_path / "second", resume=tmp_path / "gone.pth")
+    assert find_stored(missing, "small", [], is_fit=True) is None

@@ -1,0 +1,143 @@
+"""The level that a run reaches: what banner and sidecars say, and what stands in its way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import helios
+from helios.errors import UsageError
+from helios.loops.yielding import YieldLoop
+from helios.plugins import Plugin
+from helios.startup.promise import Promise
+from helios.state import TrainingState
+from tests.distributed.train_script import Module, Net, Points, parse
+
+
+class Manual(Net):
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        super().train_step(batch, state).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Counting(Net):
+    count = 0
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        self.count += 1
+        return super().train_step(batch, state)
+
+
+class Synced(Net):
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.net = nn.SyncBatchNorm.convert_sync_batchnorm(self.net)
+
+
+class Foreign(Module):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Points(), batch_size=4), None
+
+
+def fit(
+    folder: Path,
+    *plugins: Plugin,
+    model: type[Net] = Net,
+    data: type[Module] = Module,
+    **options: Any,
+) -> None:
+    trainer = helios.Trainer(
+        **{
+            "train_unit": "iteration",
+            "total_steps": 2,
+            "chkpt_frequency": 1,
+            "chkpt_root": folder,
+            "use_cpu": True,
+            "plugins": plugins,
+            **options,
+        }
+    )
+    trainer.fit(model("net"), data(parse([])))
+
+
+def levels(folder: Path) -> list[str]:
+    paths = sorted((folder / "net").glob("*.json"))
+    return [json.loads(path.read_text())["level"] for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "level", "text"),
+    [
+        (1, "restart", "1 process, 1 replica\npromise: restart (one replica: there is nothing"),
+        (3, "elastic", "1 process, 3 replicas\npromise: elastic (any number of processes"),
+    ],
+)
+def test_several_replicas_make_a_run_elastic(
+    num_replicas: int, level: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DESIGN section 1."""
+    fit(tmp_path, num_replicas=num_replicas)
+    assert levels(tmp_path) == [level, level]
+    assert f"processes: {text}" in capsys.readouterr().err
+
+
+def test_a_loader_that_is_not_ours_is_no_better_than_restart(tmp_path: Path) -> None:
+    """DESIGN section 1: each process would need its own."""
+    with pytest.raises(ValueError, match="must be the loader of one replica"):
+        fit(tmp_path, data=Foreign, num_replicas=2, chkpt_frequency=None)
+
+
+def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DESIGN section 5, "Replicas": also in the sidecar, whose banner was shown before."""
+    fit(tmp_path, model=Counting, num_replicas=2)
+    assert levels(tmp_path) == ["restart", "restart"]
+    assert "promise: elastic" in capsys.readouterr().err
+    fit(tmp_path, model=Counting, total_steps=3)
+    assert "promise: restart (train_step changes count)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("is_manual", True), ("obstacles", ["a thing"])])
+def test_what_a_training_finds_lowers_elastic_only(name: str, value: object) -> None:
+    clean: dict[str, Any] = {"is_manual": False, "obstacles": []}
+    for level, lowered in (("elastic", "restart"), ("order", "order"), ("none", "none")):
+        promise = Promise(level, "")
+        assert promise.level_after(clean) == level
+        assert promise.level_after(clean | {name: value}) == lowered
+
+
+def test_synchronised_batch_norm_needs_a_process_for_each_replica(tmp_path: Path) -> None:
+    """DESIGN R3."""
+    with pytest.raises(UsageError, match=r"SyncBatchNorm \(net\.1\) needs a process for each .*2"):
+        fit(tmp_path, model=Synced, num_replicas=2)
+    assert levels(tmp_path) == []
+
+
+def test_a_yield_loop_needs_a_process_for_each_replica_before_anything_is_trained(
+    tmp_path: Path,
+) -> None:
+    trainer = helios.Trainer(total_steps=1, use_cpu=True, num_replicas=3, print_banner=False)
+    trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())  # type: ignore[union-attr]
+    with pytest.raises(UsageError, match=r"A YieldLoop needs .* but 1 carry 3. Start 3 processes"):
+        trainer.fit(Net("net"), Module(parse([])))
+
+
+def test_manual_steps_are_refused_when_a_run_goes_on_with_fewer_processes(tmp_path: Path) -> None:
+    fit(tmp_path, model=Manual)
+    path = tmp_path / "net" / "net_epoch_1_iter_2.pth"
+    payload = torch.load(path)
+    assert payload["is_manual"] is True
+    payload["num_replicas"] = 2
+    torch.save(payload, path)
+    path.with_suffix(".json").unlink()
+    rule = r"train_step returns None, .*Return the loss to train on"
+    with pytest.raises(UsageError, match=rule):
+        fit(tmp_path, model=Manual, total_steps=4)
