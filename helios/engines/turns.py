@@ -52,9 +52,8 @@ class Turns:
         return self.replica == self._replicas.block.stop - 1
 
     def find_buffers(self, networks: Iterable[nn.Module]) -> None:
-        """Look for the buffers of networks; before an epoch."""
-        if not self._replicas.is_lone:
-            self._buffers.find(networks)
+        """Look for the buffers of networks; before a window opens."""
+        self._buffers.find(networks)
 
     def begin_iteration(self, iteration: int) -> None:
         """Set the random numbers of an iteration: one replica's for all of it, or its hooks'."""

@@ -77,7 +77,7 @@ class EpochLoop(Loop):
             self._batches = EvenBatches(self._batches, session)
         if not session.replicas.is_lone:
             self._turns = self._turns or ReplicaTurns(session)
-            session.turns.find_buffers(session.model.discovery.modules().values())
+            self._turns.look_again()
         session.display.start_epoch(cursor.epoch, total, cursor.batch)
         self._timer.start()
 

@@ -31,6 +31,11 @@ class ReplicaTurns:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._knows_buffers = False
+
+    def look_again(self) -> None:
+        """Look for buffers anew when the next window opens: hooks may have changed the networks."""
+        self._knows_buffers = False
 
     def run(
         self, batches: Sequence[Any], train: Callable[[Any], Any], *, opens_window: bool
@@ -43,6 +48,9 @@ class ReplicaTurns:
             opens_window: whether the iteration is the first of its window.
         """
         session, turns = self._session, self._session.turns
+        if opens_window and not self._knows_buffers:
+            turns.find_buffers(session.model.discovery.modules().values())
+            self._knows_buffers = True
         losses: list[dict[str, Any]] = []
         for replica, batch in zip(session.replicas.block, batches, strict=True):
             turns.begin(replica, opens_window=opens_window)

@@ -74,7 +74,6 @@ class YieldLoop(OptimizerLoop):
             first.conclude(is_manual=True)
         is_one = len(losses) == 1
         self._show({"loss" if is_one else f"loss_{path}": x for path, x in losses.items()})
-        session.turns.finish(ends_window=is_boundary)
         if is_boundary:
             engine.close_window()
             self._note_update(is_committed=is_committed)

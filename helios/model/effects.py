@@ -56,16 +56,19 @@ class StepWatch:
             if parts is not None and not _is_buffer(slot, found):
                 digest = take_digest(slot.value, surroundings, self._identities, is_plain=True)
                 marks[slot.path] = digest.mark
-        for path, part in found.objects.items():
-            if not isinstance(part, nn.Module | Optimizer | LRScheduler):
-                state = part.state_dict()
-                digest = take_digest(state, surroundings, self._identities, is_plain=False)
-                marks[path] = digest.mark
         parameters = parameters_of(found)
-        return marks, {
+        moved = {
             name: _mark_of(tensor)
             for name, tensor in (parameters.named() | parameters.loose).items()
         }
+        for path, part in found.objects.items():
+            if not isinstance(part, nn.Module | Optimizer):
+                state = part.state_dict()
+                digest = take_digest(state, surroundings, self._identities, is_plain=False)
+                # A manual step moves its schedulers, as it moves parameters.
+                table = moved if isinstance(part, LRScheduler) else marks
+                table[path] = digest.mark
+        return marks, moved
 
 
 def _is_buffer(slot: Slot, found: Found) -> bool:

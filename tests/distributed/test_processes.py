@@ -90,8 +90,7 @@ def test_a_script_trains_on_processes_of_its_own_and_goes_on_as_if_alone(tmp_pat
     items = found.pop("items")
     assert found == expected
     # fit's two ranks; those of test and validate wrote after the items were read.
-    assert [item[:2] for item in items] == [["rank", 0], ["rank", 1]]
-    assert [item[3] for item in items] == [1, 1]
+    assert items == [["rank", rank, 1, "OwnTrainer", "OwnLoop"] for rank in (0, 1)]
     # Once for each call, in one process.
     assert len(set(prepared.read_text().split())) == 1
     assert len(prepared.read_text().split()) == 4
@@ -227,11 +226,15 @@ def train_in_group(rank: int, *line: str) -> dict[str, Any]:
 
 
 def test_a_group_that_the_script_has_joined_is_used(tmp_path: Path) -> None:
-    expected = undisturbed(replicas=2)
-    results = run_ranks(train_in_group, 2, "--replicas=2")
+    expected = undisturbed(replicas=2, folder=tmp_path / "alone")
+    line = ("--replicas=2", f"--folder={tmp_path / 'group'}")
+    results = run_ranks(train_in_group, 2, *line)
     assert [result.pop("place") for result in results] == [[0, 0], [1, 1]]
     expected.pop("place")
     assert results == [expected | {"items": []}] * 2
+    rows, expected_rows = (tmp_path / name / "rows.csv" for name in ("group", "alone"))
+    assert rows.read_bytes() == expected_rows.read_bytes()
+    assert len(rows.read_text().splitlines()) > 8
 
 
 def fail_in_group(rank: int, *line: str) -> tuple[str, str, str, str]:

@@ -20,7 +20,8 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.core.distributed import is_dist_active
-from helios.plugins import Plugin
+from helios.loops.optimizer import OptimizerLoop
+from helios.plugins import CSVLogger, Plugin
 from helios.state import TrainingState
 from tests.support.runs import digest
 
@@ -99,7 +100,8 @@ class Faults(Plugin):
     def setup(self) -> None:
         queue = self.trainer.queue
         if queue is not None and is_dist_active():
-            queue.put(("rank", self.trainer.rank, os.getpid(), torch.get_num_threads()))
+            kinds = [type(self.trainer).__name__, type(find_loop(self.trainer)).__name__]
+            queue.put(("rank", self.trainer.rank, torch.get_num_threads(), *kinds))
         if self.options.pids is not None:
             with self.options.pids.open("a") as file:
                 file.write(f"{os.getpid()}\n")
@@ -121,6 +123,20 @@ class Faults(Plugin):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class OwnTrainer(helios.Trainer):
+    """Goes to every rank as what it is."""
+
+
+class OwnLoop(OptimizerLoop):
+    """So does a loop that was connected."""
+
+
+def find_loop(trainer: helios.Trainer) -> Any:
+    """Return the loop that trains on a batch."""
+    loop: Any = trainer.fit_loop
+    return loop.epoch_loop.batch_loop.optimizer_loop
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path)
@@ -140,21 +156,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> dict[str, Any]:
     """Train, and return what the process knows afterwards."""
     options = parse(arguments)
-    trainer = helios.Trainer(
+    folder = options.folder
+    rows = [] if folder is None else [CSVLogger(folder / "rows.csv")]
+    trainer = OwnTrainer(
         run_name=options.name,
         train_unit="iteration",
         total_steps=options.steps,
         valid_frequency=4,
-        chkpt_frequency=None if options.folder is None else 2,
-        chkpt_root=options.folder,
-        log_path=options.folder,
-        enable_file_logging=options.folder is not None,
+        chkpt_frequency=None if folder is None else 2,
+        print_frequency=1,
+        chkpt_root=folder,
+        log_path=folder,
+        enable_file_logging=folder is not None,
         random_seed=3,
         use_cpu=True,
         nproc=options.nproc,
         num_replicas=options.replicas,
-        plugins=[Faults(options)],
+        plugins=[Faults(options), *rows],
     )
+    loop: Any = trainer.fit_loop
+    loop.epoch_loop.batch_loop.connect(optimizer_loop=OwnLoop())
     if options.fault == "listed":
         trainer.train_exceptions.append(LookupError)
     model, data = Net("net"), Module(options)
