@@ -1,8 +1,9 @@
 """Train on digits undisturbed and again with kills, and compare both runs bit for bit.
 
-The training is the one of ``train_digits.py``. Here its model also writes each loss, the numbers of
-the samples and a digest of the augmented images to a file, at every iteration that it runs; what
-a kill has undone is therefore written twice, and must be the same twice.
+The training is the one of ``train_digits.py``. Here a plugin also writes each loss, the numbers of
+the samples and a digest of the augmented images to a file, at every turn of a replica; what a kill
+has undone is therefore written twice, and must be the same twice. With ``--processes`` the run has
+four replicas, and each start another number of processes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -25,36 +27,46 @@ import torch
 import train_digits
 
 import helios
+from helios.hooks.context import Context
+from helios.plugins import Plugin
+from helios.state import Phase
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD, RESULT, CONSOLE = "record.txt", "result.json", "console.txt"
+RECORD, RESULT, CONSOLE = "record", "result.json", "console.txt"
 LAST = train_digits.EPOCHS * train_digits.STEPS_PER_EPOCH
 POLL_SECONDS, PATIENCE_SECONDS = 0.002, 120.0
 
 
-class RecordedDigits(train_digits.DigitsModel):
-    """The example's model; a line for each iteration goes to a file, and survives a kill."""
+class Record(Plugin):
+    """Writes a line for each turn of a replica to a file of its process; it survives a kill."""
 
-    def __init__(self, save_name: str, record: Path) -> None:
-        super().__init__(save_name)
-        self._record = record
+    def __init__(self, folder: Path) -> None:
+        super().__init__("record")
+        self._folder = folder
 
-    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        """Train as the example does, and write down what came in and what came out."""
-        images, _, samples = batch
-        loss = super().train_step(batch, state)
-        bits = loss.detach().view(torch.int32).item() & 0xFFFFFFFF
+    unsaved = ("_folder",)
+
+    def setup(self) -> None:
+        """Say which process this is, so that the demo can wait for its end."""
+        (self._folder / f"{os.getpid()}.pid").touch()
+
+    def on_forward_end(self, context: Context) -> None:
+        """Write down what came in and what came out."""
+        if context.phase is not Phase.TRAINING or context.loss is None:
+            return
+        images, _, samples = context.batch
+        bits = context.loss.view(torch.int32).item() & 0xFFFFFFFF
         order = ",".join(map(str, samples.tolist()))
-        with self._record.open("a") as file:
-            file.write(f"{state.global_iteration} {bits:08x} {order} {_digest(images)}\n")
-        return loss
+        place = f"{context.state.global_iteration} {context.replica}"
+        with (self._folder / f"{RECORD}-{context.rank}.txt").open("a") as file:
+            file.write(f"{time.time_ns()} {place} {bits:08x} {order} {_digest(images)}\n")
 
 
-def run_training(folder: Path) -> int:
-    """Train in this process: the command that is killed and started again."""
+def run_training(folder: Path, num_replicas: int, nproc: int | None) -> int:
+    """Train: the command that is killed and started again."""
     torch.set_num_threads(1)
-    model = RecordedDigits("digits", folder / RECORD)
-    trainer = train_digits.train(folder, model)
+    model = train_digits.DigitsModel("digits")
+    trainer = train_digits.train(folder, model, num_replicas, nproc=nproc, plugins=[Record(folder)])
     accuracy = float(model.test_scores["accuracy"])
     (folder / RESULT).write_text(json.dumps({"accuracy": accuracy}))
     return trainer.exit_code
@@ -85,9 +97,11 @@ def _digest(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What one iteration recorded."""
+    """What one turn of a replica recorded."""
 
+    moment: int
     iteration: int
+    replica: int
     loss_bits: str
     samples: str
     images: str
@@ -100,17 +114,32 @@ class Line:
 
 
 def _read_record(folder: Path) -> list[Line]:
-    path = folder / RECORD
-    texts = path.read_text().splitlines() if path.exists() else []
+    texts = [line for path in folder.glob(f"{RECORD}-*.txt") for line in _complete_lines(path)]
     fields = [text.split() for text in texts]
-    return [Line(int(number), *rest) for number, *rest in fields]
+    lines = [
+        Line(*map(int, numbers), *rest) for *numbers, b, o, d in fields for rest in [(b, o, d)]
+    ]
+    return sorted(lines, key=lambda line: line.moment)
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Return the lines of a file; a kill may have cut off the last one."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 @dataclasses.dataclass
 class Run:
-    """A run as it came out, with the iterations at which it was killed and went on."""
+    """A run as it came out, with the iterations at which it was killed and went on.
+
+    Attributes:
+        folder: where it lives.
+        num_replicas: replicas of the run.
+        processes: of each start, the last one for all further starts; ``None`` for the default.
+    """
 
     folder: Path
+    num_replicas: int = 1
+    processes: tuple[int | None, ...] = (None,)
     seconds: float = 0.0
     kills: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
@@ -119,12 +148,20 @@ class Run:
         self.folder.mkdir(parents=True)
 
     @property
+    def nproc(self) -> int | None:
+        """Processes of the next start."""
+        return self.processes[min(len(self.kills), len(self.processes) - 1)]
+
+    @property
     def command(self) -> list[str]:
-        """The command of every start."""
-        return [sys.executable, __file__, "--train", str(self.folder)]
+        """The command of the next start; the same at every start but for the processes."""
+        command = [sys.executable, __file__, "--train", str(self.folder)]
+        if self.num_replicas > 1:
+            command += ["--replicas", str(self.num_replicas), "--nproc", str(self.nproc)]
+        return command
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the training; always by the same command."""
+        """Start the training."""
         with (self.folder / CONSOLE).open("ab") as console:
             return subprocess.Popen(
                 self.command, stdout=console, stderr=console, start_new_session=True, cwd=ROOT
@@ -150,30 +187,47 @@ class Run:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while process.poll() is None and self._reached() < iteration:
             time.sleep(POLL_SECONDS)
-            if time.monotonic() > deadline:
-                os.killpg(process.pid, signal.SIGKILL)
-                raise SystemExit(f"The training hangs; see {self.folder / CONSOLE}.")
+            self._check_time(process, deadline)
         time.sleep(delay)
         os.killpg(process.pid, signal.SIGKILL)
         if process.wait() != -signal.SIGKILL:
             raise SystemExit(f"The training was not killed; see {self.folder / CONSOLE}.")
+        while any(map(_is_alive, self.folder.glob("*.pid"))):
+            time.sleep(POLL_SECONDS)
+            self._check_time(process, deadline)
         self._report(begun)
 
+    def _check_time(self, process: subprocess.Popen[bytes], deadline: float) -> None:
+        if time.monotonic() > deadline:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            raise SystemExit(f"The training hangs; see {self.folder / CONSOLE}.")
+
     def _reached(self) -> int:
-        path = self.folder / RECORD
+        path = self.folder / f"{RECORD}-0.txt"
         if not path.exists():
             return 0
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             complete = [line for line in file.read().split(b"\n")[:-1] if line]
-        return int(complete[-1].split()[0]) if complete else 0
+        return int(complete[-1].split()[1]) if complete else 0
 
     def _report(self, begun: int) -> None:
         lines = _read_record(self.folder)
         first, last = lines[begun].iteration, lines[-1].iteration
-        self.kills.append((first, last))
         start = "started" if first == 1 else f"went on at iteration {first}"
-        print(f"  {start}, killed (SIGKILL) after iteration {last}", flush=True)
+        carriers = "" if self.nproc is None else f" on {self.nproc} processes"
+        self.kills.append((first, last))
+        print(f"  {start}{carriers}, killed (SIGKILL) after iteration {last}", flush=True)
+
+
+def _is_alive(pid_file: Path) -> bool:
+    try:
+        os.kill(int(pid_file.stem), 0)
+    except ProcessLookupError:
+        pid_file.unlink()
+        return False
+    return True
 
 
 def _newest(folder: Path) -> dict[str, Any]:
@@ -196,12 +250,15 @@ def _scalars(folder: Path) -> list[tuple[str, int, float]]:
 
 
 def _agree(undisturbed: Run, killed: Run, field: str) -> tuple[str, str, bool]:
-    """Compare one field of all iterations, also of those that a kill made run twice."""
-    wanted = {line.iteration: getattr(line, field) for line in undisturbed.lines}
-    is_equal = all(getattr(line, field) == wanted.get(line.iteration) for line in killed.lines)
-    found = {line.iteration for line in killed.lines}
+    """Compare one field of all turns, also of those that a kill made run twice."""
+    wanted = {(line.iteration, line.replica): getattr(line, field) for line in undisturbed.lines}
+    found = {(line.iteration, line.replica) for line in killed.lines}
+    is_equal = all(
+        getattr(line, field) == wanted.get((line.iteration, line.replica)) for line in killed.lines
+    )
     again = len(killed.lines) - len(found)
-    is_whole = sorted(wanted) == sorted(found) == list(range(1, LAST + 1))
+    places = itertools.product(range(1, LAST + 1), range(undisturbed.num_replicas))
+    is_whole = sorted(wanted) == sorted(found) == sorted(places)
     return str(len(undisturbed.lines)), f"{len(found)} + {again} again", is_equal and is_whole
 
 
@@ -237,7 +294,7 @@ def draw(undisturbed: Run, killed: Run, path: Path) -> None:
 
     figure, (upper, lower) = plt.subplots(2, sharex=True, sharey=True, figsize=(10, 6))
     for axes, run in ((upper, undisturbed), (lower, killed)):
-        curve = {line.iteration: line.loss for line in run.lines}
+        curve = {line.iteration: line.loss for line in run.lines if line.replica == 0}
         axes.plot(sorted(curve), [curve[number] for number in sorted(curve)], linewidth=0.8)
         axes.set_ylabel("loss")
     upper.set_title("undisturbed")
@@ -254,10 +311,13 @@ def draw(undisturbed: Run, killed: Run, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def demonstrate(folder: Path, num_kills: int, seed: int) -> int:
+def demonstrate(undisturbed: Run, killed: Run, num_kills: int, seed: int) -> int:
     """Run the demo; returns 0 if everything is equal and the network has learnt."""
-    undisturbed, killed = Run(folder / "undisturbed"), Run(folder / "killed")
-    print(f"Training on handwritten digits: {LAST} iterations, undisturbed ...", flush=True)
+    folder = undisturbed.folder.parent
+    how = "undisturbed"
+    if undisturbed.num_replicas > 1:
+        how = f"{undisturbed.num_replicas} replicas on {undisturbed.nproc} processes, undisturbed"
+    print(f"Training on handwritten digits: {LAST} iterations, {how} ...", flush=True)
     undisturbed.train([])
     print(f"  done in {undisturbed.seconds:.1f} s, with a checkpoint every 7 iterations.")
     draws = random.Random(seed)
@@ -265,11 +325,11 @@ def demonstrate(folder: Path, num_kills: int, seed: int) -> int:
     iterations = [int(share * (part + draws.uniform(0.15, 0.85))) for part in range(num_kills)]
     moments = [(iteration, draws.uniform(0.0, 0.05)) for iteration in iterations]
     print(f"The same again, killed soon after iterations {iterations} (seed {seed}) ...")
-    print(
-        f"  every start: {' '.join(str(_shown(Path(word))) for word in killed.command)}", flush=True
-    )
+    words = " ".join(str(_shown(Path(word))) for word in killed.command)
+    print(f"  {'every' if killed.nproc is None else 'first'} start: {words}", flush=True)
     killed.train(moments)
-    print(f"  finished in {killed.seconds:.1f} s, all starts included.")
+    carriers = "" if killed.nproc is None else f" on {killed.nproc} process"
+    print(f"  finished{carriers} in {killed.seconds:.1f} s, all starts included.")
     rows = compare(undisturbed, killed)
     _print_table(rows, num_kills)
     draw(undisturbed, killed, folder / "losses.png")
@@ -280,7 +340,9 @@ def demonstrate(folder: Path, num_kills: int, seed: int) -> int:
     if not has_learnt:
         print(f"The network did not learn: {undisturbed.accuracy:.2%} is below 97 %.")
     if is_equal:
-        print("Killed or not: the same losses, the same samples, the same weights, bit for bit.")
+        whoever = "" if killed.nproc is None else "On four processes, on two or on one, "
+        text = f"{whoever}killed or not: the same losses, the same samples, the same weights"
+        print(f"{text[0].upper()}{text[1:]}, bit for bit.")
     else:
         print("The runs DIFFER; see the rows marked NO.")
     return 0 if is_equal and has_learnt else 1
@@ -296,11 +358,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "demo-output", help="output folder")
     parser.add_argument("--kills", type=int, default=5, help="number of kills")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
+    parser.add_argument("--processes", action="store_true", help="on 4 processes, then 2, then 1")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.train:
-        return run_training(arguments.train)
-    return demonstrate(arguments.out, arguments.kills, arguments.seed)
+    parser.add_argument("--replicas", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--nproc", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        return run_training(options.train, options.replicas, options.nproc)
+    out = options.out
+    if options.processes:
+        whole = Run(out / "four-processes", 4, (4,))
+        killed = Run(out / "four-two-one", 4, (4, 2, 1))
+        return demonstrate(whole, killed, 2, options.seed)
+    runs = Run(out / "undisturbed"), Run(out / "killed")
+    return demonstrate(*runs, options.kills, options.seed)
 
 
 if __name__ == "__main__":

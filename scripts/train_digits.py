@@ -33,12 +33,16 @@ class Digits(torch.utils.data.Dataset[Any]):
 
 
 class DigitsData(DataModule):
+    def __init__(self, num_replicas: int = 1) -> None:
+        super().__init__()
+        self.batch_size = 32 // num_replicas  # of one replica: a step sees 32 images in all
+
     def setup(self) -> None:
         x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
         x = x.float().view(-1, 1, 8, 8) / 16
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
         train, valid, test = order.split((1280, 157, 360))
-        params = DataLoaderParams(batch_size=32, shuffle=True, num_workers=2)
+        params = DataLoaderParams(batch_size=self.batch_size, shuffle=True, num_workers=2)
         self._train_dataset = self._create_dataset(Digits(x[train], y[train], True), params)
         whole = DataLoaderParams(batch_size=360)
         self._valid_dataset = self._create_dataset(Digits(x[valid], y[valid]), whole)
@@ -64,13 +68,15 @@ class DigitsModel(Model):
     test_step = valid_step
 
 
-def train(folder: Path, model: Model) -> Trainer:
+def train(folder: Path, model: Model, num_replicas: int = 1, **options: Any) -> Trainer:
     trainer = Trainer(
         "digits", "iteration", EPOCHS * STEPS_PER_EPOCH, valid_frequency=STEPS_PER_EPOCH,
         chkpt_root=folder, chkpt_frequency=7, store=CheckpointStore(keep_last=3), use_cpu=True,
         enable_tensorboard=True, run_path=folder, print_frequency=5, enable_progress_bar=True,
+        num_replicas=num_replicas, **options,
     )  # fmt: skip
-    if trainer.fit(model, DigitsData()) and trainer.test(model, DigitsData()):
+    data = DigitsData(num_replicas)
+    if trainer.fit(model, data) and trainer.test(model, data):
         print(f"Test accuracy: {model.test_scores['accuracy']:.2%}")
     return trainer
 

@@ -121,7 +121,7 @@ class FitRecorder:
         folder = self._start.folder
         if folder is None:
             return
-        if False:
+        if has_failed():
             raise UsageError(
                 "No checkpoint can be saved after a collective has failed, because the processes "
                 "no longer agree on where they are. Let the error end this process, and start the "

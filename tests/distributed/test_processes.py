@@ -232,7 +232,7 @@ def test_a_group_that_the_script_has_joined_is_used(tmp_path: Path) -> None:
     assert [result.pop("place") for result in results] == [[0, 0], [1, 1]]
     expected.pop("place")
     assert results == [expected | {"items": []}] * 2
-    rows, expected_rows = (tmp_path / name / "rows.csv" for name in ("group", "alone"))
+    rows, expected_rows = (tmp_path / name / "rows_0.csv" for name in ("group", "alone"))
     assert rows.read_bytes() == expected_rows.read_bytes()
     assert len(rows.read_text().splitlines()) > 8
 
@@ -282,11 +282,11 @@ def test_a_folder_that_is_not_shared_is_an_error_that_names_it(tmp_path: Path) -
 
 
 def write_in_group(rank: int, folder: Path) -> list[str]:
-    done = train_script.main([f"--folder={folder}", "--replicas=2"])
+    done = train_script.main([f"--folder={folder}", "--replicas=2", "--profile"])
     again = train_script.main([f"--folder={folder}", "--replicas=2"])
     assert (done["weights"], done["fit"]) == (again["weights"], True)
     assert get_global_rank() == rank
-    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def test_rank_0_writes_and_a_finished_run_is_loaded_by_all(tmp_path: Path) -> None:
@@ -294,6 +294,8 @@ def test_rank_0_writes_and_a_finished_run_is_loaded_by_all(tmp_path: Path) -> No
     assert first == second
     assert len([name for name in first if name.endswith(".log")]) == 1
     assert len([name for name in first if name.endswith(".pth")]) == 4
+    assert [name for name in first if name.endswith(".csv")] == ["rows_0.csv"]
+    assert [name.split("/")[0] for name in first if name.startswith("traces")] == ["traces_0"]
 
 
 def save_after_a_failure(rank: int, folder: Path) -> str:

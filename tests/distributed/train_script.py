@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import helios
-from helios.core.distributed import is_dist_active
+from helios.core.distributed import get_global_rank, is_dist_active
 from helios.loops.optimizer import OptimizerLoop
-from helios.plugins import CSVLogger, Plugin
+from helios.plugins import CSVLogger, Plugin, Profiler
 from helios.state import TrainingState
 from tests.support.runs import digest
 
@@ -150,6 +150,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--pids", type=Path)
     parser.add_argument("--prepared", type=Path)
     parser.add_argument("--evaluate", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     return parser.parse_args(arguments)
 
 
@@ -157,7 +158,12 @@ def main(arguments: list[str]) -> dict[str, Any]:
     """Train, and return what the process knows afterwards."""
     options = parse(arguments)
     folder = options.folder
-    rows = [] if folder is None else [CSVLogger(folder / "rows.csv")]
+    writers: list[Plugin] = []
+    if folder is not None:
+        # Whoever writes does so into a file of its own.
+        writers.append(CSVLogger(folder / f"rows_{get_global_rank()}.csv"))
+    if options.profile:
+        writers.append(Profiler(folder / f"traces_{get_global_rank()}"))
     trainer = OwnTrainer(
         run_name=options.name,
         train_unit="iteration",
@@ -172,7 +178,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         use_cpu=True,
         nproc=options.nproc,
         num_replicas=options.replicas,
-        plugins=[Faults(options), *rows],
+        plugins=[Faults(options), *writers],
     )
     loop: Any = trainer.fit_loop
     loop.epoch_loop.batch_loop.connect(optimizer_loop=OwnLoop())
