@@ -16,11 +16,11 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGE = _ROOT / "docs" / "coverage.md"
-_ROW = re.compile(r"^\| ([HLKRC]\d+) \| (.*) \| (.*) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| ([HLKERC]\d+) \| (.*) \| (.*) \|$", re.MULTILINE)
 _CITED = re.compile(r"`([^`]*::[^`]*)`")
 _TEST_ID = re.compile(r"(tests/[\w/]+\.py)::(test_\w+)")
 _REASON = re.compile(r"\b(?:waits|obsolete): \S")
-_COUNTS = {"H": 66, "L": 42, "K": 42, "R": 49, "C": 18}
+_COUNTS = {"H": 66, "L": 42, "K": 42, "E": 43, "R": 49, "C": 18}
 _STATEMENTS = [
     f"{letter}{number}" for letter, count in _COUNTS.items() for number in range(1, count + 1)
 ]
@@ -134,11 +134,13 @@ def _page(**evidence: str) -> str:
     [
         (_page(H67="waits: for ever"), "H67 is no statement."),
         (_page(K43="waits: for ever"), "K43 is no statement."),
+        (_page(E44="waits: for ever"), "E44 is no statement."),
         (_page(H5="shown elsewhere"), "H5 has neither a test nor 'waits: …' or 'obsolete: …'."),
         (_page(H5="waits:"), "H5 has neither a test nor 'waits: …' or 'obsolete: …'."),
         (_page() + "| H5 | again | waits: for ever |\n", "H5 is listed 2 times."),
         (_page().replace("| L29 |", "| - |"), "L29 is missing."),
         (_page().replace("| R49 |", "| - |"), "R49 is missing."),
+        (_page().replace("| E43 |", "| - |"), "E43 is missing."),
         (_page().replace("| H66 | says something |", "| H66 |  |"), "H66 does not say"),
     ],
 )

@@ -36,6 +36,15 @@ class RowFile:
         self._digest = hashlib.sha256()
         self._size = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process gets: the file, closed."""
+        return {"_path": self._path, "_header": self._header}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin as the constructor does."""
+        vars(self).update(state)
+        self._handle, self._digest, self._size = None, hashlib.sha256(), 0
+
     @property
     def path(self) -> Path:
         """The file, absolute."""

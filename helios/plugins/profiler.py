@@ -54,7 +54,7 @@ class Profiler(Plugin):
         ArgumentTypeError: for a path that is none, and an unknown option.
     """
 
-    unsaved = ("_num_steps", "_num_traces", "_open_ranges", "_profile")
+    unsaved = ("_num_steps", "_num_traces", "_open_ranges", "_profile", "_schedule")
 
     def __init__(
         self,
@@ -76,7 +76,9 @@ class Profiler(Plugin):
         _check_options(options)
         self._before_first = skip_first + wait + warmup
         self._repeat = repeat
-        self._schedule = schedule(**lengths, active=active)
+        self._lengths = {**lengths, "active": active}
+        # A function of torch's that cannot be handed to another process.
+        self._schedule = _record_nothing
         self._options = options
         self._has_ranges = ranges
         self._profile: profile | None = None
@@ -93,6 +95,7 @@ class Profiler(Plugin):
             return
         self._num_steps = self._num_traces = 0
         self._open_ranges = []
+        self._schedule = schedule(**self._lengths)
         self._profile = self._closing.enter_context(
             profile(schedule=self._schedule, on_trace_ready=self._write, **self._options)
         )
@@ -147,7 +150,7 @@ class Profiler(Plugin):
     def _end(self) -> None:
         if self._profile is None:
             return
-        self._profile = None
+        self._profile, self._schedule = None, _record_nothing
         while self._open_ranges:
             self._leave()
         self._closing.close()
@@ -194,6 +197,10 @@ class Profiler(Plugin):
     def on_optimizer_step_end(self, optimizer: Optimizer, committed: bool) -> None:
         """End the range."""
         self._leave()
+
+
+def _record_nothing(step: int) -> ProfilerAction:
+    return ProfilerAction.NONE
 
 
 def _check_folder(folder: object) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import helios
+from helios import plugins
 from helios.core.group import DistributedInfo
 from helios.engines.engine import Engine
 from helios.engines.launch import Launch, LaunchKind
@@ -195,3 +197,32 @@ def test_a_path_says_what_its_run_was_begun_with(tmp_path: Path) -> None:
     assert find_stored(arguments, "small", [], is_fit=False) is None
     missing = make(chkpt_root=tmp_path / "second", resume=tmp_path / "gone.pth")
     assert find_stored(missing, "small", [], is_fit=True) is None
+
+
+def test_the_plugins_in_the_box_can_be_handed_to_ranks(tmp_path: Path) -> None:
+    """H51: a trainer goes to every rank with all that was registered."""
+    trainer = helios.Trainer(use_cpu=True, print_banner=False)
+    for plugin in (
+        plugins.CSVLogger(tmp_path / "rows.csv"),
+        plugins.JSONLLogger(tmp_path / "rows.jsonl"),
+        plugins.Profiler(tmp_path / "traces", active=1),
+        plugins.TimeLimit("01:00:00"),
+        plugins.LearningRateMonitor(),
+        plugins.SanityCheck(),
+        plugins.LimitBatches(train=3),
+        plugins.EarlyStopping("score", patience=3),
+        plugins.EMA(),
+        plugins.SWA(start=1, swaps_in=()),
+        plugins.NaNGuard(),
+        plugins.GradientNormMonitor(),
+    ):
+        trainer.register_plugin(plugin)
+    received = pickle.loads(pickle.dumps(trainer))
+    assert list(received.plugins) == list(trainer.plugins)
+    received.plugins.pop("sanity-check")
+    received.plugins.pop("limit-batches")
+    for name in ("valid_frequency", "total_steps", "print_frequency"):
+        setattr(received._arguments, name, 1)
+    assert received.fit(SmallModel(_SHARED), IndexModule(Setting())) is True
+    assert (tmp_path / "rows.csv").read_text().count("\n") > 1
+    assert any((tmp_path / "traces").iterdir())
