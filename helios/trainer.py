@@ -73,8 +73,8 @@ class Trainer:
         import_prefix: prefix of its modules' names.
         print_banner: show versions, device and promise at start.
         engine: an engine of your own, with its device.
-        precision: the arithmetic inside of steps: ``"fp32"`` (as the parameters are), or ``"bf16"``
-            by autocast.
+        precision: the arithmetic inside of steps: ``"fp32"`` (as the parameters are), or by
+            autocast ``"bf16"``, or ``"fp16"`` with scaled losses.
         plugins: plugins to register, in this order.
         store: how checkpoints are kept.
         signals: comes with a later version.
@@ -94,8 +94,7 @@ class Trainer:
         plugins: the plugins by id; ``trainer.plugins[id] = plugin`` registers one.
         train_exceptions: types that pass through :meth:`fit` without being logged.
         test_exceptions: types that pass through :meth:`test` and its kin without being logged.
-        validate_loop, test_loop, predict_loop: the loops of these calls; assign one of your own to
-            replace it (L13).
+        validate_loop, test_loop, predict_loop: the loops of these calls; may be replaced (L13).
 
     Raises:
         ArgumentError: for a value that breaks a rule; the message names the argument, the rule,
@@ -266,22 +265,23 @@ class Trainer:
                     if StopIteration is raised: break
                     on_training_batch_start(state)
                     if StopIteration is raised: break
-                    process_training_batch(batch, state)
-                    on_forward_start(context)
-                    train_step(batch, state)
-                    on_forward_end(context)
-                    if train_step returns a loss:
-                        on_backward_start(loss)
-                        engine.backward_loss(loss)
-                        on_backward_end()
-                        if the window ends:
-                            on_optimizer_step_start(optimizer)
-                            if the step is not left out:
-                                engine.clip_gradients(optimizer)
-                                engine.optimizer_step(optimizer)
-                            on_before_zero_grad(optimizer)
-                            engine.zero_grad(optimizer)
-                            on_optimizer_step_end(optimizer, committed)
+                    for each replica that the process carries:
+                        process_training_batch(batch, state)
+                        on_forward_start(context)
+                        train_step(batch, state)
+                        on_forward_end(context)
+                        if train_step returns a loss:
+                            on_backward_start(loss)
+                            engine.backward_loss(loss)
+                            on_backward_end()
+                    if train_step returns a loss and the window ends:
+                        on_optimizer_step_start(optimizer)
+                        if the step is not left out:
+                            engine.clip_gradients(optimizer)
+                            engine.optimizer_step(optimizer)
+                        on_before_zero_grad(optimizer)
+                        engine.zero_grad(optimizer)
+                        on_optimizer_step_end(optimizer, committed)
                     on_training_batch_end(state, should_log)
                     if the window ends: on_training_step_end(state, committed)
                     if should_log: on_log(scalars, state)

@@ -407,7 +407,7 @@ FAULTS = (
         "helios/engines/turns.py",
         "        self._buffers.enter(replica)\n        rng",
         "        rng",
-        f"{SAME_BITS}[4-2-2]",
+        "tests/engines/test_turns.py",
     ),
     Fault(
         "all replicas draw the same numbers in a step",

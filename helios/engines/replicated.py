@@ -122,6 +122,10 @@ class Replicas:
         with collective("Replicas.sum_scores"):
             return self._scores.sum_scores(tables)
 
+    def close(self) -> None:
+        """Let go of the process group, so that nothing keeps it alive after the run."""
+        self._losses, self._scores = NumberReducer(1), NumberReducer(1)
+
     def make_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a tensor without content, where this process computes."""
         return torch.empty(shape, dtype=dtype, device=self._device)

@@ -169,12 +169,11 @@ class Discovery:
 
     def watch(self) -> StepWatch:
         """Begin to look for what a step changes."""
+        return StepWatch(self._look, self._identities)
 
-        def look() -> tuple[Found, _Scene]:
-            scene = self._look()
-            return scene.found, scene
-
-        return StepWatch(look, self._identities)
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what counts in this process only: what setup made, told by identity."""
+        return vars(self) | {"_identities": Identities(), "_baseline": None}
 
     def take_baseline(self) -> None:
         """Remember what setup made; to be called right after it."""

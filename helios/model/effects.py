@@ -7,7 +7,7 @@ many replicas a process carries, so it is found once, at the first step (DESIGN 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,15 @@ from helios.model.values import Identities, Surroundings, plain_parts, take_dige
 from helios.model.walk import Found, Slot
 
 
+class Scene(Surroundings, Protocol):
+    """What a model holds at a moment, and what lies around it."""
+
+    @property
+    def found(self) -> Found:
+        """What it holds."""
+        ...
+
+
 @final
 class StepWatch:
     """Compares what a model holds before and after a step.
@@ -28,9 +37,7 @@ class StepWatch:
         identities: numbers for what cannot be pickled.
     """
 
-    def __init__(
-        self, look: Callable[[], tuple[Found, Surroundings]], identities: Identities
-    ) -> None:
+    def __init__(self, look: Callable[[], Scene], identities: Identities) -> None:
         self._look = look
         self._identities = identities
         self._before = self._take()
@@ -49,7 +56,8 @@ class StepWatch:
 
     def _take(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Return marks of values and of parameters, by path."""
-        found, surroundings = self._look()
+        surroundings = self._look()
+        found = surroundings.found
         marks: dict[str, bytes] = {}
         for slot in found.slots.values():
             parts = plain_parts(slot.value, surroundings) if slot.is_settable else None

@@ -38,6 +38,7 @@ CHANGEABLE = (
     "train_unit",
     "accumulation_steps",
     "limit_batches",
+    "is_distributed",
     "precision",
 )
 

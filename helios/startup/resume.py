@@ -29,7 +29,7 @@ from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 
-_RESTARTING = ("length", "shuffle", "seed", "sampler", "random_seed")
+_RESTARTING = ("length", "shuffle", "seed", "sampler", "random_seed", "is_distributed")
 
 
 @dataclass
@@ -250,8 +250,9 @@ def identity(
     arguments: Arguments, description: Mapping[str, Any], engine: Engine
 ) -> dict[str, Any]:
     """Return what defines a run, in the names of ``allow_changes``."""
-    data = ("length", "batch_size", "shuffle", "drop_last", "seed", "sampler", "limit_batches")
-    return {name: description.get(name) for name in data} | {
+    names = ("length", "batch_size", "shuffle", "drop_last", "seed", "sampler", "limit_batches")
+    data = {name: description.get(name) for name in (*names, "is_distributed")}
+    return data | {
         "random_seed": arguments.seed,
         "train_unit": arguments.unit.name.lower(),
         "accumulation_steps": arguments.accumulation_steps,

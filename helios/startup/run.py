@@ -235,12 +235,17 @@ class Run(ABC):
             raise
 
     def _collect(self) -> None:
-        """Keep what a process needs that has not trained, to have the model as it is here."""
+        """Keep what a process needs that has not trained, to have the model as it is here.
+
+        All processes build it, since a plugin may gather its state; rank 0 keeps it.
+        """
         state = {
             "model": self.model.state_dict(),
             "tables": {name: _detached(table) for name, table in self.model.tables.items()},
             "plugins": {name: plugin.state_dict() for name, plugin in self.plugins.items()},
         }
+        if self.plan.info.rank != 0:
+            return
         on_cpu = move_to_device(state, torch.device("cpu"))
         self.collected = pack(on_cpu, "The state of model and plugins", "state")
 
@@ -299,6 +304,8 @@ class Run(ABC):
         for plugin in self.plugins.values():
             plugin.context = None
         # An engine of the user's outlives the run; a process group does not.
+        self.engine.replicas.close()
+        self.team.close()
         self.engine.replicas = self.team = Replicas()
 
     def _tell_place(self) -> None:

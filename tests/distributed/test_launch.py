@@ -32,10 +32,7 @@ from helios.engines.launch import Launch, LaunchKind, spawn
 from helios.engines.supervisor import choose_cause, raise_cause
 from helios.errors import RankError, UsageError
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="gloo and signals of POSIX"),
-    pytest.mark.full,  # several processes: the second tier of the tests
-]
+slow = pytest.mark.full  # starts Python several times: the second tier of the tests
 
 _ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
 _TORCHRUN = {
@@ -222,6 +219,7 @@ def fail_while_others_wait(rank: int, queue: handover.RankQueue) -> None:
     keep_the_interpreter()
 
 
+@slow
 def test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -244,6 +242,7 @@ def die_with_a_worker(rank: int, queue: handover.RankQueue) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@slow
 def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
     queue = handover.LaunchQueue()
     with pytest.raises(RankError, match=r"^Rank 1 of 2 was ended by SIGKILL before its work was d"):
@@ -251,6 +250,7 @@ def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
     assert all_gone([queue.get()], seconds=2.0)
 
 
+@slow
 def test_an_error_that_cannot_be_made_again_is_shown_by_its_traceback() -> None:
     try:
         raise OddError("not", "again")
@@ -274,6 +274,7 @@ def launch_for_ever() -> None:
     spawn(outlive_a_launcher, 2)
 
 
+@slow
 def test_nothing_outlives_a_killed_launcher() -> None:
     with running(code_of(launch_for_ever)) as launcher:
         pids = read_pids(launcher, 4)
@@ -301,6 +302,7 @@ def launch_and_be_interrupted() -> None:
     spawn(wait_to_be_interrupted, 2)
 
 
+@slow
 def test_an_interrupted_launcher_lets_ranks_tear_down_and_ends_them() -> None:
     with running(code_of(launch_and_be_interrupted)) as launcher:
         pids = read_pids(launcher, 2)
@@ -312,6 +314,7 @@ def test_an_interrupted_launcher_lets_ranks_tear_down_and_ends_them() -> None:
     assert launcher.returncode == -signal.SIGINT
 
 
+@slow
 def test_a_script_without_a_guard_is_told_so_once(tmp_path: Path) -> None:
     code = "import os\nos.write(1, b'imported ')\n"
     code += "from helios.engines.launch import spawn\nspawn(print, 2)\n"
@@ -450,6 +453,7 @@ def train_under_torchrun() -> None:
     wait_forever()
 
 
+@slow
 def test_ranks_of_torchrun_join_twice_and_end_with_their_agent(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(code_of(train_under_torchrun))

@@ -27,7 +27,6 @@ from tests.distributed import train_script
 from tests.distributed.test_launch import all_gone
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="gloo and signals of POSIX")
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
 
 _ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])

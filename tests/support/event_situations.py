@@ -154,6 +154,9 @@ def _regular(unit: str) -> Iterator[tuple[str, Situation]]:
         f"fit_by_{unit}_accumulating",
         fit(title, options=several, training=4, evaluation=2),
     )
+    several = {**options, "num_replicas": 2, "accumulation_steps": 2, "total_steps": 1}
+    title = f"By {unit}: one process carries two replicas; windows of two batches."
+    yield f"fit_by_{unit}_with_replicas", fit(title, options=several, training=4, evaluation=3)
     title = f"By {unit}: train_step returns None and steps itself; there is no validation data."
     yield f"manual_steps_by_{unit}", fit(title, model=ManualLinear)
     skipping = Reaction("on_optimizer_step_start", _skip_step, 2)
