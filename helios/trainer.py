@@ -316,8 +316,7 @@ class Trainer:
             datamodule: its data.
 
         Returns:
-            True when the run has come to its regular end, now or earlier; False after an
-            interruption (a time limit), from which the same command goes on.
+            True at the run's regular end, now or earlier; False after an interruption.
 
         Raises:
             HeliosError: for what is named in ``helios.errors``.
@@ -345,11 +344,13 @@ class Trainer:
                     model.eval()
                     on_validation_start(validation_cycle)
                     for each batch of each loader:
-                        process_validation_batch(batch, step)
+                        if one replica trains: process_validation_batch(batch, step)
                         on_validation_batch_start(step)
-                        on_forward_start(context)
-                        valid_step(batch, step)
-                        on_forward_end(context)
+                        for each replica of the process that has a batch:
+                            if several replicas train: process_validation_batch(batch, step)
+                            on_forward_start(context)
+                            valid_step(batch, step)
+                            on_forward_end(context)
                         on_validation_batch_end(step)
                     model.train()
                     on_validation_end(validation_cycle)
@@ -391,10 +392,8 @@ class Trainer:
         check_subjects(model, datamodule)
         self.model, self.datamodule = model, datamodule
         passed = tuple(self.train_exceptions if phase is Phase.TRAINING else self.test_exceptions)
-        standing = self._standing
-        call = Call(
-            phase, self._arguments, self.plugins, self.roots, model, datamodule, standing, passed
-        )
+        own = (self._arguments, self.plugins, self.roots)
+        call = Call(phase, *own, model, datamodule, self._standing, passed)
         for owner in call.owners:
             owner.trainer = self
         return carry_out(call)

@@ -53,8 +53,10 @@ class Situation:
     def facts(self) -> dict[str, bool]:
         """What is known of the whole of the last call, in the words of the pseudocode."""
         has_raised = self.call.error is not None
+        is_lone = self.call.options.get("num_replicas", 1) == 1
+        replicas = {"one replica trains": is_lone, "several replicas train": not is_lone}
         if self.call.verb != "fit":
-            return {RAISED: has_raised, "there is data": self.call.evaluation > 0}
+            return {RAISED: has_raised, "there is data": self.call.evaluation > 0, **replicas}
         unit, evaluation = self.call.options["train_unit"], self.call.evaluation
         return {
             "the run has ended before": self.is_over,
@@ -67,6 +69,7 @@ class Situation:
             "on_fit_start was told": not self.is_over,
             RAISED: has_raised,
             "nothing was raised": not has_raised,
+            **replicas,
             **dict.fromkeys(self._never, False),
             **dict.fromkeys(self._always, True),
         }
@@ -253,6 +256,10 @@ def _evaluations(verb: str) -> Iterator[tuple[str, Situation]]:
     call = Call(verb, evaluation=2, loaders=2, model=ScoringLinear)
     title = f"trainer.{verb} of a checkpoint, two loaders of two batches."
     yield f"{verb}_with_two_loaders", Situation(title, (fit, call))
+    call = Call(verb, options={"num_replicas": 2}, evaluation=3, model=ScoringLinear)
+    if verb != "predict":  # which is not shared
+        title = f"trainer.{verb} in one process that carries two replicas, two batches and one."
+        yield f"{verb}_with_replicas", Situation(title, (call,))
     title = f"trainer.{verb} without data for it."
     yield f"{verb}_without_data", Situation(title, (Call(verb),))
 
