@@ -90,8 +90,8 @@ class ElasticModel(helios.Model):
         self.head = nn.Linear(4 * (SIDE - 2) ** 2, CLASSES)
         self.branch = nn.Linear(4 * (SIDE - 2) ** 2, CLASSES)
         self.idle = nn.Linear(2, 2)
+        networks = nn.ModuleList([self.body, self.head, self.branch, self.idle]).to(self.device)
         if not fast_init:
-            networks = nn.ModuleList([self.body, self.head, self.branch, self.idle])
             self.optimizer = torch.optim.Adam(networks.parameters(), lr=0.02)
             self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=40)
 
@@ -111,8 +111,8 @@ class ElasticModel(helios.Model):
             "iteration": iteration,
             "replica": self.trainer._session.turns.replica,
             "ids": ids,
-            "loss": loss.detach().numpy().tobytes().hex(),
-            "images": digest(images)[:16],
+            "loss": loss.detach().cpu().numpy().tobytes().hex(),
+            "images": digest(images.cpu())[:16],
         }
         with (self.log / f"turns-{self.trainer.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -120,7 +120,7 @@ class ElasticModel(helios.Model):
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)
         mean = self._loss_items["loss"]
-        line = {"iteration": state.global_iteration, "mean": mean.numpy().tobytes().hex()}
+        line = {"iteration": state.global_iteration, "mean": mean.cpu().numpy().tobytes().hex()}
         line["noise"] = torch.rand(1).numpy().tobytes().hex()
         with (self.log / f"means-{self.trainer.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,0 +1,1 @@
+"""Tests that need an accelerator; skipped elsewhere."""

@@ -1,0 +1,76 @@
+"""Trainings on a GPU: exact resumes, several replicas on one device, precisions, compilation.
+
+Each runs in a process of its own, since deterministic algorithms must be chosen before CUDA starts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from tests.distributed.test_elastic import Interrupt, KillRank
+from tests.support.elastic import Elastic, assert_same, read_bits, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+_EXACT: dict[str, Any] = {"use_cpu": None, "gpus": [0], "enable_deterministic": True}
+
+
+def make_setting(num_replicas: int, **options: Any) -> Elastic:
+    return Elastic(num_replicas=num_replicas, total_steps=9, options={**_EXACT, **options})
+
+
+def start(folder: Path, setting: Elastic, *plugins: Any) -> int:
+    """Train in a process of its own; returns its exit code."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=train, args=(folder, setting, *plugins))
+    process.start()
+    process.join(300)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("num_replicas", [1, 4])
+def test_a_killed_training_goes_on_with_the_same_bits(
+    tmp_path: Path, precision: str, num_replicas: int
+) -> None:
+    setting = make_setting(num_replicas, precision=precision)
+    assert start(tmp_path / "whole", setting) == 0
+    kill = KillRank("on_backward_end", 4, None)
+    assert start(tmp_path / "killed", setting, kill) == -signal.SIGKILL
+    assert start(tmp_path / "killed", setting, Interrupt(2, 0)) == 0
+    assert start(tmp_path / "killed", setting) == 0
+    assert_same(read_bits(tmp_path / "killed"), read_bits(tmp_path / "whole"))
+
+
+def test_the_level_is_elastic_with_deterministic_algorithms_only(tmp_path: Path) -> None:
+    levels = []
+    for name, is_deterministic in (("exact", True), ("plain", False)):
+        setting = make_setting(2, enable_deterministic=is_deterministic)
+        assert start(tmp_path / name, setting) == 0
+        newest = helios.find_last_checkpoint(tmp_path / name / "elastic")
+        assert newest is not None
+        levels.append('"elastic"' in newest.with_suffix(".json").read_text())
+    assert levels == [True, False]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_bits_of_one(tmp_path: Path) -> None:
+    one = make_setting(2)
+    two = make_setting(2, gpus=[0, 1])
+    assert start(tmp_path / "one", one) == 0
+    assert start(tmp_path / "two", two) == 0
+    assert_same(read_bits(tmp_path / "two"), read_bits(tmp_path / "one"))
+    assert start(tmp_path / "both", two, Interrupt(3, 1)) == 0
+    assert start(tmp_path / "both", one) == 0
+    assert_same(read_bits(tmp_path / "both"), read_bits(tmp_path / "one"))
