@@ -25,6 +25,7 @@ from helios.engines.turns import Turns
 from helios.errors import UsageError
 from helios.hooks.bus import Bus, naming
 from helios.hooks.context import Context
+from helios.model.alike import check_alike
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
@@ -68,13 +69,14 @@ class Session:
         display: the progress bars.
         seed: the run's seed.
         schedule: the options that decide when something happens.
-        sources: the data of each phase, one source for each loader; a phase without data is
-            missing.
+        sources: the data of each phase that has some, one source for each loader.
         plugins: by id, in order of registration.
         schedulers: the learning-rate schedulers; ``None`` outside of fit.
         recorder: where checkpoints and scalars go; ``None`` outside of fit.
         can_save: whether checkpoints are written at all.
         loop_states: gives the state of the loops, by role path.
+        requests: what was asked for in this process.
+        agreed: what all processes know that any of them has asked for.
         state: the counters that users see.
         cursor: where the next batch lies.
         phase: what the session is doing.
@@ -105,6 +107,7 @@ class Session:
     state: TrainingState = field(default_factory=TrainingState)
     cursor: Cursor = field(default_factory=Cursor)
     requests: Requests = field(default_factory=Requests)
+    agreed: Requests = field(default_factory=Requests)
     phase: Phase = Phase.TRAINING
     is_resumed: bool = False
     is_manual: bool | None = None
@@ -121,6 +124,8 @@ class Session:
     def __post_init__(self) -> None:
         self.context = Context(self)
         self.turns = Turns(self.replicas, self.seed)
+        if self.replicas.is_lone:
+            self.agreed = self.requests
 
     @property
     def replicas(self) -> Replicas:
@@ -213,17 +218,17 @@ class Session:
     @property
     def is_stopping(self) -> bool:
         """Whether the run comes to its regular end at the next safe point."""
-        return bool(self.requests.stop_reason)
+        return bool(self.agreed.stop_reason)
 
     @property
     def is_interrupted(self) -> bool:
         """Whether the run breaks off at the next safe point, unfinished."""
-        return bool(self.requests.interruption) and not self.is_stopping
+        return bool(self.agreed.interruption) and not self.is_stopping
 
     @property
     def is_leaving(self) -> bool:
         """Whether no batch follows the next safe point, for either reason."""
-        return bool(self.requests.stop_reason or self.requests.interruption)
+        return bool(self.agreed.stop_reason or self.agreed.interruption)
 
     def request_checkpoint(self) -> None:
         """Ask for a checkpoint at the next safe point (DESIGN R4)."""
@@ -243,22 +248,32 @@ class Session:
             return
         (says_yes,) = self.replicas.agree(self.hooks.ask("should_training_stop"))
         if says_yes:
-            self.request_stop("should_training_stop said yes")
+            self.stop("should_training_stop said yes")
 
     def agree(self) -> None:
-        """Let every process know what any of them has asked for; all call it at one place."""
+        """Let every process know what any of them has asked for; all call it at one place.
+
+        What is asked for behind it waits for the next time, in all processes.
+        """
         asked = self.requests
-        if self.replicas.is_whole:
+        if self.replicas.is_lone:
+            self.agreed = asked
             return
         wanted, stops, interrupts = self.replicas.agree(
             asked.is_checkpoint_wanted, bool(asked.stop_reason), bool(asked.interruption)
         )
-        asked.is_checkpoint_wanted = wanted
+        asked.is_checkpoint_wanted = False
+        self.agreed.is_checkpoint_wanted |= wanted
         if stops or interrupts:
             texts = self.replicas.gather_objects((asked.stop_reason, asked.interruption))
-            asked.stop_reason, asked.interruption = (
-                next(filter(None, said), "") for said in zip(*texts, strict=True)
-            )
+            stop, interruption = (next(filter(None, said), "") for said in zip(*texts, strict=True))
+            asked.stop_reason = self.agreed.stop_reason = self.agreed.stop_reason or stop
+            asked.interruption = self.agreed.interruption = self.agreed.interruption or interruption
+
+    def stop(self, reason: str) -> None:
+        """End the run at the next safe point, for a reason that all processes know."""
+        for requests in (self.requests, self.agreed):
+            requests.stop_reason = requests.stop_reason or reason
 
     @property
     def limit(self) -> str:
@@ -272,7 +287,7 @@ class Session:
     def check_limits(self) -> None:
         """Ask for the end of the run where the options say so."""
         if self.limit:
-            self.request_stop(self.limit)
+            self.stop(self.limit)
 
     def log(self, scalars: Mapping[str, Any]) -> None:
         """Log numbers by name, as of the present iteration; reads tensors from their device."""
@@ -316,31 +331,26 @@ class Session:
         (has_improved,) = self.replicas.agree(bool(self.model.have_metrics_improved()))
         self.state.record_improvement(has_improved=has_improved)
 
-    def warn_of_automatic_options(self) -> None:
-        """Say which options have no effect because the model steps its optimizers itself."""
-        ignored = self.engine.automatic_options
-        if self.schedulers is not None and self.schedulers.has_intervals_but_step:
-            ignored = [*ignored, "Model.scheduler_interval"]
-        if ignored:
-            _LOGGER.warning(
-                "%s has no effect: train_step returns None, so the model clips and steps itself. "
-                "Return the loss to let Helios do it.",
-                " and ".join(ignored),
-            )
-
     def save_if_asked(self, *, is_due: bool) -> None:
         """The safe point: write a checkpoint if one is due, requested or final (DESIGN R4)."""
         if self.is_stopping and not self.limit:
-            self.cursor.stop(self.requests.stop_reason)
-        is_wanted = is_due or self.requests.is_checkpoint_wanted or self.is_leaving
-        self.requests.is_checkpoint_wanted = False
+            self.cursor.stop(self.agreed.stop_reason)
+        is_wanted = is_due or self.agreed.is_checkpoint_wanted or self.is_leaving
+        self.agreed.is_checkpoint_wanted = False
         if not is_wanted or not self.can_save or self.recorder is None:
             return
         # Where a poll behind the save ends the run, the checkpoint is there already.
         if not self.recorder.has_saved(self.state):
+            self.check_alike()
             snapshot = self.snapshot()
             self.hooks.emit("on_save_checkpoint", snapshot)
             self.recorder.save(snapshot)
+
+    def check_alike(self) -> None:
+        """Check that all processes have the same weights; a ``UsageError`` if they have not."""
+        if not self.replicas.is_whole:
+            gather = self.replicas.gather_objects
+            check_alike(self.model, gather, ignored=self.unshared)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state, by reference: plain dictionaries of tensors, numbers, strings."""

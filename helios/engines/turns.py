@@ -26,10 +26,16 @@ class Turns:
 
     Attributes:
         replica: whose turn it is, or was last.
+        is_watched: whether what a turn changes in the model is looked for.
+        changes: what was found in the turns of this iteration, by path.
+        is_manual: whether a turn that was watched made its updates itself.
     """
 
     def __init__(self, replicas: Replicas, seed: int) -> None:
         self.replica = replicas.block.start
+        self.is_watched = False
+        self.changes: set[str] = set()
+        self.is_manual = False
         self._replicas = replicas
         self._buffers = ReplicaBuffers(replicas)
         self._seed = seed

@@ -17,7 +17,7 @@ from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
-from helios.loops.replicas import EvenBatches, ReplicaTurns, compare_scores
+from helios.loops.replicas import EvenBatches, ReplicaTurns, add_obstacle
 from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
@@ -110,6 +110,8 @@ class EpochLoop(Loop):
         except StopIteration as error:
             if not session.replicas.is_whole:
                 raise _make_lonely_stop() from error
+            if not session.replicas.is_lone:
+                add_obstacle(session, "a hook ends epochs by StopIteration")
             # The batch was not trained on: a count of it would end runs and windows too early.
             was_boundary, was_committed = found
             state.withdraw_iteration(
@@ -311,8 +313,6 @@ class EpochLoop(Loop):
             raise make_stray_stop(error) from error
         if not has_run:
             return False
-        if not session.replicas.is_whole:
-            compare_scores(session)
         session.conclude_validation()
         return True
 

@@ -18,6 +18,7 @@ from helios.data.share import NO_BATCH
 from helios.data.source import BatchIterator, Source
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
+from helios.loops.replicas import compare_scores
 from helios.loops.step import end_forward, take_step
 from helios.model.processor import Processed
 from helios.state import Phase
@@ -194,6 +195,7 @@ class EvaluationLoop(Loop):
             # A process whose replicas had no batch at the end has drawn less than the others.
             self.session.seed_evaluation(self._pass_number, self._step, self._loader)
         self._tell_end()
+        self._compare()
         self._randomness.close()
         return result
 
@@ -202,6 +204,9 @@ class EvaluationLoop(Loop):
         self._modes.close()
         self._randomness.close()
         super().teardown()
+
+    def _compare(self) -> None:
+        """Compare results over processes, after the last hook; nothing by default."""
 
     def _tell_start(self) -> None:
         self.session.hooks.emit(f"on_{self.noun}_start")
@@ -283,6 +288,10 @@ class ScoringLoop(EvaluationLoop):
     def _take(self, result: Any, replica: int = 0) -> None:
         suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
         self._totals[replica].add(result, suffix)
+
+    def _compare(self) -> None:
+        if not self.session.replicas.is_whole and not self.session.is_sanity_check:
+            compare_scores(self.session, self.scores, self.step_name)
 
     def _conclude(self) -> bool:
         tables = [totals.sums for totals in self._totals.values()]

@@ -55,6 +55,7 @@ class FitLoop(Loop):
             session.hooks.emit("on_training_resume", session.state)
             session.restore_randomness()
         session.agree()
+        session.check_alike()
         if not session.is_in_epoch:
             session.check_limits()
         if session.is_resumed and not session.is_in_epoch:
@@ -91,6 +92,7 @@ class FitLoop(Loop):
 
     def on_run_end(self) -> str:
         """Tell that the run is finished; returns the reason, empty after an interruption."""
+        self.session.check_alike()
         if not self.session.is_interrupted:
             self.session.hooks.emit("on_training_end")
-        return self.session.requests.stop_reason
+        return self.session.agreed.stop_reason

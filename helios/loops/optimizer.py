@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from types import GeneratorType
 from typing import Any
@@ -12,8 +13,10 @@ from torch.optim import Optimizer
 
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.replicas import FirstStep
+from helios.loops.replicas import TurnWatch
 from helios.loops.step import end_forward, loss_of, take_step
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def refuse_closures(optimizer: Optimizer) -> None:
@@ -74,13 +77,13 @@ class OptimizerLoop(Loop):
 
     def _train(self, batch: Any) -> None:
         session = self.session
-        first = self._watch_first_step()
+        watch = self._watch_turn()
         result = take_step(session, "train_step", batch, session.state)
         if type(result) is GeneratorType:
             raise self._make_generator_error()
         loss = loss_of(result)
-        if first is not None:
-            first.conclude(is_manual=loss is None)
+        if watch is not None:
+            watch.conclude(is_manual=loss is None)
         end_forward(session, result, loss)
         self._settle_mode(is_manual=loss is None)
         if loss is None:
@@ -98,10 +101,8 @@ class OptimizerLoop(Loop):
             self._note_update(is_committed=self._update(self._find_optimizer()))
             session.engine.close_window()
 
-    def _watch_first_step(self) -> FirstStep | None:
-        if self._has_begun or self.session.replicas.is_lone:
-            return None
-        return FirstStep(self.session)
+    def _watch_turn(self) -> TurnWatch | None:
+        return TurnWatch(self.session) if self.session.turns.is_watched else None
 
     def _collect(self, optimizer: Optimizer) -> None:
         """Take away the gradients of one of several replicas.
@@ -200,7 +201,20 @@ class OptimizerLoop(Loop):
             session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch
         if is_manual:
             self._refuse_manual_blocks()
-            session.warn_of_automatic_options()
+            self._warn_of_automatic_options()
+
+    def _warn_of_automatic_options(self) -> None:
+        """Say which options have no effect because the model steps its optimizers itself."""
+        session = self.session
+        ignored = session.engine.automatic_options
+        if session.schedulers is not None and session.schedulers.has_intervals_but_step:
+            ignored = [*ignored, "Model.scheduler_interval"]
+        if ignored:
+            _LOGGER.warning(
+                "%s has no effect: train_step returns None, so the model clips and steps itself. "
+                "Return the loss to let Helios do it.",
+                " and ".join(ignored),
+            )
 
     def _refuse_manual_blocks(self) -> None:
         replicas = self.session.replicas

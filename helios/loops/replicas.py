@@ -6,7 +6,7 @@ With one replica nothing of this is used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -32,6 +32,7 @@ class ReplicaTurns:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._knows_buffers = False
+        self._has_watched = False
 
     def look_again(self) -> None:
         """Look for buffers anew when the next window opens: hooks may have changed the networks."""
@@ -51,6 +52,9 @@ class ReplicaTurns:
         if opens_window and not self._knows_buffers:
             turns.find_buffers(session.model.discovery.modules().values())
             self._knows_buffers = True
+        number = session.state.global_iteration
+        # Again at powers of two: what a step does later on is found, too, at little cost.
+        turns.is_watched = not self._has_watched or number & (number - 1) == 0
         losses: list[dict[str, Any]] = []
         for replica, batch in zip(session.replicas.block, batches, strict=True):
             turns.begin(replica, opens_window=opens_window)
@@ -62,6 +66,9 @@ class ReplicaTurns:
             if not turns.is_last:
                 turns.end()
         turns.finish(ends_window=session.state.is_step_boundary)
+        if turns.is_watched:
+            self._has_watched = True
+            _report_changes(session)
         table = session.model.loss_items
         table.clear()
         table.update(self._join(losses))
@@ -80,8 +87,8 @@ class ReplicaTurns:
         return self._session.replicas.mean_losses(losses)
 
 
-class FirstStep:
-    """Sees what the first training step of several replicas changes besides gradients (R3).
+class TurnWatch:
+    """Sees what the turn of a replica changes besides gradients and buffers (R3).
 
     Args:
         session: the run, before the step.
@@ -106,39 +113,50 @@ class FirstStep:
 
         Args:
             is_manual: whether the step makes its updates itself, so that weights count as moved on
-                purpose, and each replica has a process of its own in any case.
+                purpose.
         """
-        session = self._session
-        changed = self._watch.changed(counts_parameters=not is_manual)
-        session.unshared = sorted({*session.unshared, *changed})
-        if is_manual or not changed:
-            return
-        _add_obstacle(session, f"train_step changes {', '.join(changed)}")
-        _LOGGER.warning(
-            "%s.train_step changes %s. Every replica does so on its own, so other numbers of "
-            "processes give other values there: the run is bound to its number of processes. "
-            "Change it in a hook (on_training_batch_end), or make it a buffer of a network.",
-            type(session.model).__name__,
-            ", ".join(changed),
-        )
+        turns = self._session.turns
+        turns.changes.update(self._watch.changed(counts_parameters=not is_manual))
+        turns.is_manual |= is_manual
 
 
-def compare_scores(session: Session) -> None:
-    """Warn of validation scores that are not the same on all processes: they were not summed."""
-    tables = session.replicas.gather_objects(as_numbers(session.model.metrics))
-    names = sorted(
-        {
-            name
-            for table in tables
-            for name in table.keys() | tables[0].keys()
-            if repr(table.get(name)) != repr(tables[0].get(name))
-        }
+def _report_changes(session: Session) -> None:
+    """Say once what steps change that is no replica's own; the same on all processes."""
+    found = session.replicas.gather_objects(sorted(session.turns.changes))
+    session.turns.changes.clear()
+    names = sorted({name for part in found for name in part} - set(session.unshared))
+    session.unshared = sorted({*session.unshared, *names})
+    # In manual steps and yields each replica has a process of its own in any case.
+    if not names or session.turns.is_manual:
+        return
+    add_obstacle(session, f"train_step changes {', '.join(names)}")
+    _LOGGER.warning(
+        "%s.train_step changes %s. Every replica does so on its own, so other numbers of "
+        "processes give other values there: the run is bound to its number of processes. "
+        "Change it in a hook (on_training_batch_end), or make it a buffer of a network.",
+        type(session.model).__name__,
+        ", ".join(names),
     )
-    if names and _add_obstacle(session, f"scores that differ between processes: {names}"):
+
+
+def compare_scores(session: Session, scores: Mapping[str, Any], step: str) -> None:
+    """Warn of scores that are not the same on all processes: they were not summed.
+
+    Args:
+        session: the run.
+        scores: a table of the model, after its last hook.
+        step: the name of the step that should return them.
+    """
+    tables = session.replicas.gather_objects(as_numbers(scores))
+    first, *others = ({name: repr(value) for name, value in table.items()} for table in tables)
+    names = {n for table in others for n in table | first if table.get(n) != first.get(n)}
+    text = f"scores that differ between processes: {', '.join(sorted(names))}"
+    if names and add_obstacle(session, text):
         _LOGGER.warning(
-            "The validation scores %s differ between processes, though each sees a part of the "
-            "data only. Return {name: (sum, weight)} from valid_step: they are added over all.",
-            ", ".join(names),
+            "The scores %s differ between processes, though each sees a part of the data only. "
+            "Return {name: (sum, weight)} from %s: they are added over all.",
+            ", ".join(sorted(names)),
+            step,
         )
 
 
@@ -146,7 +164,7 @@ def _copy_of(loss: Any) -> Any:
     return loss.detach().clone() if isinstance(loss, Tensor) else loss
 
 
-def _add_obstacle(session: Session, text: str) -> bool:
+def add_obstacle(session: Session, text: str) -> bool:
     """Note what binds the run to its number of processes; returns whether it is new."""
     is_new = text not in session.obstacles
     if is_new:

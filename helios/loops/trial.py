@@ -41,4 +41,5 @@ def trying(session: Session, *others: object) -> Iterator[None]:
             source.close()
         trace.erase()
         session.requests = requests
+        session.agree()
         session.hooks.emit("on_sanity_check_end")

@@ -61,7 +61,7 @@ class YieldLoop(OptimizerLoop):
         self._hold_skip(*turns)
         losses: dict[str, Tensor] = {}
         is_committed = False
-        first = self._watch_first_step()
+        watch = self._watch_turn()
         with closing(self._start(batch)) as generator:
             self._settle_mode(is_manual=False)
             engine.count_micro_batch()
@@ -70,8 +70,8 @@ class YieldLoop(OptimizerLoop):
                 if is_boundary:
                     is_committed |= self._update_now(path, optimizer)
             self._finish(generator)
-        if first is not None:
-            first.conclude(is_manual=True)
+        if watch is not None:
+            watch.conclude(is_manual=True)
         is_one = len(losses) == 1
         self._show({"loss" if is_one else f"loss_{path}": x for path, x in losses.items()})
         if is_boundary:

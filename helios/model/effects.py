@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.model.bits import bit_sum
 from helios.model.parts import parameters_of
 from helios.model.values import Identities, Surroundings, plain_parts, take_digest
 from helios.model.walk import Found, Slot
@@ -87,10 +87,8 @@ def _is_buffer(slot: Slot, found: Found) -> bool:
 
 def _mark_of(parameter: Tensor) -> bytes:
     """Return what differs after a parameter was written to; ``.data`` counts no version."""
-    storage = parameter.detach().reshape(-1).contiguous().view(torch.uint8)
-    total = int(storage.sum(dtype=torch.int64)) if storage.numel() else 0
     return b"%d %d %d" % (
         parameter._version,  # noqa: SLF001 - torch has no public counter
         parameter.data_ptr(),
-        total,
+        int(bit_sum(parameter)),
     )

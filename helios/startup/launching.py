@@ -73,6 +73,7 @@ def _take_part(call: Call, place: Place) -> Any:
             return _run_here(call, Plan(0, place.info.world_size, place.info), place)
         team = Plan(0, place.info.world_size, place.info).make_team()
         stored = on_first(team, lambda: _find_stored(call))
+        team.close()
         return _run_here(call, _plan(call, place, stored), place)
 
 

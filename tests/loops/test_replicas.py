@@ -19,7 +19,7 @@ from helios.loops.batch import BatchLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import require
 from helios.loops.optimizer import OptimizerLoop
-from helios.loops.replicas import EvenBatches, FirstStep, compare_scores
+from helios.loops.replicas import EvenBatches, compare_scores
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.model.processor import Processed
@@ -444,23 +444,106 @@ class Asked:
         """Nothing to take."""
 
 
-def test_only_the_first_step_is_watched() -> None:
+def test_few_turns_are_watched() -> None:
     model = Sums()
     model.asked = Asked()
     run_sums(model, rows=[[1.0, 2.0]] * 6)
-    assert model.asked.times == 2, "before the first step of the run and after it"
+    assert model.asked.times == 2 * 3 * 2, "around three turns in iterations 1 and 2, not in 3"
 
 
 def test_an_obstacle_that_is_known_is_not_noted_again() -> None:
-    """After a resume the first step is watched again."""
-    session = make_session(Counting(), replicas=Replicas(2))
+    """After a resume the first turns are watched again."""
+    model = Counting()
+    model.discovery.take_baseline()
+    session = make_session(
+        model,
+        replicas=Replicas(2),
+        sources={Phase.TRAINING: [ListSource([[1.0, 2.0]])]},
+        total_steps=1,
+    )
     session.obstacles.append("train_step changes num_steps, window")
-    session.unshared += ["window", "other"]
-    first = FirstStep(session)
-    session.model.train_step(1.0, session.state)
-    first.conclude(is_manual=False)
+    session.unshared += ["num_steps", "window"]
+    fit(session)
     assert session.obstacles == ["train_step changes num_steps, window"]
-    assert session.unshared == ["num_steps", "other", "window"]
+    assert session.unshared == ["num_steps", "window"]
+
+
+class Late(Sums):
+    """Changes an attribute in a few of its turns only."""
+
+    def __init__(self, turns: set[int]) -> None:
+        super().__init__()
+        self.turns, self.num_turns, self.hard = turns, 0, 0
+
+    unsaved = ("num_turns",)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        self.num_turns += 1
+        self.hard += self.num_turns in self.turns
+        return super().train_step(batch, state)
+
+
+@pytest.mark.parametrize("turns", [{1}, {2}, {7, 8}])
+def test_a_change_is_found_in_the_turn_of_any_replica_and_later_on(turns: set[int]) -> None:
+    """Turns are watched in the first iteration, and in those that are powers of two."""
+    model = Late(turns)
+    model.discovery.take_baseline()
+    session = run_sums(model, replicas=Replicas(2), rows=[[1.0, 2.0]] * 5)
+    assert session.obstacles == ["train_step changes hard"]
+
+
+def _change_alone(rank: int) -> tuple[list[str], list[str]]:
+    with replicas_on(rank, 2, 2) as here:
+        model = Late({1} if rank else set())
+        model.discovery.take_baseline()
+        session = run_sums(model, replicas=here, rows=[[1.0, 2.0]] * 2)
+        session.snapshot()
+        return session.obstacles, session.unshared
+
+
+def test_what_one_process_changes_is_known_to_all() -> None:
+    expected = (["train_step changes hard"], ["hard"])
+    assert run_ranks(_change_alone, 2) == [expected] * 2
+
+
+def _begin_apart(rank: int) -> str:
+    with replicas_on(rank, 2, 2) as here:
+        model = Sums()
+        with torch.no_grad():
+            model.net.weight.fill_(float(rank))
+        with pytest.raises(UsageError) as caught:
+            run_sums(model, replicas=here, rows=[[1.0, 2.0]])
+        return str(caught.value)
+
+
+def test_weights_that_differ_between_processes_are_refused_before_the_first_step() -> None:
+    for text in run_ranks(_begin_apart, 2):
+        assert "net.weight of rank 1 differ from rank 0's" in text
+
+
+class Drift(Plugin):
+    """Lets the learning rate of one process go its own way."""
+
+    def __init__(self) -> None:
+        super().__init__("drift")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        self.context.optimizer.param_groups[0]["lr"] = 0.1 * (1 + self.context.rank)
+
+
+def _drift(rank: int) -> str:
+    with replicas_on(rank, 2, 2) as here:
+        with pytest.raises(UsageError) as caught:
+            run_sums(Sums(), Drift(), replicas=here, rows=[[1.0, 2.0]])
+        return str(caught.value)
+
+
+def test_learning_rates_that_differ_between_processes_end_the_run() -> None:
+    for text in run_ranks(_drift, 2):
+        assert "the learning rate of optimizer, group 0, of rank 1 differ" in text
 
 
 class Lazy(Sums):
@@ -992,7 +1075,7 @@ def _compare(rank: int, tables: list[dict[str, Any]]) -> tuple[list[str], list[s
             session = make_session(Sums(), replicas=here)
             session.model.metrics.update(tables[rank])
             for _ in range(2):
-                compare_scores(session)
+                compare_scores(session, session.model.metrics, "valid_step")
     finally:
         logger.removeHandler(handler)
     return session.obstacles, messages
@@ -1016,9 +1099,9 @@ def test_scores_that_differ_between_processes_are_named_once(
         if not names:
             assert (obstacles, messages) == ([], [])
         else:
-            assert obstacles == [f"scores that differ between processes: {names}"]
+            assert obstacles == [f"scores that differ between processes: {', '.join(names)}"]
             (message,) = messages
-            assert f"The validation scores {', '.join(names)} differ between processes" in message
+            assert f"The scores {', '.join(names)} differ between processes" in message
 
 
 @pytest.fixture(autouse=True)
