@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
+import importlib
 import threading
 import time
 import uuid
@@ -102,6 +104,10 @@ def join_group(
             "join_group(...) must be called outside of a process group, and this process is in one "
             "already. Leave it first, or let Helios join."
         )
+    if info.world_size > 1:
+        # Optimizers import it at the latest. Where that happens inside of a group, something of it
+        # keeps the group, whose threads then abort the process at its end.
+        importlib.import_module("torch._dynamo")
     dist.init_process_group(
         backend,
         store=_meet(info, meeting, timeout),
@@ -191,6 +197,8 @@ def leave_group(*, is_failing: bool = False) -> None:
         except BaseException:
             _abandon_group()
             raise
+        # A circle of references that nobody needs any more would keep the group, and its threads.
+        gc.collect()
         destroy_group()
 
 

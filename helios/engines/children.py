@@ -20,7 +20,7 @@ import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -65,7 +65,7 @@ class Failure:
         is_consequence: whether a collective failed, so that the cause may be another rank's.
         name: the type of the error.
         text: the traceback.
-        error: the error itself, pickled; None where that is not possible.
+        error: the error itself, pickled; None where its class cannot be.
     """
 
     rank: int
@@ -88,14 +88,57 @@ class Failure:
         )
 
 
-def pack_error(error: BaseException) -> bytes | None:
-    """Pickle an error; None for one of the many that can be pickled, but not be made again."""
+class _Parts:
+    """An error that its own way of being pickled would not bring back, taken apart.
+
+    ``pickle`` calls the class with ``args``, which are often not what its constructor takes.
+
+    Args:
+        error: the error.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        kind = type(error)
+        args = error.args if _can_travel(error.args) else (str(error),)
+        attributes = {name: part for name, part in vars(error).items() if _can_travel(part)}
+        self._parts = (kind, args, attributes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, self._parts
+
+
+def _rebuild(
+    kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(attributes)
+    return error
+
+
+def _can_travel(value: Any) -> bool:
     try:
-        data = pickle.dumps(error)
-        again = pickle.loads(data)
+        pickle.loads(pickle.dumps(value))
     except Exception:
-        return None
-    return data if type(again) is type(error) else None
+        return False
+    return True
+
+
+def pack_error(error: BaseException) -> bytes | None:
+    """Pickle an error, which ``pickle.loads`` takes back; one of an odd class part by part.
+
+    Returns:
+        The bytes; None where the class itself cannot be pickled. What else cannot is left out.
+    """
+    for make in (lambda: error, lambda: _Parts(error)):
+        try:
+            data = pickle.dumps(make())
+            again = pickle.loads(data)
+            if type(again) is type(error) and str(again) == str(error):
+                return data
+        except Exception:
+            continue
+    return None
 
 
 def run_rank(connection: Connection, place: Place) -> None:

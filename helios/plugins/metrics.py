@@ -77,8 +77,9 @@ class Metrics(Plugin):
         super().__init__(f"metrics-{phase.value}" if plug_id is None else plug_id)
         if not callable(inputs):
             raise ArgumentTypeError(
-                f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Pass e.g. "
-                'lambda context: (context.model_outputs["logits"], context.batch[1]).'
+                f"Metrics(inputs=...) must be a function of the context, got {inputs!r}. Define "
+                "one at the top level of a module, so that other processes can import it, which "
+                'returns e.g. (context.model_outputs["logits"], context.batch[1]).'
             )
         self._whole = Tally(take_apart(metrics))
         self._inputs = inputs

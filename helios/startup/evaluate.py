@@ -49,6 +49,7 @@ class EvaluationRun(Run):
         phase = self.call.phase
         if self._open_source(phase) is None:
             _LOGGER.warning("%s has nothing to do: the data module has no data for it.", self.verb)
+        self._require_alike_setup()
         session = self._make_inference_session(phase)
         self._take_session(session)
         if loaded is not None:

@@ -121,6 +121,7 @@ class FitRun(Run):
     def _build(self) -> Session:
         source = self._open_training_source()
         has_validation = self._open_source(Phase.VALIDATION) is not None
+        self._require_alike_setup()
         if self.arguments.valid_frequency is not None and not has_validation:
             _LOGGER.warning(
                 "There is no validation data, so valid_frequency and early_stop_cycles have no "

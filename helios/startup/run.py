@@ -38,6 +38,7 @@ from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup import outputs
+from helios.startup.alike import describe_setup, describe_start, require_alike
 from helios.startup.arguments import Arguments
 from helios.startup.call import Call
 from helios.startup.checks import (
@@ -196,8 +197,8 @@ class Run(ABC):
             return
         elif not self.team.is_whole and is_lost_peer(error):
             # What has happened stands in the log of another process.
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            _LOGGER.error("%s ended, because another process has ended: %s", self.verb, reason)
+            _LOGGER.error("%s ends because another process has ended.", self.verb)
+            _LOGGER.debug("This is how it was noticed.", exc_info=error)
         else:
             text = f"{self.verb} ended by an error. {self._describe_rescue()}".rstrip()
             _LOGGER.error("%s", text, exc_info=error)
@@ -249,8 +250,13 @@ class Run(ABC):
         on_cpu = move_to_device(state, torch.device("cpu"))
         self.collected = pack(on_cpu, "The state of model and plugins", "state")
 
+    def _require_alike_setup(self) -> None:
+        require_alike(self.replicas, describe_setup(self.hooks, self.sources))
+
     def _prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""
+        own = describe_start(self.arguments, self.plugins, self.replicas)
+        require_alike(self.replicas, own)
 
         def prepare() -> None:
             if self.plan.info.local_rank == 0:

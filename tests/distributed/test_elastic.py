@@ -65,6 +65,20 @@ class Interrupt(Plugin):
             self.context.interrupt("the test says so")
 
 
+class InterruptAtSave(Plugin):
+    """The last rank asks for the end while the first checkpoint is taken."""
+
+    def __init__(self) -> None:
+        super().__init__("interrupt-at-save")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.context.rank == self.context.num_processes - 1:
+            self.context.interrupt("the test says so")
+
+
 def work(rank: int, folder: Path, setting: Elastic, *plugins: Plugin) -> None:
     train(folder, setting, *plugins)
 
@@ -164,6 +178,15 @@ def test_each_start_may_have_another_number_of_processes(
         run(tmp_path / "several", num_processes, setting, Interrupt(2 + number, asker))
     run(tmp_path / "several", order[0], setting)
     assert_same(read_bits(tmp_path / "several"), alone)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_is_asked_for_behind_a_safe_point_waits_for_the_next(
+    tmp_path: Path, num_processes: int
+) -> None:
+    """One process alone asks; the run leaves at the same step for any number of them."""
+    run(tmp_path, num_processes, make_setting(2, 1), InterruptAtSave())
+    assert sorted(read_bits(tmp_path).means) == [1, 2]
 
 
 KILLS = [

@@ -1,0 +1,101 @@
+"""Whether all processes of a run are alike: what differs would leave one of them waiting for ever.
+
+A script under torchrun builds its trainer in every process, so a plugin that is registered on rank
+0 only asks the others for what they never give. All processes compare what they have before they
+do anything together, and again when everything is set up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from helios.data.source import Source
+from helios.engines.replicated import Replicas
+from helios.errors import RankError, UsageError
+from helios.hooks.bus import Bus
+from helios.hooks.events import EVENTS, Verb
+from helios.plugins.plugin import Plugin
+from helios.startup.arguments import Arguments
+from helios.state import Phase
+
+_NOTHING = "nothing"
+
+
+def describe_start(
+    arguments: Arguments, plugins: Mapping[str, Plugin], replicas: Replicas
+) -> dict[str, str]:
+    """Return what processes must have in common before anything is set up, by name.
+
+    Args:
+        arguments: the options of the trainer.
+        plugins: by id; their order counts, since they are told of events in it.
+        replicas: those of the run.
+    """
+    known = [f"{name} ({type(plugin).__qualname__})" for name, plugin in plugins.items()]
+    schedule = {
+        field.name: getattr(arguments.schedule, field.name)
+        for field in dataclasses.fields(arguments.schedule)
+    }
+    values = schedule | {
+        "unit": arguments.unit.name.lower(),
+        "random_seed": arguments.seed,
+        "clip_norm": arguments.clip_norm,
+        "clip_value": arguments.clip_value,
+        "precision": None if arguments.precision is None else arguments.precision.value,
+        "engine": None if arguments.engine is None else type(arguments.engine).__qualname__,
+        "enable_deterministic": arguments.enable_deterministic,
+        "resume": str(arguments.resume),
+    }
+    return {
+        "the plugins": ", ".join(known) or _NOTHING,
+        "num_replicas": str(replicas.num_replicas),
+        # Where the folder lies is another matter: who looks into it says what it does not find.
+        "a folder for checkpoints": str(arguments.chkpt_root is not None),
+        "checkpoints to write": str(arguments.can_save),
+    } | {f"Trainer({name}=...)": repr(value) for name, value in values.items()}
+
+
+def describe_setup(hooks: Bus, sources: Mapping[Phase, list[Source]]) -> dict[str, str]:
+    """Return what processes must have in common when everything is set up, by name.
+
+    Args:
+        hooks: says who hears the events that ask, whose answers are agreed on.
+        sources: the data of each phase. The number of loader workers may differ.
+    """
+    asked = [name for name, event in EVENTS.items() if event.verb is Verb.ASK]
+    table = {f"what answers {name}": ", ".join(hooks.hearers(name)) or _NOTHING for name in asked}
+    for phase, found in sources.items():
+        for index, source in enumerate(found):
+            description = {
+                name: value for name, value in source.description.items() if name != "num_workers"
+            }
+            table[f"the {phase.value} data, loader {index}"] = repr(description)
+    return table
+
+
+def require_alike(team: Replicas, own: Mapping[str, str]) -> None:
+    """Compare what all processes have; all of them call this at the same place.
+
+    Args:
+        team: the processes.
+        own: what this one has, by name.
+
+    Raises:
+        UsageError: in all of them, if one has something else than rank 0.
+    """
+    if team.is_whole:
+        return
+    first, *others = team.gather_objects(dict(own))
+    for rank, other in enumerate(others, start=1):
+        for name in first | other:
+            here, there = first.get(name, _NOTHING), other.get(name, _NOTHING)
+            if here != there:
+                # Rank 0 tells of it; what the others raise follows from that.
+                cause = None if team.rank == 0 else RankError("Rank 0 has raised it, too.")
+                raise UsageError(
+                    f"All processes must have the same: for {name}, rank {rank} of "
+                    f"{team.num_processes} has {there}, but rank 0 has {here}. Make the trainer, "
+                    "its plugins and the data alike on all processes; let a plugin act on rank 0 "
+                    "only by asking context.rank."
+                ) from cause
