@@ -68,6 +68,15 @@ class OddError(Exception):
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
+        self.first = first
+        self.odd = lambda: first
+
+
+class QuietError(Exception):
+    """Can be made again of its arguments, but would say something else."""
+
+    def __init__(self, count: int, noun: str = "errors") -> None:
+        super().__init__(f"{count} {noun}")
 
 
 class Waiting(Dataset):
@@ -250,16 +259,58 @@ def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
     assert all_gone([queue.get()], seconds=2.0)
 
 
-@slow
-def test_an_error_that_cannot_be_made_again_is_shown_by_its_traceback() -> None:
+def catch(error: BaseException) -> BaseException:
+    """Return what the launcher raises for an error that a rank has raised."""
     try:
-        raise OddError("not", "again")
-    except OddError as error:
-        failure = Failure.of(error, 0)
+        raise error
+    except BaseException as caught:
+        failure = Failure.of(caught, 0)
     rank = make_rank(0, failure=failure, exit_code=1)
-    with pytest.raises(RankError, match=r"^Rank 0 of 2 raised OddError, which cannot b") as caught:
+    with pytest.raises(BaseException) as again:  # noqa: PT011 - whatever it is
         raise_cause(rank, 2)
-    assert "OddError: not again" in str(caught.value.__cause__)
+    assert str(again.value.__cause__).lstrip().startswith("Rank 0 of 2 raised it:\nTraceback")
+    return again.value
+
+
+def test_an_error_with_a_constructor_of_its_own_keeps_its_type() -> None:
+    for error in (OddError("not", "again"), QuietError(3), KeyError("a"), SystemExit(5)):
+        again = catch(error)
+        assert type(again) is type(error)
+        assert (str(again), again.args) == (str(error), error.args)
+    assert vars(catch(OddError("not", "again"))) == {"first": "not"}
+
+
+def test_what_cannot_be_pickled_of_an_error_is_left_out() -> None:
+    error = OddError("not", "again")
+    error.args = ("text", threading.Lock())
+    again = catch(error)
+    assert type(again) is OddError
+    assert again.args == (str(error),)
+
+
+def test_an_error_of_a_class_that_nobody_can_import_is_shown_by_its_traceback() -> None:
+    class LocalError(Exception):
+        """Cannot be imported."""
+
+    again = catch(LocalError("not again"))
+    assert type(again) is RankError
+    assert str(again).startswith("Rank 0 of 2 raised ")
+    assert "LocalError, which cannot be handed" in str(again)
+    assert "LocalError: not again" in str(again.__cause__)
+
+
+def leave_early(rank: int) -> None:
+    if rank == 1:
+        raise SystemExit(0)
+    wait_for_the_others()
+
+
+@slow
+def test_a_rank_that_exits_hands_that_on_as_one_process_does() -> None:
+    with pytest.raises(SystemExit) as caught:
+        spawn(leave_early, 2)
+    assert caught.value.code == 0
+    assert str(caught.value.__cause__).lstrip().startswith("Rank 1 of 2 raised it:")
 
 
 def outlive_a_launcher(rank: int) -> None:

@@ -1,0 +1,141 @@
+"""Processes that are not alike are told so, instead of waiting for ever (DESIGN section 6)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.errors import UsageError
+from helios.plugins import Plugin
+from tests.support.ranks import run_ranks
+
+_REMEDY = (
+    "Make the trainer, its plugins and the data alike on all processes; let a plugin act on rank 0 "
+    "only by asking context.rank."
+)
+
+
+class Numbers(helios.DataModule):
+    def __init__(self, length: int, num_workers: int) -> None:
+        super().__init__()
+        self.length = length
+        self.num_workers = num_workers
+
+    def setup(self) -> None:
+        dataset = TensorDataset(torch.ones(self.length, 4))
+        params = helios.DataLoaderParams(batch_size=2, num_workers=self.num_workers)
+        self._train_dataset = self._create_dataset(dataset, params)
+        self._valid_dataset = self._create_dataset(dataset, params)
+
+
+class Linear(helios.Model):
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = torch.nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
+        return self.net(batch[0]).mean()
+
+    def valid_step(self, batch: Any, step: int) -> None:
+        """Nothing to score."""
+
+
+class Quiet(Plugin):
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+
+class Polled(Quiet):
+    def setup(self) -> None:
+        if self.rank == 0:
+            self.should_training_stop = lambda: False  # type: ignore[method-assign, assignment]
+
+
+def train_unlike(rank: int, kind: str, folder: Path) -> tuple[str, str]:
+    records: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("helios").addHandler(handler)
+    is_first = rank == 0
+    options: dict[str, Any] = {"total_steps": 2, "num_replicas": 2, "plugins": []}
+    data = Numbers(8 if kind == "data" and is_first else 12, num_workers=0)
+    if kind == "plugins" and is_first:
+        options["plugins"] = [Quiet("first")]
+    elif kind == "order":
+        plugins = [Quiet("first"), Quiet("second")]
+        options["plugins"] = plugins if is_first else plugins[::-1]
+    elif kind == "classes":
+        options["plugins"] = [Quiet("first") if is_first else Polled("first")]
+    elif kind == "poll":
+        options["plugins"] = [Polled("first")]
+    elif kind in ("total_steps", "accumulation_steps", "clip_norm", "random_seed"):
+        options[kind] = 2 if is_first else 3
+    elif kind == "folder" and is_first:
+        options |= {"chkpt_root": folder, "chkpt_frequency": 1}
+    trainer = helios.Trainer(train_unit="iteration", use_cpu=True, print_banner=False, **options)
+    call = trainer.validate if kind == "evaluation" else trainer.fit
+    if kind == "evaluation" and is_first:
+        trainer.register_plugin(Quiet("first"))
+    with pytest.raises(UsageError) as caught:
+        call(Linear("net"), data)
+    assert len(records) == 1
+    return str(caught.value), records[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "there", "here"),
+    [
+        ("plugins", "the plugins", "nothing", "first (Quiet)"),
+        ("evaluation", "the plugins", "nothing", "first (Quiet)"),
+        ("order", "the plugins", "second (Quiet), first (Quiet)", "first (Quiet), second (Quiet)"),
+        ("classes", "the plugins", "first (Polled)", "first (Quiet)"),
+        ("poll", "what answers should_training_stop", "nothing", "plugin 'first' (Polled)"),
+        ("total_steps", "Trainer(total_steps=...)", "3", "2"),
+        ("accumulation_steps", "Trainer(accumulation_steps=...)", "3", "2"),
+        ("clip_norm", "Trainer(clip_norm=...)", "3", "2"),
+        ("random_seed", "Trainer(random_seed=...)", "3", "2"),
+        ("folder", "a folder for checkpoints", "False", "True"),
+    ],
+)
+def test_what_differs_between_processes_is_named_by_all(
+    kind: str, what: str, there: str, here: str, tmp_path: Path
+) -> None:
+    (first, told), (second, hinted) = run_ranks(train_unlike, 2, kind, tmp_path)
+    assert first == second
+    assert first == (
+        f"All processes must have the same: for {what}, rank 1 of 2 has {there}, but rank 0 has "
+        f"{here}. {_REMEDY}"
+    )
+    # In full by rank 0, in a line by the other.
+    assert told.startswith("Training ended by an error") or kind == "evaluation"
+    assert hinted.endswith(" ends because another process has ended.")
+
+
+def test_other_data_is_named_with_what_it_is(tmp_path: Path) -> None:
+    (first, _), (second, _) = run_ranks(train_unlike, 2, "data", tmp_path)
+    assert first == second
+    assert "for the training data, loader 0, rank 1 of 2 has {" in first
+    assert "'length': 12" in first.partition("but rank 0")[0]
+    assert "'length': 8" in first.partition("but rank 0")[2]
+
+
+def train_alike(rank: int) -> bool:
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=2,
+        num_replicas=2,
+        use_cpu=True,
+        print_banner=False,
+        plugins=[Quiet("first")],
+    )
+    return trainer.fit(Linear("net"), Numbers(8, num_workers=rank))
+
+
+def test_the_number_of_loader_workers_may_differ() -> None:
+    assert run_ranks(train_alike, 2) == [True, True]
