@@ -451,8 +451,8 @@ FAULTS = (
     Fault(
         "what one process asks for is not told to the others",
         "helios/session.py",
-        "        if self.replicas.is_whole:\n            return\n        wanted",
-        "        if True:\n            return\n        wanted",
+        "        if self.replicas.is_lone:\n            self.agreed = asked\n",
+        "        if True:\n            self.agreed = asked\n",
         "tests/loops/test_replicas.py::test_what_one_process_asks_for_ends_the_run_on_all",
     ),
     Fault(
@@ -475,6 +475,27 @@ FAULTS = (
         "    own = by_rank[replicas.rank]",
         "    own = by_rank[0]",
         "tests/distributed/test_own_parts.py",
+    ),
+    Fault(
+        "weights are not compared over processes",
+        "helios/session.py",
+        "            check_alike(self.model, gather, ignored=self.unshared)",
+        "            gather(None)",
+        "tests/loops/test_replicas.py",
+    ),
+    Fault(
+        "what is asked for behind a safe point counts at once",
+        "helios/session.py",
+        "        return bool(self.agreed.stop_reason or self.agreed.interruption)",
+        "        return bool(self.requests.stop_reason or self.requests.interruption)",
+        f"{ELASTIC}::test_what_is_asked_for_behind_a_safe_point_waits_for_the_next",
+    ),
+    Fault(
+        "only the first turn is watched",
+        "helios/loops/replicas.py",
+        "turns.is_watched = not self._has_watched or number & (number - 1) == 0",
+        "turns.is_watched = not self._has_watched",
+        "tests/loops/test_replicas.py",
     ),
 )
 

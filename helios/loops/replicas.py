@@ -106,7 +106,8 @@ class TurnWatch:
                     "step: with several replicas each process would draw others. Run a batch "
                     "through it in Model.setup()."
                 )
-        self._watch = session.model.discovery.watch()
+        is_first = session.state.global_iteration == 1
+        self._watch = session.model.discovery.watch(reads_weights=is_first)
 
     def conclude(self, *, is_manual: bool) -> None:
         """Note what has changed.

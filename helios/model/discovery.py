@@ -167,9 +167,9 @@ class Discovery:
         objects = self._all().objects
         return {path: part for path, part in objects.items() if isinstance(part, LRScheduler)}
 
-    def watch(self) -> StepWatch:
+    def watch(self, *, reads_weights: bool = True) -> StepWatch:
         """Begin to look for what a step changes."""
-        return StepWatch(self._look, self._identities)
+        return StepWatch(self._look, self._identities, reads_weights=reads_weights)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what counts in this process only: what setup made, told by identity."""

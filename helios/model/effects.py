@@ -35,11 +35,16 @@ class StepWatch:
     Args:
         look: returns what is there now, and what is saved on its own account.
         identities: numbers for what cannot be pickled.
+        reads_weights: whether to see what is written to ``parameter.data`` too, for which all
+            weights are read.
     """
 
-    def __init__(self, look: Callable[[], Scene], identities: Identities) -> None:
+    def __init__(
+        self, look: Callable[[], Scene], identities: Identities, *, reads_weights: bool
+    ) -> None:
         self._look = look
         self._identities = identities
+        self._reads_weights = reads_weights
         self._before = self._take()
 
     def changed(self, *, counts_parameters: bool = True) -> list[str]:
@@ -66,7 +71,7 @@ class StepWatch:
                 marks[slot.path] = digest.mark
         parameters = parameters_of(found)
         moved = {
-            name: _mark_of(tensor)
+            name: _mark_of(tensor, reads_bits=self._reads_weights)
             for name, tensor in (parameters.named() | parameters.loose).items()
         }
         for path, part in found.objects.items():
@@ -85,10 +90,10 @@ def _is_buffer(slot: Slot, found: Found) -> bool:
     return isinstance(container, nn.Module) and slot.key in vars(container)["_buffers"]
 
 
-def _mark_of(parameter: Tensor) -> bytes:
+def _mark_of(parameter: Tensor, *, reads_bits: bool) -> bytes:
     """Return what differs after a parameter was written to; ``.data`` counts no version."""
     return b"%d %d %d" % (
         parameter._version,  # noqa: SLF001 - torch has no public counter
         parameter.data_ptr(),
-        int(bit_sum(parameter)),
+        int(bit_sum(parameter)) if reads_bits else 0,
     )
