@@ -5,8 +5,6 @@ Whatever happens, everything that was set up is torn down, and what was found is
 
 from __future__ import annotations
 
-import copy
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -34,7 +32,6 @@ from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import Bus, naming
 from helios.loops.loop import Loop
 from helios.model.model import Model
-from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup import outputs
@@ -47,6 +44,7 @@ from helios.startup.checks import (
     check_state_methods,
     warn_of_unknown_hooks,
 )
+from helios.startup.preparation import move_networks, take_own_processor
 from helios.startup.processes import Plan
 from helios.startup.together import on_each
 from helios.state import Phase
@@ -70,28 +68,6 @@ def _make_engine(arguments: Arguments, device: torch.device) -> Engine:
         clip_value=arguments.clip_value,
         precision=arguments.precision or Precision.FP32,
     )
-
-
-def _take_own_processor(model: Model) -> None:
-    """Give a model a copy of the processor that its class names.
-
-    As an attribute its state is saved. A copy, so that models of one class do not share it: what
-    another one has done in this process would not be there in the next.
-
-    Raises:
-        ArgumentError: if it cannot be copied.
-    """
-    named = inspect.getattr_static(model, "batch_processor")
-    if "batch_processor" in vars(model) or not isinstance(named, BatchProcessor):
-        return
-    try:
-        model.batch_processor = copy.deepcopy(named)
-    except Exception as error:
-        raise ArgumentError(
-            f"{type(model).__name__}.batch_processor must be one that can be copied, as each model "
-            f"gets its own, but copy.deepcopy failed: {error!r}. Assign self.batch_processor in "
-            "setup() instead."
-        ) from error
 
 
 def _detached(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,10 +315,11 @@ class Run(ABC):
             with naming(plugin, "setup"):
                 plugin.setup()
         self.datamodule.setup()
-        _take_own_processor(self.model)
+        take_own_processor(self.model)
         for table in self.model.tables.values():
             table.clear()
         self.model.setup(fast_init=is_inference)
+        move_networks(self.model, self.engine.device)
         watch.end()
         check_processor(self.model, is_inference=is_inference)
         self.model.discovery.take_baseline()

@@ -1,0 +1,52 @@
+"""Preparing a model: its networks go where the engine is, without a line of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import helios
+from helios.engines.engine import Engine
+from helios.errors import UsageError
+from tests.support.runs import IndexModule, Setting
+
+
+class Plain(helios.Model):
+    """Builds its network where it stands, as on a CPU."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        return self.net(batch[1]).sum()
+
+
+def train(**options: Any) -> Plain:
+    model = Plain("plain")
+    trainer = helios.Trainer(total_steps=0, print_banner=False, **options)
+    trainer.fit(model, IndexModule(Setting()))
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_networks_go_to_the_device_and_optimizers_still_know_them() -> None:
+    model = train(gpus=[0])
+    tensors = (*model.net.parameters(), *model.net.buffers())
+    assert {tensor.device.type for tensor in tensors} == {"cuda"}
+    held = [id(part) for group in model.optimizer.param_groups for part in group["params"]]
+    assert held == [id(part) for part in model.net.parameters()]
+
+
+def test_a_device_that_makes_new_parameters_is_told_of() -> None:
+    """Torch's device without memory is such a one."""
+    with pytest.raises(UsageError, match=r"'net' gets new parameters on meta.*to\(self\.device\)"):
+        train(engine=Engine("meta"))
+
+
+def test_on_a_cpu_nothing_is_moved() -> None:
+    assert {part.device.type for part in train(use_cpu=True).net.parameters()} == {"cpu"}
