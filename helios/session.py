@@ -36,7 +36,7 @@ from helios.state import Cursor, Phase, TrainingState
 _LOGGER = logging.getLogger(__name__)
 
 
-def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
+def as_plain(table: dict[str, Any]) -> dict[str, Any]:
     """Return a table without graphs and tensor subclasses: only its numbers are state."""
     return {
         name: value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
@@ -361,7 +361,7 @@ class Session:
             "cursor": self.cursor.dict(),
             "model": model,
             "by_rank": self._gather_unshared(model),
-            "tables": {name: _as_plain(table) for name, table in self.model.tables.items()},
+            "tables": {name: as_plain(table) for name, table in self.model.tables.items()},
             "is_manual": self.is_manual,
             "plugins": self.carried_plugins
             | {name: _state_of(plugin) for name, plugin in self.plugins.items()},

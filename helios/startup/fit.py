@@ -107,8 +107,8 @@ class FitRun(Run):
         threads = None if payload is None else payload["num_threads"]
         if threads not in (None, torch.get_num_threads()):
             _LOGGER.info(
-                "This process computes with %d threads, as the run did at its first start (%d were "
-                "set): their number changes bits.",
+                "Threads of this process: %d, as at the run's first start (%d were set), since "
+                "their number changes bits.",
                 threads,
                 torch.get_num_threads(),
             )

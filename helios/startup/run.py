@@ -33,7 +33,7 @@ from helios.hooks.bus import Bus, naming
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.session import Session
+from helios.session import Session, as_plain
 from helios.startup import outputs
 from helios.startup.alike import describe_setup, describe_start, require_alike
 from helios.startup.arguments import Arguments
@@ -68,13 +68,6 @@ def _make_engine(arguments: Arguments, device: torch.device) -> Engine:
         clip_value=arguments.clip_value,
         precision=arguments.precision or Precision.FP32,
     )
-
-
-def _detached(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.detach() if isinstance(value, torch.Tensor) else value
-        for name, value in table.items()
-    }
 
 
 class Run(ABC):
@@ -218,7 +211,7 @@ class Run(ABC):
         """
         state = {
             "model": self.model.state_dict(),
-            "tables": {name: _detached(table) for name, table in self.model.tables.items()},
+            "tables": {name: as_plain(table) for name, table in self.model.tables.items()},
             "plugins": {name: plugin.state_dict() for name, plugin in self.plugins.items()},
         }
         if self.plan.info.rank != 0:
