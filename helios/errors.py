@@ -10,9 +10,11 @@ Each class is also the built-in exception that users of the historical API expec
     ├── UsageError (RuntimeError)             a call or a result that the contract forbids
     │   └── LossNotProvidedError              a step that needs a loss gave none
     ├── RankError (RuntimeError)              another process of the training failed, or ended
+    ├── SaveError (OSError)                   the disk refused the last checkpoint of a run
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or left over
     └── CheckpointError (RuntimeError)        a checkpoint that cannot be used
         ├── DamagedCheckpointError            its bytes or its sidecar are not what was written
+        ├── FolderInUseError                  another run is writing to the folder
         ├── IncompatibleCheckpointError       it is sound, but of another format or version
         └── RunMismatchError                  it belongs to another run, or the run was changed
 """
@@ -52,6 +54,10 @@ class RankError(HeliosError, RuntimeError):
     """Another process of the training failed, or ended without a word."""
 
 
+class SaveError(HeliosError, OSError):
+    """The disk refused a checkpoint, and no later one was saved."""
+
+
 class StateError(HeliosError, RuntimeError):
     """A part of the training state cannot be saved, is missing or is left over."""
 
@@ -62,6 +68,10 @@ class CheckpointError(HeliosError, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """The bytes of a checkpoint or of its sidecar are not those that were written."""
+
+
+class FolderInUseError(CheckpointError):
+    """Another run is writing to the folder of checkpoints."""
 
 
 class IncompatibleCheckpointError(CheckpointError):

@@ -41,6 +41,15 @@ class Recorder(Protocol):
         ...
 
     @property
+    def has_failed(self) -> bool:
+        """Whether this process has an error of a save that must end the training."""
+        ...
+
+    def raise_failure(self) -> None:
+        """Raise the error of a save, in all processes; all call it at one place."""
+        ...
+
+    @property
     def logs_scalars(self) -> bool:
         """Whether scalars are written anywhere."""
         ...

@@ -78,6 +78,15 @@ def is_save_due(schedule: Schedule, state: TrainingState) -> bool:
     return _is_due(schedule, state, schedule.chkpt_frequency)
 
 
+def count_saves(schedule: Schedule, state: TrainingState) -> float:
+    """Return how many checkpoints the counters will still ask for; infinity for no end (H20)."""
+    if schedule.chkpt_frequency is None:
+        return 0
+    done = state.global_epoch if schedule.is_by_epoch else state.current_iteration
+    # Those of the end may come on top.
+    return max(0, schedule.total_steps - done) / schedule.chkpt_frequency + 1
+
+
 def is_out_of_patience(schedule: Schedule, state: TrainingState) -> bool:
     """Whether the metrics failed to improve ``early_stop_cycles`` times in a row (H30)."""
     return (

@@ -30,6 +30,7 @@ from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
 from helios.protocols import Recorder
+from helios.requests import Requests
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 
@@ -47,15 +48,6 @@ def as_plain(table: dict[str, Any]) -> dict[str, Any]:
 def _state_of(plugin: Plugin) -> dict[str, Any]:
     with naming(plugin, "state_dict"):
         return plugin.state_dict()
-
-
-@dataclass
-class Requests:
-    """What was asked for and waits for the next safe point (DESIGN R4)."""
-
-    is_checkpoint_wanted: bool = False
-    stop_reason: str = ""
-    interruption: str = ""
 
 
 @dataclass
@@ -77,6 +69,7 @@ class Session:
         loop_states: gives the state of the loops, by role path.
         requests: what was asked for in this process.
         agreed: what all processes know that any of them has asked for.
+        outside: gives the reason for which the run is to break off, if it came from outside.
         state: the counters that users see.
         cursor: where the next batch lies.
         phase: what the session is doing.
@@ -108,6 +101,7 @@ class Session:
     cursor: Cursor = field(default_factory=Cursor)
     requests: Requests = field(default_factory=Requests)
     agreed: Requests = field(default_factory=Requests)
+    outside: Callable[[], str] = str
     phase: Phase = Phase.TRAINING
     is_resumed: bool = False
     is_manual: bool | None = None
@@ -254,21 +248,21 @@ class Session:
         """Let every process know what any of them has asked for; all call it at one place.
 
         What is asked for behind it waits for the next time, in all processes.
+
+        Raises:
+            Exception: that of a save which has failed since the last time, in all processes.
         """
-        asked = self.requests
+        asked, recorder = self.requests, self.recorder
+        from_outside = self.outside()
+        if from_outside:
+            self.interrupt(from_outside)
+        has_failed = recorder is not None and recorder.has_failed
         if self.replicas.is_lone:
             self.agreed = asked
-            return
-        wanted, stops, interrupts = self.replicas.agree(
-            asked.is_checkpoint_wanted, bool(asked.stop_reason), bool(asked.interruption)
-        )
-        asked.is_checkpoint_wanted = False
-        self.agreed.is_checkpoint_wanted |= wanted
-        if stops or interrupts:
-            texts = self.replicas.gather_objects((asked.stop_reason, asked.interruption))
-            stop, interruption = (next(filter(None, said), "") for said in zip(*texts, strict=True))
-            asked.stop_reason = self.agreed.stop_reason = self.agreed.stop_reason or stop
-            asked.interruption = self.agreed.interruption = self.agreed.interruption or interruption
+        else:
+            has_failed = self.agreed.merge(asked, self.replicas, is_alarm=has_failed)
+        if has_failed and recorder is not None:
+            recorder.raise_failure()
 
     def stop(self, reason: str) -> None:
         """End the run at the next safe point, for a reason that all processes know."""

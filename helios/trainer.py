@@ -31,6 +31,7 @@ from helios.startup.checks import check_subjects
 from helios.startup.launching import carry_out
 from helios.startup.registration import PluginTable
 from helios.startup.roots import EvaluationRoot, Roots
+from helios.startup.signals import Signals, exit_code_of
 from helios.state import Phase, TrainingState, TrainingUnit
 
 __all__ = [
@@ -77,7 +78,7 @@ class Trainer:
             autocast ``"bf16"``, or ``"fp16"`` with scaled losses.
         plugins: plugins to register, in this order.
         store: how checkpoints are kept.
-        signals: comes with a later version.
+        signals: on which signals fit saves and ends; the four of ``Signals()`` where ``None``.
         num_replicas: logical data-parallel workers that define the run; as many as processes where
             ``None``. Fixed at the first start.
         nproc: processes that carry them, up to that number: on the CPU, or on a GPU each; all
@@ -136,7 +137,7 @@ class Trainer:
         precision: Precision | str | None = None,
         plugins: Sequence[Plugin] = (),
         store: CheckpointStore | None = None,
-        signals: object = None,
+        signals: Signals | None = None,
         num_replicas: int | None = None,
         nproc: int | None = None,
         clip_norm: float | None = None,
@@ -326,7 +327,7 @@ class Trainer:
         try:
             is_finished: bool = self._call(Phase.TRAINING, model, datamodule)
         except BaseException as error:
-            self._exit_code = 75 if isinstance(error, KeyboardInterrupt) else 1
+            self._exit_code = exit_code_of(error)
             raise
         self._exit_code = 0 if is_finished else 75
         self._standing.fitted_model = model

@@ -19,7 +19,7 @@ LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "state", "schedule", "protocols", "version"), 0),
     "core": 1,
     **dict.fromkeys(("data", "engines", "checkpoint", "ledger", "hooks"), 2),
-    **dict.fromkeys(("session", "model", "plugins"), 3),
+    **dict.fromkeys(("session", "requests", "model", "plugins"), 3),
     "loops": 4,
     "house": 5,
     **dict.fromkeys(("cli", "chkpt_migrator", "__main__"), 6),
@@ -31,7 +31,9 @@ NEIGHBOURS = {
     *((word, below) for word in ("schedule", "protocols") for below in ("state", "errors")),
     ("session", "model"),
     ("session", "plugins"),
+    ("session", "requests"),
     ("__main__", "cli"),
+    ("cli", "chkpt_migrator"),
 }
 # Only to annotate the properties that users read; never at run time.
 TYPE_ONLY = {

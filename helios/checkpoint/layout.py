@@ -32,6 +32,12 @@ KEY_NUM_THREADS = "num_threads"
 KEY_OPTIONS = "options"
 KEY_LOG_PATH = "log_path"
 KEY_RUN_PATH = "run_path"
+KEY_EVENTS = "events"
+KEY_MIGRATED_FROM = "migrated_from"
+
+SOURCE_DIGEST = "source_digest"
+"""The entry of a migrated file's sidecar that tells the file that it was made from."""
+
 REQUIRED_KEYS = (
     KEY_SCHEMA,
     KEY_VERSION,
@@ -129,6 +135,17 @@ def parse(path: str | Path) -> tuple[int, int] | None:
     """
     found = _NUMBERS.findall(Path(path).name)
     return (int(found[-1][0]), int(found[-1][1])) if found else None
+
+
+def run_name(stem: str) -> str:
+    """Return the name of the run in a checkpoint's stem; all of it if it names no iteration.
+
+    Example:
+        >>> run_name("cifar10_epoch_3_iter_100_accuracy_0.89")
+        'cifar10'
+    """
+    places = list(_NUMBERS.finditer(stem))
+    return stem[: places[-1].start()].rstrip("_") if places else stem
 
 
 def sidecar_path(path: Path) -> Path:

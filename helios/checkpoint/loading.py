@@ -60,12 +60,14 @@ def read_sidecar(path: Path) -> Sidecar | None:
     return Sidecar.from_json(data.decode("utf-8", "replace"), name=str(place))
 
 
-def load(path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
+def load(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Loaded:
     """Verify and read one checkpoint; nothing is renamed, and nothing in it is executed.
 
     Args:
         path: the ``.pth`` file; its sidecar is looked for beside it.
         safe_types: types that may be built (``Model.types_for_safe_load``).
+        maps: whether the tensors of a file with a digest may lie in the file itself, for a reader
+            who copies what it keeps.
 
     Raises:
         DamagedCheckpointError: if it is damaged (DESIGN section 5).
@@ -76,8 +78,13 @@ def load(path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
     """
     try:
         sidecar = read_sidecar(path)
-        is_verified = _verify(path, sidecar)
-        payload = _read(path, safe_types, is_verified=is_verified)
+        is_verified = compare_bytes(path, sidecar)
+        if sidecar is None:
+            _LOGGER.warning(
+                "The checkpoint %s has no sidecar: its bytes were not verified against a digest.",
+                path,
+            )
+        payload = _read(path, safe_types, is_verified=is_verified, maps=maps)
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be read: {error}. Nothing was renamed; look at the "
@@ -85,32 +92,46 @@ def load(path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
         ) from error
     migrations.refuse_foreign(path, payload)
     check_schema(payload[layout.KEY_SCHEMA], name=str(path))
+    payload = migrations.upgrade(payload, migrations.OWN_STEPS)
     migrations.refuse_missing_keys(path, payload)
     check_agreement(path.name, payload, sidecar)
     return Loaded(path, payload, sidecar)
 
 
-def _verify(path: Path, sidecar: Sidecar | None) -> bool:
-    """Compare a file with what was written; returns whether every byte was compared."""
+def compare_bytes(path: Path, sidecar: Sidecar | None) -> bool:
+    """Compare a file with what was written.
+
+    Args:
+        path: the file.
+        sidecar: holds the digest; without one the sums of the container's records are compared.
+
+    Returns:
+        Whether every byte was compared.
+
+    Raises:
+        DamagedCheckpointError: if the bytes are others.
+        IncompatibleCheckpointError: if they are those of the old file that it was migrated from.
+        OSError: if the file system does not give the file.
+    """
     if sidecar is not None and sidecar.digest:
-        if digest_file(path) != sidecar.digest:
+        found = digest_file(path)
+        if found != sidecar.digest:
+            if found == sidecar.extra.get(layout.SOURCE_DIGEST):
+                # Somebody has put the old file back: it is whole, and must not be put aside.
+                raise migrations.unmigrated(path)
             raise DamagedCheckpointError(
                 f"{path} is damaged: its bytes are not those whose digest is in its sidecar. "
                 "Remove it, or take another checkpoint."
             )
         return True
     codec.check_container(path)
-    if sidecar is None:
-        _LOGGER.warning(
-            "The checkpoint %s has no sidecar: its bytes were not verified against a digest.", path
-        )
     return False
 
 
-def _read(path: Path, safe_types: Iterable[Any], *, is_verified: bool) -> Any:
+def _read(path: Path, safe_types: Iterable[Any], *, is_verified: bool, maps: bool) -> Any:
     types = list(safe_types)
     try:
-        return codec.read(path, types)
+        return codec.read(path, types, maps=maps and is_verified)
     except IncompatibleCheckpointError:
         migrations.refuse_old_globals(path, codec.unsafe_globals(path, types))
         raise
@@ -132,7 +153,7 @@ def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None)
         DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as
             after files were swapped. Migrated files carry older names, and are not compared.
     """
-    if sidecar is not None and sidecar.is_migrated:
+    if layout.KEY_MIGRATED_FROM in payload or (sidecar is not None and sidecar.is_migrated):
         return
     state = payload[layout.KEY_TRAINING_STATE]
     places = {f"({state['global_epoch']}, {state['global_iteration']})"}

@@ -1,20 +1,138 @@
-"""What is known here of files that other versions wrote: enough to say what to do with them."""
+"""Ordered steps from every format to the next, and what is said of files that need one.
+
+A step takes the content of a file, as a dictionary, from one schema to the one above it. Schema 0
+is what helios-ml wrote, in plain form: only the migrator brings it here, so that a start never
+takes an old file for one of this package.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
 
 import torch
 
-from helios.checkpoint import layout
+from helios.checkpoint import layout, old_files
+from helios.core import rng
 from helios.errors import IncompatibleCheckpointError
-from helios.state import TrainingState
+from helios.state import Cursor, TrainingState
+from helios.version import __version__
+
+Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 _COUNTERS = ("global_epoch", "global_iteration")
+_TABLES = ("_loss_items", "_val_scores", "_running_losses", "_test_scores")
+_PCG64 = "PCG64"
 # Modules whose objects the published helios-ml pickled; Helios writes none of them.
 _OLD_MODULES = ("helios.", "pathlib.")
+
+
+def upgrade(
+    payload: dict[str, Any], steps: Mapping[int, Step], *, to: int = layout.SCHEMA
+) -> dict[str, Any]:
+    """Bring the content of a file to a schema, one step after another.
+
+    Args:
+        payload: with its ``schema``.
+        steps: by the schema that each begins at; :data:`STEPS`.
+        to: the schema to reach.
+
+    Raises:
+        IncompatibleCheckpointError: if no step leads on from a schema below.
+    """
+    while (schema := payload[layout.KEY_SCHEMA]) < to:
+        if schema not in steps:
+            raise IncompatibleCheckpointError(
+                f"Format {schema} cannot be brought to format {to}: no step leads on from it. "
+                "Install the version of Helios that wrote the file."
+            )
+        payload = steps[schema](payload) | {layout.KEY_SCHEMA: schema + 1}
+    return payload
+
+
+def _from_helios_ml(old: dict[str, Any]) -> dict[str, Any]:
+    """Schema 0 to 1: what helios-ml did not save stands at a neutral value."""
+    state = _take_state(old[layout.KEY_TRAINING_STATE])
+    is_inside = state.dataset_iter > 0
+    # Inside of an epoch the number is that of the epoch under way, from 1.
+    epoch = max(state.global_epoch - is_inside, 0)
+    scaler = old.get(old_files.KEY_AMP_SCALER)
+    known = {
+        layout.KEY_VERSION: __version__,
+        layout.KEY_TRAINING_STATE: state.dict() | {"global_epoch": epoch + is_inside},
+        layout.KEY_CURSOR: Cursor(epoch=epoch, batch=state.dataset_iter).dict(),
+        layout.KEY_MODEL: old.get(layout.KEY_MODEL, {}),
+        layout.KEY_TABLES: {name: {} for name in _TABLES},
+        layout.KEY_PLUGINS: {},
+        layout.KEY_LOOPS: {},
+        layout.KEY_DATA: {"description": {}, "state": {}},
+        layout.KEY_ENGINE: {"open_micro_batches": 0} | ({"scaler": scaler} if scaler else {}),
+        layout.KEY_RNG: _take_randomness(old.get(layout.KEY_RNG)),
+        # How many processes trained is not in the file.
+        layout.KEY_NUM_REPLICAS: 0,
+        layout.KEY_NUM_THREADS: None,
+        layout.KEY_OPTIONS: {},
+        "is_manual": None,
+        # No marks: event files of the old run are gone on with, and never cut back.
+        layout.KEY_EVENTS: None,
+        layout.KEY_MIGRATED_FROM: str(old.get(layout.KEY_VERSION, "")),
+    }
+    handled = (old_files.KEY_AMP_SCALER, old_files.KEY_LOGGERS)
+    others = {key: value for key, value in old.items() if key not in known and key not in handled}
+    return others | _take_logs(old) | known
+
+
+STEPS: Mapping[int, Step] = {0: _from_helios_ml}
+"""The step that begins at each schema."""
+
+OWN_STEPS = {schema: step for schema, step in STEPS.items() if schema > 0}
+"""Those that a start takes by itself; files of helios-ml want the migrator."""
+
+
+def _take_state(old: Mapping[str, Any]) -> TrainingState:
+    names = {field.name for field in dataclasses.fields(TrainingState)}
+    # A save followed a completed update; updates were counted as iterations are.
+    made = {"is_step_boundary": True, "global_step": old["current_iteration"]}
+    return TrainingState(**made | {name: old[name] for name in names & old.keys()})
+
+
+def _take_randomness(old: Any) -> dict[str, Any]:
+    """Return the generators as :mod:`helios.core.rng` has them; newly seeded where none is."""
+    found = old if isinstance(old, Mapping) else {}
+    with rng.stream(rng.get_default_seed()):
+        neutral = rng.get_rng_state_dict()
+    state = {name: found.get(name, neutral[name]) for name in ("torch", "rand")}
+    state["numpy"] = _take_numpy(found.get("numpy"))
+    if "cuda" in found:
+        # That of the one device of the process.
+        cuda = found["cuda"]
+        state["cuda"] = list(cuda) if isinstance(cuda, list | tuple) else [cuda]
+    return state
+
+
+def _take_numpy(old: Any) -> dict[str, Any] | None:
+    if not isinstance(old, Mapping) or old.get("bit_generator") != _PCG64:
+        return None
+    words = {name: int(word) for name, word in old["state"].items()}
+    rest = {name: int(old[name]) for name in ("has_uint32", "uinteger")}
+    return {"bit_generator": _PCG64, "state": words, **rest}
+
+
+def _take_logs(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the places of logs, and what is known of other loggers."""
+    loggers = {
+        name: dict(places)
+        for name, places in (old.get(old_files.KEY_LOGGERS) or {}).items()
+        if isinstance(places, Mapping)
+    }
+    places = {
+        layout.KEY_LOG_PATH: loggers.pop("root", {}).get("log_file"),
+        layout.KEY_RUN_PATH: loggers.pop("tensorboard", {}).get("run_path"),
+    }
+    found = {name: place for name, place in places.items() if place is not None}
+    return found | ({old_files.KEY_LOGGERS: loggers} if loggers else {})
 
 
 def refuse_old_globals(path: Path, names: Iterable[str]) -> None:
@@ -24,7 +142,7 @@ def refuse_old_globals(path: Path, names: Iterable[str]) -> None:
         IncompatibleCheckpointError: with the way to migrate the file.
     """
     if any(name.startswith(_OLD_MODULES) for name in names):
-        raise _unmigrated(path)
+        raise unmigrated(path)
 
 
 def refuse_foreign(path: Path, payload: Any) -> None:
@@ -36,7 +154,7 @@ def refuse_foreign(path: Path, payload: Any) -> None:
     if isinstance(payload, Mapping) and layout.KEY_SCHEMA in payload:
         return
     if isinstance(payload, Mapping) and layout.KEY_TRAINING_STATE in payload:
-        raise _unmigrated(path)
+        raise unmigrated(path)
     raise _foreign(path, f"it holds a {type(payload).__name__} without {layout.KEY_SCHEMA!r}")
 
 
@@ -61,7 +179,8 @@ def _foreign(path: Path, reason: str) -> IncompatibleCheckpointError:
     )
 
 
-def _unmigrated(path: Path) -> IncompatibleCheckpointError:
+def unmigrated(path: Path) -> IncompatibleCheckpointError:
+    """Return what is to be raised for a file of helios-ml, with the way to migrate it."""
     return IncompatibleCheckpointError(
         f"{path} was written by helios-ml, the earlier package, in a format that is not read any "
         f"more. Migrate it with: python -m chkpt_migrator {path.parent}"

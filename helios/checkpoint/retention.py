@@ -1,12 +1,23 @@
-"""Which checkpoints may go: pure rules over what is there."""
+"""Which checkpoints may go: pure rules over what is there, and what they need to know of it.
+
+The rules of ``CheckpointStore`` combine: a checkpoint stays if any of them keeps it. The newest
+one, and the newest whose sidecar can be read, stay whatever the rules say.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from helios.checkpoint.layout import sidecar_path
+from helios.checkpoint.loading import read_sidecar
+from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.errors import CheckpointError
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -17,11 +28,18 @@ class Entry:
         epoch: the epoch in its name.
         iteration: the iteration in its name.
         path: the ``.pth`` file.
+        count: the completed units of the run, as its sidecar says; ``None`` in mid-epoch of a run
+            that counts epochs, and where it is not known.
+        metrics: the validation scores in its sidecar.
+        is_known: whether its sidecar was read and says all that the rules ask for.
     """
 
     epoch: int
     iteration: int
     path: Path
+    count: int | None = dataclasses.field(default=None, compare=False)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
+    is_known: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def sidecar_path(self) -> Path:
@@ -30,17 +48,109 @@ class Entry:
 
 
 def plan(
-    entries: Sequence[Entry], *, keep_last: int | None, protected: Collection[Path]
+    entries: Sequence[Entry], options: CheckpointStore, protected: Collection[Path] = ()
 ) -> list[Entry]:
     """Return what is to be deleted, oldest first (USERS.md 13).
 
+    What cannot be judged is not deleted: where ``keep_every`` or ``keep_best`` is set, a checkpoint
+    that is not known stays. ``keep_last`` alone needs no more than the names.
+
     Args:
-        entries: what is there, in any order.
-        keep_last: how many of the newest stay, at least one; ``None`` for all.
-        protected: files that stay whatever the rules say.
+        entries: what is there, in any order; completed from the sidecars where ``keep_every`` or
+            ``keep_best`` is set.
+        options: the rules; without any, everything stays.
+        protected: files that stay whatever the rules say, as the one resumed from.
     """
-    if keep_last is None:
+    if options.keeps_all:
         return []
     ranked = sorted(entries)
-    old = ranked[: max(0, len(ranked) - max(1, keep_last))]
-    return [entry for entry in old if entry.path not in protected]
+    known = [entry for entry in ranked if entry.is_known]
+    # A newer one that is not known may be damaged: the last good one stays beside it.
+    kept = {entry.path for entry in known[-1:]} | set(protected)
+    if options.keep_last is not None:
+        kept |= {entry.path for entry in ranked[-options.keep_last :]}
+    if options.keep_every is not None:
+        kept |= {entry.path for entry in ranked if _is_multiple(entry, options.keep_every)}
+    if options.keep_best is not None:
+        kept |= {entry.path for entry in _find_best(ranked, options.keep_best)}
+    if needs_sidecars(options):
+        kept |= {entry.path for entry in ranked if not entry.is_known}
+    return [entry for entry in ranked if entry.path not in kept]
+
+
+def needs_sidecars(options: CheckpointStore) -> bool:
+    """Whether the rules ask for more than the names of the files."""
+    return options.keep_every is not None or options.keep_best is not None
+
+
+def _is_multiple(entry: Entry, number: int) -> bool:
+    return entry.count is not None and entry.count > 0 and entry.count % number == 0
+
+
+def _find_best(ranked: Sequence[Entry], rule: KeepBest) -> list[Entry]:
+    """Return the best entries; of equal ones the newer, which stand behind the older."""
+    sign = 1.0 if rule.mode == "max" else -1.0
+    scores = [(sign * entry.metrics.get(rule.metric, math.nan), entry) for entry in ranked]
+    # NaN would compare with nothing, and leave the order to chance.
+    judged = sorted((score, entry) for score, entry in scores if not math.isnan(score))
+    return [entry for _, entry in judged[-rule.count :]]
+
+
+class Retention:
+    """The rules of one run, and what was read of its checkpoints so far.
+
+    Args:
+        options: the rules.
+    """
+
+    def __init__(self, options: CheckpointStore) -> None:
+        self._options = options
+        # A run saves often and its sidecars say the same every time: each is read once.
+        self._known: dict[Path, Entry] = {}
+        self._has_warned = False
+
+    def plan(self, entries: Sequence[Entry], protected: Collection[Path] = ()) -> list[Entry]:
+        """Return what is to be deleted; see :func:`plan`, which is asked.
+
+        A sidecar that is missing or cannot be read is no error: its checkpoint stays. A metric that
+        no checkpoint has is warned about once.
+
+        Args:
+            entries: what is there, in any order, as the names say.
+            protected: files that stay whatever the rules say.
+        """
+        if needs_sidecars(self._options):
+            entries = [self._known.get(entry.path) or complete(entry) for entry in entries]
+            self._known = {entry.path: entry for entry in entries if entry.is_known}
+            self._warn_of_unknown_metric(entries)
+        return plan(entries, self._options, protected)
+
+    def _warn_of_unknown_metric(self, entries: Sequence[Entry]) -> None:
+        rule = self._options.keep_best
+        names = sorted({name for entry in entries for name in entry.metrics})
+        # Without any score there was no validation yet: the metric may still come.
+        if rule is None or self._has_warned or not names or rule.metric in names:
+            return
+        self._has_warned = True
+        _LOGGER.warning(
+            "CheckpointStore(keep_best=...) keeps none of the checkpoints: none of them has the "
+            "metric %r. Their metrics are %s; correct the name.",
+            rule.metric,
+            ", ".join(map(repr, names)),
+        )
+
+
+def complete(entry: Entry) -> Entry:
+    """Return an entry with what its sidecar says; as it is, where that cannot be read.
+
+    A migrated checkpoint does not say how many units its run had completed: it is not known.
+    """
+    try:
+        sidecar = read_sidecar(entry.path)
+    except (CheckpointError, OSError):
+        return entry
+    if sidecar is None:
+        return entry
+    return dataclasses.replace(
+        entry, count=sidecar.count, metrics=sidecar.metrics, is_known=not sidecar.is_migrated
+    )

@@ -32,6 +32,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "changes": (list,),
     "options": (dict,),
     "is_migrated": (bool,),
+    "count": (int, type(None)),
 }
 
 
@@ -54,6 +55,8 @@ class Sidecar:
         schema: version of the format.
         version: version of the package that wrote the file, for information.
         is_migrated: whether the checkpoint was made from one of helios-ml.
+        count: the completed units of the run: steps, or epochs where it counts these; ``None`` in
+            mid-epoch then, and where it is not known.
         extra: what a file holds besides, kept when it is written again.
     """
 
@@ -71,6 +74,7 @@ class Sidecar:
     schema: int = SCHEMA
     version: str = ""
     is_migrated: bool = False
+    count: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:

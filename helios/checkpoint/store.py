@@ -14,18 +14,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import layout, loading, retention
+from helios.checkpoint import layout, loading
 from helios.checkpoint.loading import Loaded, load_checkpoint
-from helios.checkpoint.retention import Entry
+from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.retention import Entry, Retention
 from helios.checkpoint.sidecar import Sidecar
 from helios.core import codec, files
+from helios.core.buffers import HostBuffers
 from helios.core.digest import DigestWriter
-from helios.errors import (
-    ArgumentError,
-    CheckpointError,
-    DamagedCheckpointError,
-    StateError,
-)
+from helios.errors import CheckpointError, DamagedCheckpointError, StateError
 from helios.version import __version__
 
 __all__ = [
@@ -39,54 +36,22 @@ __all__ = [
 
 _LOGGER = logging.getLogger(__name__)
 
-_ONLY_VALUES: dict[str, Any] = {
-    "is_async": False,
-    "keep_every": None,
-    "keep_best": None,
-    "on_save_error": "raise",
-}
-
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointStore:
-    """How checkpoints are written and kept: ``Trainer(store=CheckpointStore(...))``.
+class Draft:
+    """A checkpoint that is ready to be written.
 
     Attributes:
-        is_async: write in a thread while training goes on; comes with a later version.
-        keep_last: how many of the newest checkpoints stay; ``None`` for all.
-        keep_every: keep every n-th as well; comes with a later version.
-        keep_best: keep the best by a metric as well; comes with a later version.
-        digest: verify the bytes of a checkpoint by SHA-256 when it is loaded.
-        on_save_error: what follows a save that failed; ``"raise"`` ends the training.
-
-    Raises:
-        ArgumentError: for a value that is out of range, or comes with a later version.
+        path: where it belongs.
+        code: the encoded payload.
+        sidecar: what is known of it.
+        is_own: whether nothing in it changes when the training goes on.
     """
 
-    is_async: bool = False
-    keep_last: int | None = None
-    keep_every: int | None = None
-    keep_best: Any = None
-    digest: bool = True
-    on_save_error: str = "raise"
-
-    def __post_init__(self) -> None:
-        if self.keep_last is not None and not _is_count(self.keep_last):
-            raise ArgumentError(
-                "CheckpointStore(keep_last=...) must be None or a positive int, got "
-                f"{self.keep_last!r}. None keeps all."
-            )
-        for name, present in _ONLY_VALUES.items():
-            value = getattr(self, name)
-            if value != present:
-                raise ArgumentError(
-                    f"CheckpointStore({name}=...) must be {present!r}: other values come with a "
-                    f"later version of Helios, got {value!r}. Leave it out."
-                )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
+    path: Path
+    code: Any
+    sidecar: Sidecar
+    is_own: bool
 
 
 class RunFolder:
@@ -100,6 +65,7 @@ class RunFolder:
     def __init__(self, folder: Path, options: CheckpointStore | None = None) -> None:
         self._path = Path(folder)
         self._options = options or CheckpointStore()
+        self._retention = Retention(self._options)
         self._protected: set[Path] = set()
 
     @property
@@ -114,7 +80,14 @@ class RunFolder:
 
     def protect(self, path: Path) -> None:
         """Never delete this file: the run was resumed from it."""
-        self._protected.add(path)
+        # Spelled as entries() does, whatever way leads into the folder.
+        is_inside = path.parent.resolve() == self._path.resolve()
+        self._protected.add(self._path / path.name if is_inside else path)
+
+    @property
+    def options(self) -> CheckpointStore:
+        """How checkpoints are written and kept."""
+        return self._options
 
     def save(
         self,
@@ -140,51 +113,82 @@ class RunFolder:
                 with its name or sidecar.
             OSError: if the disk fails; the partial files are removed, older checkpoints stay.
         """
-        files.make_folder(self._path)
-        for entry in self.entries():
-            if (entry.epoch, entry.iteration) == layout.parse(stem):
-                return entry.path
+        committed = self.find(*(layout.parse(stem) or (0, 0)))
+        if committed is not None:
+            return committed
+        return self.commit(self.draft(payload, stem=stem, sidecar=sidecar, safe_types=safe_types))
+
+    def draft(
+        self,
+        payload: dict[str, Any],
+        *,
+        stem: str,
+        sidecar: Sidecar,
+        safe_types: Iterable[Any] = (),
+        buffers: HostBuffers | None = None,
+    ) -> Draft:
+        """Prepare a checkpoint for :meth:`commit`; no file is touched.
+
+        Args:
+            payload: as for :meth:`save`, like the next three.
+            stem: likewise.
+            sidecar: likewise.
+            safe_types: likewise.
+            buffers: take copies of all tensors, so that the training may go on before the commit.
+
+        Raises:
+            StateError: as :meth:`save`.
+        """
         path = self._path / f"{stem}{layout.SUFFIX}"
         _check_consistency(path, payload, sidecar)
-        code = codec.encode(payload, where="", safe_types=safe_types)
-        self._commit(path, code, sidecar)
-        self._apply_retention(path)
-        return path
+        if buffers is None:
+            code = codec.encode(payload, where="", safe_types=safe_types)
+            return Draft(path, code, sidecar, is_own=False)
+        captured = codec.capture(payload, safe_types=safe_types, buffers=buffers)
+        return Draft(path, captured.code, sidecar, is_own=captured.is_own)
 
-    def _commit(self, path: Path, code: Any, sidecar: Sidecar) -> None:
-        partial = files.temporary_path(path)
+    def commit(self, draft: Draft) -> Path:
+        """Write a draft, and delete what retention lets go; returns the file.
+
+        Raises:
+            OSError: as :meth:`save`.
+        """
+        files.make_folder(self._path)
+        path, partial = draft.path, files.temporary_path(draft.path)
         try:
-            digest = self._write_payload(partial, code)
+            digest = self._write_payload(partial, draft.code)
             filled = dataclasses.replace(
-                sidecar, digest=digest, schema=layout.SCHEMA, version=__version__
+                draft.sidecar, digest=digest, schema=layout.SCHEMA, version=__version__
             )
             files.write_text_durably(layout.sidecar_path(path), filled.to_json())
             files.replace(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 files.unlink(partial, missing_ok=True)
+                if not path.exists():
+                    files.unlink(layout.sidecar_path(path), missing_ok=True)
             raise
         files.fsync_folder(self._path)
+        self._apply_retention(path)
+        return path
 
     def _write_payload(self, partial: Path, code: Any) -> str:
-        with files.create(partial) as handle:
-            if self._options.digest:
-                with DigestWriter(handle) as writer:
-                    codec.write(writer, code)
-                    digest = writer.digest()
-            else:
-                codec.write(handle, code)
-                digest = ""
+        with (
+            files.create(partial) as handle,
+            DigestWriter(handle, hashes=self._options.digest) as writer,
+        ):
+            codec.write(writer, code)
+            digest = writer.digest()
             files.fsync(handle)
         return digest
 
     def _apply_retention(self, written: Path) -> None:
-        if self._options.keep_last is None:
+        try:
+            doomed = self._retention.plan(self.entries(), self._protected | {written})
+        except OSError as error:
+            _LOGGER.warning("Old checkpoints in %s were not deleted: %s.", self._path, error)
             return
-        protected = self._protected | {written}
-        for entry in retention.plan(
-            self.entries(), keep_last=self._options.keep_last, protected=protected
-        ):
+        for entry in doomed:
             try:
                 self._delete(entry)
             except OSError as error:
@@ -195,9 +199,12 @@ class RunFolder:
         files.unlink(entry.path, missing_ok=True)
         files.unlink(entry.sidecar_path, missing_ok=True)
 
-    def has(self, epoch: int, iteration: int) -> bool:
-        """Whether a checkpoint of this (epoch, iteration) is committed."""
-        return any((entry.epoch, entry.iteration) == (epoch, iteration) for entry in self.entries())
+    def find(self, epoch: int, iteration: int) -> Path | None:
+        """Return the committed checkpoint of this (epoch, iteration); ``None`` without one."""
+        for entry in self.entries():
+            if (entry.epoch, entry.iteration) == (epoch, iteration):
+                return entry.path
+        return None
 
     def mark_finished(self, path: Path, reason: str) -> None:
         """Note in a checkpoint's sidecar why the run came to its end there.
@@ -206,6 +213,13 @@ class RunFolder:
             DamagedCheckpointError: if the sidecar is not as it was written.
         """
         sidecar = loading.read_sidecar(path)
+        if not path.exists():
+            _LOGGER.error(
+                "The last checkpoint, %s, was deleted behind its save: the next start trains again "
+                "what is not in an older one.",
+                path,
+            )
+            return
         if sidecar is None:
             _LOGGER.warning(
                 "%s has no sidecar; the end of the run is not noted (%s).", path, reason
@@ -219,8 +233,11 @@ class RunFolder:
         return loading.read_sidecar(path)
 
     def load(self, path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
-        """Verify and read one checkpoint; see :func:`helios.checkpoint.loading.load`."""
-        loaded = loading.load(path, safe_types)
+        """Verify and read one checkpoint, whose tensors may lie in the file.
+
+        See :func:`helios.checkpoint.loading.load`; copy what is kept.
+        """
+        loaded = loading.load(path, safe_types, maps=True)
         self.protect(loaded.path)
         return loaded
 
@@ -234,7 +251,8 @@ class RunFolder:
             renames_damaged: put damaged files aside; only who writes to the folder may.
 
         Returns:
-            The checkpoint, which is never deleted from then on; ``None`` where there is none.
+            The checkpoint, which is never deleted from then on; ``None`` where there is none. Its
+            tensors may lie in the file: copy what is kept.
 
         Raises:
             DamagedCheckpointError: if all checkpoints are damaged, now or at an earlier start.
@@ -244,7 +262,7 @@ class RunFolder:
         entries = self.entries()
         for entry in reversed(entries):
             try:
-                loaded = loading.load(entry.path, types)
+                loaded = loading.load(entry.path, types, maps=True)
             except DamagedCheckpointError as error:
                 _LOGGER.warning("%s Going on with the next older checkpoint.", error)
                 if renames_damaged:
@@ -296,7 +314,10 @@ class RunFolder:
             sidecar = loading.read_sidecar(path)
         except (CheckpointError, OSError):
             return False
-        return sidecar is not None and (sidecar.epoch, sidecar.iteration) == layout.parse(path)
+        # A migrated file keeps the name that the old package gave it.
+        return sidecar is not None and (
+            sidecar.is_migrated or (sidecar.epoch, sidecar.iteration) == layout.parse(path)
+        )
 
     def move_aside(self, clock_text: str, *, keep: Path | None = None) -> Path | None:
         """Move all checkpoints, sidecars and damaged files to ``before-<clock_text>/``.
@@ -308,8 +329,8 @@ class RunFolder:
         Returns:
             The new folder, or ``None`` if there was nothing to move.
         """
-        kept = None if keep is None else keep.absolute()
-        present = [e for e in self.entries() if e.path.absolute() != kept]
+        kept = None if keep is None else keep.resolve()
+        present = [e for e in self.entries() if e.path.resolve() != kept]
         moved = [path for e in present for path in (e.path, e.sidecar_path) if path.exists()]
         moved += self._find_damaged()
         if not moved:

@@ -7,23 +7,31 @@ value for which that does not hold is named when it is saved, and not when it is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import pickle
+import warnings
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 import torch
 
-from helios.core.tagged import Decoder, Encoder
+from helios.core.buffers import HostBuffers
+from helios.core.tagged import Decoder, Encoder, type_name
+from helios.core.unknown import stand_in
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
 _CHUNK_BYTES = 1 << 20
 _FOLDER_FLAG = 0x10
+_ZIP_BEGINS = b"PK\x03\x04"
+_SCRIPT_WARNING = "'torch.load' received a zip file that looks like a TorchScript archive"
 # How torch begins the RuntimeError that it raises in place of a MemoryError.
 _ALLOCATOR = "DefaultCPUAllocator"
+# What torch's writer replaces by a RuntimeError of its own, about a position.
+_HIDDEN = (OSError, MemoryError, KeyboardInterrupt)
 
 
 class Writable(Protocol):
@@ -60,6 +68,42 @@ def encode(tree: Any, *, where: str, safe_types: Iterable[Any] = ()) -> Any:
     return Encoder(where, types, lambda value: _try_loading(value, types)).encode(tree)
 
 
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """A tree that was encoded to be written later.
+
+    Attributes:
+        code: the encoded tree, as :func:`encode` returns it.
+        is_own: whether nothing in it changes when the training goes on.
+    """
+
+    code: Any
+    is_own: bool
+
+
+def capture(tree: Any, *, safe_types: Iterable[Any], buffers: HostBuffers) -> Captured:
+    """Encode a tree, and copy its tensors into memory of its own (USERS.md 21).
+
+    Objects of the user's, beside enum members and tuples, are not copied: nobody knows how. With
+    one of them in the tree the result is not its own.
+
+    Args:
+        tree: the value.
+        safe_types: what ``Model.types_for_safe_load`` names.
+        buffers: takes the copies; those of the last capture are given up.
+
+    Raises:
+        StateError: as :func:`encode`.
+    """
+    types = list(safe_types)
+    encoder = Encoder("", types, lambda value: _try_loading(value, types))
+    code = encoder.encode(tree)
+    if encoder.has_live_objects:
+        return Captured(code, is_own=False)
+    buffers.copy(encoder.groups)
+    return Captured(code, is_own=True)
+
+
 def decode(tree: Any, *, safe_types: Iterable[Any] = ()) -> Any:
     """Return the tree that :func:`encode` was given; :func:`read` has done so already."""
     return Decoder(safe_types).decode(tree)
@@ -70,6 +114,7 @@ def write(handle: Writable, tree: Any) -> None:
 
     Raises:
         OSError: what the handle raised; torch would hide it behind an error of its own.
+        MemoryError: likewise.
     """
     try:
         torch.save(tree, cast("IO[bytes]", handle))
@@ -77,12 +122,14 @@ def write(handle: Writable, tree: Any) -> None:
         raise _find_cause(error) from error
 
 
-def read(path: Path, safe_types: Iterable[Any] = ()) -> Any:
+def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Any:
     """Read and decode a file; its tensors lie on the CPU (H24, H26).
 
     Args:
         path: the file.
         safe_types: types that may be built besides tensors and plain values.
+        maps: whether tensors may lie in the file itself, mapped: for a reader who copies what it
+            keeps, of a file that nobody changes in place.
 
     Raises:
         DamagedCheckpointError: if the file is no readable container of a tree.
@@ -93,8 +140,13 @@ def read(path: Path, safe_types: Iterable[Any] = ()) -> Any:
     """
     types = list(safe_types)
     try:
-        with path.open("rb"), _allowing(types):
-            tree = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as handle, _allowing(types), warnings.catch_warnings():
+            # torch's older formats promise sizes that nothing in the file has to keep.
+            if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
+                raise zipfile.BadZipFile("it is no container")
+            # It advises to load what it takes for code by another function, which runs it.
+            warnings.filterwarnings("ignore", _SCRIPT_WARNING, UserWarning)
+            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         return decode(tree, safe_types=types)
     except Exception as error:
         _reraise_os_error(error)
@@ -121,6 +173,67 @@ def unsafe_globals(path: Path, safe_types: Iterable[Any] = ()) -> list[str]:
             return []
 
 
+def read_structure(path: Path) -> tuple[Any, list[str]]:
+    """Return the encoded tree of a file, whose tensors are mapped and not read, and what it needs.
+
+    Every object of a class that loading would refuse is an :class:`~helios.core.unknown.Unknown`.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The tree as it was written, not decoded; and the names of those classes and functions.
+
+    Raises:
+        DamagedCheckpointError: if the file is no readable container of a tree.
+        IncompatibleCheckpointError: if it refers to what may not even be named.
+        MemoryError: if its objects do not fit into the memory.
+        OSError: if the file system does not give the file.
+    """
+    check_directory(path)
+    with contextlib.suppress(Exception):
+        return _map(path, ()), []
+    names = unsafe_globals(path)
+    try:
+        return _map(path, [(stand_in(name), name) for name in names]), names
+    except Exception as error:
+        _reraise_os_error(error)
+        if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
+            raise MemoryError(f"There is too little memory to look into {path}.") from error
+        if names:
+            raise IncompatibleCheckpointError(
+                f"{path} refers to {', '.join(names)}, and cannot be looked into: "
+                f"{_reason(error)}. Do not load it unless you know who wrote it."
+            ) from error
+        raise DamagedCheckpointError(
+            f"{path} cannot be read: {_reason(error)}. Remove it, or take another checkpoint."
+        ) from error
+
+
+def _map(path: Path, safe_types: Iterable[Any]) -> Any:
+    with path.open("rb"), _allowing(safe_types):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def check_directory(path: Path) -> None:
+    """Check what a container says of its records, without reading them.
+
+    Raises:
+        DamagedCheckpointError: if it is no container, or its records are not as torch writes them.
+        OSError: if the file system does not give the file.
+    """
+    try:
+        with zipfile.ZipFile(path) as container:
+            for record in container.infolist():
+                _check_form(record)
+    except Exception as error:
+        _reraise_os_error(error)
+        raise DamagedCheckpointError(
+            f"{path} is no whole container: {_reason(error)}. Remove it, or take another "
+            "checkpoint."
+        ) from error
+
+
 def check_container(path: Path) -> None:
     """Compare the records of a file with the check sums that its container holds.
 
@@ -142,16 +255,48 @@ def check_container(path: Path) -> None:
         ) from error
 
 
-def _check_record(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+def _check_form(record: zipfile.ZipInfo) -> None:
     # torch takes a record with this flag for a folder, and leaves the tensor's memory as it is.
     if record.external_attr & _FOLDER_FLAG or record.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"the record {record.filename} is not as torch writes them")
+
+
+def _check_record(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    _check_form(record)
     # torch.serialization.set_crc32_options(False) leaves the sums at zero.
     if not record.CRC:
         return
     with container.open(record) as handle:
         while handle.read(_CHUNK_BYTES):
             pass
+
+
+@contextlib.contextmanager
+def hiding(names: Collection[str]) -> Iterator[list[Any]]:
+    """Take back, for a block, what a user has allowed to be built under some names.
+
+    A file of another package may be looked into then: :func:`read_structure` puts an inert object
+    in the place of each of them, whatever the process has registered.
+
+    Args:
+        names: full names, as files have them.
+
+    Yields:
+        What the user has allowed besides.
+    """
+    known = torch.serialization.get_safe_globals()
+    left = [kind for kind in known if _global_name(kind) not in names]
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(left)
+    try:
+        yield left
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(known)
+
+
+def _global_name(kind: Any) -> str:
+    return str(kind[1]) if isinstance(kind, tuple) else type_name(kind)
 
 
 @contextlib.contextmanager
@@ -175,7 +320,7 @@ def _try_loading(value: Any, safe_types: list[Any]) -> None:
 
 def _find_cause(error: BaseException) -> BaseException:
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
+    while cause is not None and not isinstance(cause, _HIDDEN):
         cause = cause.__cause__ or cause.__context__
     return cause or error
 
@@ -188,6 +333,8 @@ def _reraise_os_error(error: Exception) -> None:
 
 def _reason(error: BaseException) -> str:
     """Return the first sentence of an error; torch's own text advises to switch safety off."""
+    if "TorchScript" in str(error):
+        return "it is a TorchScript archive, which is code"
     if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines() or [type(error).__name__]

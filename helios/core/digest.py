@@ -23,15 +23,19 @@ class DigestWriter:
     """A writable binary file that hashes what passes through to another one.
 
     Large chunks are hashed in a second thread while they are written. The writer waits for both,
-    because the memory behind a chunk is the caller's again once ``write`` returns.
+    because the memory behind a chunk is the caller's again once ``write`` returns. Small chunks
+    are gathered here, not in the file: a process that is forked meanwhile, such as a loader worker,
+    has a copy of them, and may write nothing of it.
 
     Args:
-        handle: where the bytes go; it stays open.
+        handle: where the bytes go, without a buffer of its own; it stays open.
+        hashes: whether a digest is wanted.
     """
 
-    def __init__(self, handle: BinaryIO) -> None:
+    def __init__(self, handle: BinaryIO, *, hashes: bool = True) -> None:
         self._handle = handle
-        self._hash = hashlib.sha256()
+        self._hash = hashlib.sha256() if hashes else None
+        self._small = bytearray()
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="helios-digest")
 
     def __enter__(self) -> DigestWriter:
@@ -47,22 +51,32 @@ class DigestWriter:
 
     def write(self, data: bytes | memoryview) -> int:
         """Write and hash all of ``data``; return the number of bytes."""
-        if memoryview(data).nbytes < _PARALLEL_BYTES:
-            self._hash.update(data)
-            return files.write(self._handle, data)
-        hashed = self._helper.submit(self._hash.update, data)
+        size = memoryview(data).nbytes
+        if size < _PARALLEL_BYTES:
+            self._small += data
+            if len(self._small) >= _CHUNK_BYTES:
+                self.flush()
+            return size
+        self.flush()
+        hashed = None if self._hash is None else self._helper.submit(self._hash.update, data)
         try:
-            return files.write(self._handle, data)
+            files.write(self._handle, data)
         finally:
-            hashed.result()
+            if hashed is not None:
+                hashed.result()
+        return size
 
     def flush(self) -> None:
-        """Pass on what the underlying file has buffered."""
-        self._handle.flush()
+        """Pass on what was gathered."""
+        small, self._small = self._small, bytearray()
+        if self._hash is not None:
+            self._hash.update(small)
+        files.write(self._handle, memoryview(small))
 
     def digest(self) -> str:
-        """Return the digest of everything written so far."""
-        return _PREFIX + self._hash.hexdigest()
+        """Return the digest of everything written so far; empty where none is wanted."""
+        self.flush()
+        return "" if self._hash is None else _PREFIX + self._hash.hexdigest()
 
 
 def digest_file(path: Path) -> str:

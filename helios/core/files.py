@@ -11,11 +11,10 @@ import contextlib
 import errno
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 TEMPORARY_SUFFIX = ".tmp"
 
-_BUFFER_BYTES = 1 << 20
 # What file systems answer that cannot fsync a folder (some network and user-space ones).
 _NO_FOLDER_FSYNC = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP))
 
@@ -26,13 +25,21 @@ def temporary_path(path: Path) -> Path:
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a new file for writing, or empty an old one; the handle is a context manager."""
-    return path.open("wb", buffering=_BUFFER_BYTES)
+    """Open a new file for writing, or empty an old one; the handle is a context manager.
+
+    It has no buffer: what :func:`write` was given is the system's when it returns.
+    """
+    return cast("BinaryIO", path.open("wb", buffering=0))
 
 
 def write(handle: BinaryIO, data: bytes | memoryview) -> int:
     """Write all of ``data`` and return the number of bytes."""
-    return handle.write(data)
+    rest = memoryview(data).cast("B")
+    size = rest.nbytes
+    while rest:
+        # A disk that fills up takes a part first, and tells with the next call.
+        rest = rest[handle.write(rest) :]
+    return size
 
 
 def fsync(handle: BinaryIO) -> None:

@@ -57,6 +57,9 @@ class Encoder:
         where: what the root of the tree is called in messages.
         safe_types: the types of users' objects that loading will be allowed to build.
         check_object: called with each such object; raises where it could not be loaded again.
+
+    Attributes:
+        has_live_objects: whether the code refers to objects of the user's, as they are.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Encoder:
         self._memo: dict[int, tuple[Any, Any]] = {}
         self._open: set[int] = set()
         self._storages: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}
+        self.has_live_objects = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
             list: self._encode_list,
             dict: self._encode_dict,
@@ -203,12 +207,21 @@ class Encoder:
             return self._refuse(value)
         return {TAG: "array", "value": self._encode(converters.array_to_parts(value))}
 
+    @property
+    def groups(self) -> list[list[torch.Tensor]]:
+        """The tensors of the code that lie in a storage, together where they share one."""
+        return [[code for _, code in group] for group in self._storages.values()]
+
     def _encode_tensor(self, value: torch.Tensor) -> torch.Tensor:
         code = value.detach()
+        if _has_odd_bytes(code):
+            # Its storage alone does not say what it holds.
+            code = code.clone()
         if type(value) is torch.Tensor and value.is_leaf:
             code.requires_grad_(value.requires_grad)
-        if value.layout is torch.strided and value.device.type != "meta":
-            place = (str(value.device), value.untyped_storage().data_ptr())
+        # Empty storages all lie at the address 0, and share nothing.
+        if _has_storage(code) and code.untyped_storage().nbytes():
+            place = (str(code.device), code.untyped_storage().data_ptr())
             self._storages.setdefault(place, []).append((self._where(), code))
         return code
 
@@ -260,6 +273,7 @@ class Encoder:
                 f"types, but loading would refuse what is in it ({error}). Give its owner a "
                 "state_dict, or name the attribute in `unsaved`."
             ) from error
+        self.has_live_objects = True
         return value
 
     def _refuse(self, value: Any) -> Any:
@@ -268,6 +282,15 @@ class Encoder:
             "the type to the model's types_for_safe_load(), name the attribute in `unsaved`, or "
             "give its owner a state_dict of plain values."
         )
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_plain and tensor.device.type != "meta"
+
+
+def _has_odd_bytes(tensor: torch.Tensor) -> bool:
+    return not _has_storage(tensor) or tensor.is_conj() or tensor.is_neg()
 
 
 def _step(key: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pin
 from helios.core import rng
 from helios.core.distributed import is_dist_active
 from helios.core.registry import Registry
+from helios.core.signals import ignore_signals, noted_signals
 from helios.data.drawn import DrawnOrder
 from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
 from helios.data.order import Order, Place, PositionalOrder
@@ -39,6 +41,8 @@ COLLATE_FN_REGISTRY.register(default_collate)
 @runtime_checkable
 class _HasWorkers(Protocol):
     """The iterator of a DataLoader with workers, PyTorch's or a relative of it."""
+
+    _workers: list[BaseProcess]
 
     def _shutdown_workers(self) -> None: ...
 
@@ -67,15 +71,24 @@ def create_collate_fn(type_name: str, *args: Any, **kwargs: Any) -> Callable[[An
 class WorkerInit:
     """Seeds ``random`` and the package's NumPy generator in a worker (H8), then calls the user's.
 
+    In a worker that is started while the training process notes signals, these do nothing: they are
+    often sent to all processes of a job, and the training needs its workers until it has saved.
+
     Args:
         user_init: the user's function; gets the worker's number.
     """
 
     def __init__(self, user_init: Callable[[int], Any] | None) -> None:
         self._user_init = user_init
+        self._ignored: tuple[int, ...] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker gets that is started afresh and inherits no handlers."""
+        return vars(self) | {"_ignored": noted_signals()}
 
     def __call__(self, worker_id: int) -> None:
         """Initialise the worker that this runs in."""
+        ignore_signals(self._ignored or noted_signals())
         rng.seed_rngs(torch.initial_seed() % 2**32, skip_torch=True)
         if self._user_init is not None:
             self._user_init(worker_id)
@@ -166,6 +179,10 @@ def end_workers(iterator: object) -> None:
     """
     if isinstance(iterator, _HasWorkers):
         iterator._shutdown_workers()  # noqa: SLF001 - PyTorch has no public way
+        for worker in iterator._workers:  # noqa: SLF001
+            # One that stands still may ignore the SIGTERM that it got.
+            if worker.is_alive():
+                worker.kill()
 
 
 def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely on (API section 14)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import signal
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ import torch
 
 from helios.core.distributed import TORCHRUN_VARIABLES, get_dist_info
 from helios.core.group import DEFAULT_TIMEOUT, DistributedInfo, is_dist_active
+from helios.core.signals import Receiver
 from helios.engines.children import Place
 from helios.engines.handover import RANK_NAME, Job, LaunchQueue, pack, refuse_nested_start
 from helios.engines.supervisor import Supervisor
@@ -235,7 +235,7 @@ def spawn(
     *,
     devices: Sequence[int] | None = None,
     queue: LaunchQueue | None = None,
-    forward: Sequence[signal.Signals] = (),
+    signals: Receiver | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> list[Any]:
     """Run ``function(rank, *args)`` in several processes that form a process group (H51, E30).
@@ -252,8 +252,8 @@ def spawn(
         args: what to hand over, besides the rank.
         devices: the numbers of their GPUs; None for the CPU.
         queue: takes in what ranks put into it; also to be found among ``args`` (H65).
-        forward: signals that are passed on to the ranks and do nothing else in this process. Any
-            other one, such as Ctrl-C, ends all of them.
+        signals: notes signals in this process, which are passed on to the ranks. Any other one,
+            and a second Ctrl-C, ends all of them.
         timeout: of the collectives of the default group.
 
     Returns:
@@ -263,6 +263,7 @@ def spawn(
         BaseException: the error of the rank that failed first, of the same type where it can be
             pickled; its cause shows the rank and the traceback (H63).
         RankError: when a rank was ended by a signal, or ended without a word (a ``RuntimeError``).
+        SystemExit: when a rank gave up on a signal, with the code 75 that it ended with.
         UsageError: when something cannot be handed over, or when the script cannot be imported or
             starts the training again while it is (a ``RuntimeError``).
         ArgumentError: for a wrong number of processes or devices (a ``ValueError``).
@@ -289,7 +290,7 @@ def spawn(
             )
             for rank in range(num_processes)
         ]
-        return Supervisor(places, job, queue=queue, forward=forward).run()
+        return Supervisor(places, job, queue=queue, signals=signals).run()
 
 
 def _share_threads(num_processes: int) -> int | None:

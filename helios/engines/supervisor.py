@@ -15,14 +15,13 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import FrameType
 from typing import Any, NoReturn
 
+from helios.core.signals import TRY_AGAIN, Receiver, held_back, name_of
 from helios.engines.children import DONE, FAILED, ITEM, READY, Failure, Place, run_rank
 from helios.engines.handover import (
     RANK_NAME,
@@ -35,7 +34,7 @@ from helios.errors import RankError, UsageError
 
 _LOGGER = logging.getLogger(__name__)
 # How long the loop waits for news, and so how late a signal may be passed on.
-_IDLE_SECONDS = 0.5
+_IDLE_SECONDS = 0.1
 _BUSY_SECONDS = 0.02
 # After a failure: that long for the ranks to end by themselves, then again after SIGTERM. Both
 # together stay well below the ten seconds that a scheduler gives.
@@ -80,7 +79,7 @@ class Supervisor:
         places: where each rank stands.
         job: the packed function and arguments.
         queue: takes in the items of the ranks.
-        forward: signals that are passed on to the ranks, and do nothing else here.
+        signals: notes the signals that are passed on to the ranks; ``None`` for none.
     """
 
     def __init__(
@@ -89,14 +88,13 @@ class Supervisor:
         job: bytes,
         *,
         queue: LaunchQueue | None,
-        forward: Sequence[signal.Signals],
+        signals: Receiver | None,
     ) -> None:
         self._places = places
         self._job = job
         self._queue = queue
-        self._forward = forward
+        self._receiver = signals
         self._ranks: list[_Rank] = []
-        self._signals: list[int] = []
 
     def run(self) -> list[Any]:
         """Start the ranks and wait for them.
@@ -108,14 +106,14 @@ class Supervisor:
             BaseException: the first error of a rank, of its own type where that can be pickled.
             RankError: when a rank was ended by a signal, or ended without a word.
             UsageError: when the script starts a training while it is imported.
+            SystemExit: when a rank gave up on a signal.
         """
         try:
-            with self._passing_on_signals():
-                self._start()
-                while self._is_any_alive() and not self._has_trouble():
-                    self._step()
-                if self._has_trouble():
-                    self._end_all()
+            self._start()
+            while self._is_any_alive() and not self._has_trouble():
+                self._step()
+            if self._has_trouble():
+                self._end_all()
         except BaseException as error:
             self._end_all(signal.SIGINT if isinstance(error, KeyboardInterrupt) else None)
             raise
@@ -135,7 +133,8 @@ class Supervisor:
             process = context.Process(target=run_rank, args=(theirs, place), name=name)
             self._ranks.append(_Rank(place.info.rank, process, ours))
             try:
-                process.start()
+                with held_back(() if self._receiver is None else self._receiver.numbers):
+                    process.start()
             finally:
                 theirs.close()
 
@@ -147,8 +146,8 @@ class Supervisor:
 
     def _step(self) -> None:
         """Wait a moment for news, and take all of it in."""
-        while self._signals:
-            self._send_signal(self._signals.pop(0))
+        for number in () if self._receiver is None else self._receiver.take():
+            self._send_signal(number)
         is_ending = any(rank.is_alive and not rank.is_open for rank in self._ranks)
         by_connection = {rank.connection: rank for rank in self._ranks if rank.is_open}
         for connection in wait(list(by_connection), _BUSY_SECONDS if is_ending else _IDLE_SECONDS):
@@ -223,26 +222,6 @@ class Supervisor:
                     "Rank %d %s, after its work was done.", rank.number, describe_end(rank)
                 )
 
-    @contextlib.contextmanager
-    def _passing_on_signals(self) -> Iterator[None]:
-        def note(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        if self._forward and threading.current_thread() is not threading.main_thread():
-            _LOGGER.warning(
-                "Signals cannot be passed on to the ranks, because they were not started by the "
-                "main thread; send %s to the ranks themselves.",
-                ", ".join(signal.Signals(number).name for number in self._forward),
-            )
-            yield
-            return
-        found = {number: signal.signal(number, note) for number in self._forward}
-        try:
-            yield
-        finally:
-            for number, handler in found.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
 
 def _signal_group(rank: _Rank, number: signal.Signals) -> None:
     """Signal a rank and all that it has started."""
@@ -283,11 +262,7 @@ def describe_end(rank: _Rank) -> str:
     code = rank.exit_code or 0
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was ended by {name}"
+    return f"was ended by {name_of(-code)}"
 
 
 def raise_cause(rank: _Rank, count: int) -> NoReturn:
@@ -310,6 +285,9 @@ def raise_cause(rank: _Rank, count: int) -> NoReturn:
         raise error from shown
     if rank.exit_code == UNGUARDED_EXIT and not rank.has_begun:
         raise UsageError(describe_unguarded_script())
+    if rank.exit_code == TRY_AGAIN:
+        # It has told why, as one process does that ends like this.
+        raise SystemExit(TRY_AGAIN)
     when = "before its work was done" if rank.has_begun else "while it was starting"
     hint = ""
     if rank.exit_code == -signal.SIGKILL:

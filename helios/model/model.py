@@ -17,7 +17,7 @@ from torch import Tensor
 from helios.core.registry import Registry
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.events import silent
 from helios.model.discovery import Discovery
 from helios.model.processor import BatchProcessor, Processed
@@ -210,7 +210,19 @@ class Model(ABC):
         Args:
             state_dict: the state, on the CPU; loading copies it to where parameters are.
             fast_init: the state is wanted for inference: networks only, left-overs are no error.
+
+        Raises:
+            StateError: for the state of a model with a ``state_dict`` of its own, or another state
+                than that of the present attributes.
         """
+        if "objects" not in state_dict:
+            found = ", ".join(map(repr, state_dict)) or "nothing"
+            raise StateError(
+                f"{type(self).__name__} has no load_state_dict of its own, and this state was made "
+                f"by another model's own state_dict, as in helios-ml: it holds {found}. Give the "
+                "model the state_dict and load_state_dict that it had (user_state_dict and "
+                "load_user_state_dict in helios-ml 2), both of them."
+            )
         self._discovery.restore(state_dict, is_inference=fast_init)
 
     def trained_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

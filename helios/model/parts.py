@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -53,6 +53,13 @@ def load_state(value: Stateful, state: dict[str, Any]) -> None:
         for name, part in state.items()
     }
     value.load_state_dict(_module_state(entries, versions))
+    if _places(value.state_dict()) & _places(entries):
+        # A module that takes tensors instead of copying them, as metrics do.
+        value.load_state_dict(_module_state(copy.deepcopy(entries), versions))
+
+
+def _places(entries: Mapping[str, Any]) -> set[int]:
+    return {storage_of(part) for part in entries.values() if isinstance(part, Tensor)} - {0}
 
 
 def _restore_types(optimizer: Optimizer, state: dict[str, Any]) -> None:

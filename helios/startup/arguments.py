@@ -23,6 +23,7 @@ from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
+from helios.startup.signals import Signals
 from helios.state import TrainingUnit
 
 _LOGGER = logging.getLogger(__name__)
@@ -67,8 +68,9 @@ def _as_folder(name: str, value: object) -> Path | None:
             f"Trainer({name}=...) must be a path or None, got {value!r}. Pass a pathlib.Path."
         )
     path = Path(value)
-    if path.exists() and not path.is_dir():
-        raise _fail(name, "a folder", str(path), "A file of that name is in the way.")
+    present = next((place for place in (path, *path.parents) if place.exists()), path)
+    if present.exists() and not present.is_dir():
+        raise _fail(name, "a folder", str(path), f"The file {present} is in the way.")
     return path
 
 
@@ -226,9 +228,11 @@ class Arguments:
             raise _fail("precision", rule, self.precision, 'Pass e.g. "bf16".')
 
     def _check_objects(self) -> None:
-        if self.signals is not None:
-            later = "It comes with a later version."
-            raise _fail("signals", "None in this version", self.signals, later)
+        if self.signals is None:
+            self.signals = Signals()
+        if not isinstance(self.signals, Signals):
+            remedy = "Pass e.g. Signals(grace=60.0), or Signals(()) for none."
+            raise _fail("signals", "None or Signals", self.signals, remedy)
         if not isinstance(self.plugins, list | tuple):
             raise _fail("plugins", "a list of Plugin objects", self.plugins, "Pass [plugin].")
         for plugin in self.plugins:

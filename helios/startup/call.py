@@ -16,6 +16,7 @@ from helios.session import Session
 from helios.startup.arguments import Arguments
 from helios.startup.registration import PluginTable
 from helios.startup.roots import Roots
+from helios.startup.signals import Listener
 from helios.state import Phase
 
 
@@ -78,6 +79,7 @@ class Standing:
         queue: takes in what spawned ranks send; ``None`` before there were any.
         fitted_model: the model that was trained last.
         footprint: what setup has made in the launcher.
+        listener: knows of the signals that have come during the present call of fit.
     """
 
     info: DistributedInfo = dataclasses.field(default_factory=DistributedInfo)
@@ -85,6 +87,7 @@ class Standing:
     queue: LaunchQueue | None = None
     fitted_model: Model | None = None
     footprint: Footprint = dataclasses.field(default_factory=Footprint)
+    listener: Listener = dataclasses.field(default_factory=Listener)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a rank gets."""

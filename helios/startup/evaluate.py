@@ -12,6 +12,7 @@ from helios.engines.engine import numerics
 from helios.model.model import Model
 from helios.startup import outputs, resume
 from helios.startup.call import Call
+from helios.startup.mapped import detach
 from helios.startup.processes import Plan
 from helios.startup.run import Run
 from helios.state import Cursor, TrainingState
@@ -34,7 +35,7 @@ class EvaluationRun(Run):
             self.model.types_for_safe_load(),
             team=self.team,
         )
-        payload = None if loaded is None else loaded.payload
+        payload = None if loaded is None else detach(loaded.payload, self.model)
         stack.enter_context(
             numerics(
                 is_deterministic=self.arguments.enable_deterministic,

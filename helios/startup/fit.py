@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup import banner, outputs, resume
 from helios.startup.call import Call
+from helios.startup.mapped import detach
+from helios.startup.migrated import find_cursor
 from helios.startup.own_parts import take_own_parts
 from helios.startup.processes import Plan, describe_processes
 from helios.startup.promise import find_promise
 from helios.startup.registration import log_order
 from helios.startup.run import Run
 from helios.startup.watch import PluginWatch
-from helios.state import Cursor, Phase, TrainingState
+from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -41,33 +44,38 @@ class FitRun(Run):
 
     def _run(self, stack: ExitStack) -> bool:
         self._prepare_data()
+        name = self.model.save_name
+        lock = resume.lock_folder(self.arguments, name, stack, team=self.replicas)
         self._start = resume.find_start(
-            self.arguments,
-            self.model.save_name,
-            self.model.types_for_safe_load(),
-            replicas=self.replicas,
+            self.arguments, name, self.model.types_for_safe_load(), replicas=self.replicas
         )
+        self._start.lock = lock
         if self._is_finished():
             # A script that uses the model after fit must find it as after the run's own end.
             assert self._start.loaded is not None
-            self._restore(self._start.loaded.payload)
+            self._restore(detach(self._start.loaded.payload, self.model))
             return True
         self._prepare(stack)
         # Its tensors are copied where they belong; kept, they would double the state's memory.
         self._start.forget_payload()
+        if self._recorder is not None and self.session is not None and self.arguments.can_save:
+            self._recorder.prepare(self.session.state)
         self._has_begun = True
         self.hooks.emit("on_fit_start")
         reason = self.loop.run()
+        self.call.standing.listener.note_safe_point()
         self.display.close()
-        if self.session is not None and self.session.is_interrupted:
+        is_interrupted = self.session is not None and self.session.is_interrupted
+        if self._recorder is not None:
+            self._recorder.finish(None if is_interrupted else reason)
+        if self.session is not None and is_interrupted:
             _LOGGER.warning(
                 "The training was interrupted: %s. %s",
                 self.session.requests.interruption,
                 self._describe_rescue(),
             )
             return False
-        if self._recorder is not None:
-            self._recorder.finish(reason)
+        self.call.standing.listener.tell_of_late_ones()
         _LOGGER.info("The training has ended: %s.", reason)
         return True
 
@@ -145,6 +153,7 @@ class FitRun(Run):
             | resume.limits(self.arguments),
             watch=PluginWatch(self.plugins, self.model),
         )
+        self._settings.callback(self._recorder.close)
         loaded = self._start.loaded
         banner.show_banner(
             self.arguments,
@@ -168,8 +177,15 @@ class FitRun(Run):
             schedulers=Schedulers(self.model.discovery.schedulers(), self.model.scheduler_interval),
             recorder=self._recorder,
             can_save=self.arguments.can_save,
-            loop_states=lambda: self.loop.collect_states(_LOOP_PATH),
+            loop_states=self._collect_loops,
+            outside=partial(self.call.standing.listener.ask, saves=self.arguments.can_save),
         )
+
+    def _collect_loops(self) -> dict[str, Any]:
+        """Return the state of the loops, which is asked for at safe points only."""
+        if self.session is not None and self.session.is_leaving:
+            self.call.standing.listener.note_safe_point()
+        return self.loop.collect_states(_LOOP_PATH)
 
     def _open_training_source(self) -> Source:
         source = self._open_source(Phase.TRAINING)
@@ -188,9 +204,11 @@ class FitRun(Run):
         return source
 
     def _load(self, session: Session, payload: dict[str, Any]) -> None:
+        is_shown = session.hooks.is_heard("on_load_checkpoint")
+        payload = detach(payload, self.model, is_shown=is_shown)
         state = TrainingState(**payload["training_state"])
-        cursor = Cursor(**payload["cursor"])
         source = session.training_source
+        cursor = find_cursor(payload, source.description, session.replicas)
         if resume.is_extended(self.arguments, payload["options"]):
             cursor.go_on()
         self._start.changes += resume.reconcile(
@@ -239,7 +257,7 @@ class FitRun(Run):
         loaded = self._start.loaded
         if not self._has_begun:
             return "" if loaded is None else f"Nothing was trained; {loaded.path} is as it was."
-        newest = None if self._recorder is None else self._recorder.newest
+        newest = None if self._recorder is None else self._recorder.settle()
         if newest is not None:
             return f"The same command goes on from {newest.name}."
         return "No checkpoint was saved."

@@ -7,7 +7,8 @@ up with the state in which rank 0 has left it, so that a script goes on as after
 from __future__ import annotations
 
 import pickle
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from helios.startup.fit import FitRun
 from helios.startup.processes import Place, Plan, Stored, choose_processes, choose_replicas
 from helios.startup.resume import find_stored
 from helios.startup.run import Run
+from helios.startup.signals import Listener, listening
 from helios.startup.together import on_first
 from helios.state import Phase
 
@@ -33,8 +35,21 @@ def carry_out(call: Call) -> Any:
     Raises:
         BaseException: whatever the call raises, in this process or in a rank.
     """
-    with call.plugins.used():
+    with call.plugins.used(), _listening(call):
         return _carry_out(call)
+
+
+@contextmanager
+def _listening(call: Call) -> Iterator[None]:
+    """Note signals while fit runs, from its start to its end."""
+    if call.phase is not Phase.TRAINING:
+        yield
+        return
+    try:
+        with listening(call.arguments.signals) as call.standing.listener:
+            yield
+    finally:
+        call.standing.listener = Listener()
 
 
 def _carry_out(call: Call) -> Any:
@@ -106,7 +121,7 @@ def run_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
     plan = Plan(num_replicas, place.info.world_size, place.info, has_prepared=True)
     run = _make_run(call, plan, place)
     run.collects = True
-    with call.plugins.used():
+    with call.plugins.used(), _listening(call):
         value = run.execute()
     return Outcome(value, run.collected)
 
@@ -155,6 +170,8 @@ class LauncherRun(Run):
 
     def _spawn(self) -> Outcome:
         call, standing, count = self.call, self.call.standing, self._launch.num_processes
+        # The ranks watch over themselves from here on.
+        standing.listener.note_safe_point()
         standing.queue = standing.queue or LaunchQueue()
         gpus = self.arguments.gpu_ids if self.arguments.engine is None else []
         with standing.footprint.removed(call.owners):
@@ -164,6 +181,7 @@ class LauncherRun(Run):
                 (call, self._launch.num_replicas),
                 devices=gpus[:count] or None,
                 queue=standing.queue,
+                signals=standing.listener.receiver,
             )
         first: Outcome = outcomes[0]
         return first

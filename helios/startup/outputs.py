@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from helios.checkpoint import layout
-from helios.checkpoint.store import RunFolder, Sidecar
+from helios.checkpoint.saver import Saver
+from helios.checkpoint.space import warn_if_too_large
+from helios.checkpoint.store import Sidecar
 from helios.core import logging as log
 from helios.core.group import has_failed
 from helios.core.progress import Display, create_display
@@ -16,6 +19,8 @@ from helios.core.scalars import as_numbers
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.model.model import Model
+from helios.model.size import storage_sizes
+from helios.schedule import count_saves
 from helios.startup.arguments import Arguments
 from helios.startup.banner import machine
 from helios.startup.promise import Promise
@@ -37,8 +42,16 @@ def _find_again(root: Path | None, stored: str | None) -> Path | None:
     # A run folder that was moved or copied lies under the given root; look there first.
     if stored is None:
         return None
-    moved = None if root is None else root / Path(stored).name
-    return moved if moved is not None and moved.exists() else Path(stored)
+    name = PureWindowsPath(stored).name if _is_of_windows(stored) else Path(stored).name
+    moved = None if root is None else root / name
+    if moved is not None and moved.exists():
+        return moved
+    return None if _is_of_windows(stored) else Path(stored)
+
+
+def _is_of_windows(stored: str) -> bool:
+    # A migrated run may come from another system, where its files have stayed.
+    return os.name != "nt" and bool(PureWindowsPath(stored).drive)
 
 
 def open_logs(
@@ -100,26 +113,54 @@ class FitRecorder:
         self._options = options
         self._machine = machine(engine)
         self._watch = watch
+        self._saver: Saver | None = None
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
+        if start.folder is not None:
+            self._saver = Saver(start.folder, pins=engine.device.type == "cuda")
+            self._saver.newest = self._newest
 
     @property
     def name(self) -> str:
         """The name of the run."""
         return self._arguments.run_name or self._model.save_name
 
-    @property
-    def newest(self) -> Path | None:
-        """The newest checkpoint of the run; ``None`` before there is one."""
-        return self._newest
+    def prepare(self, state: TrainingState) -> None:
+        """Make memory ready for the first save, and warn of a disk that is too small.
+
+        Args:
+            state: where the training begins.
+        """
+        saver, folder = self._saver, self._start.folder
+        if saver is None or folder is None or self._replicas.rank != 0:
+            return
+        discovery = self._model.discovery
+        sizes = storage_sizes(discovery.modules().values(), discovery.optimizers().values())
+        saver.prepare(sizes)
+        warn_if_too_large(
+            folder.path,
+            num_bytes=sum(sizes),
+            num_saves=count_saves(self._arguments.schedule, state),
+            options=folder.options,
+        )
+
+    def settle(self) -> Path | None:
+        """Return the newest checkpoint, once no save is in flight; ``None`` if there is none.
+
+        Processes that do not write name the file that was begun last.
+        """
+        if self._saver is None or self._replicas.rank != 0:
+            return self._newest
+        self._saver.wait()
+        return self._saver.newest
 
     def save(self, snapshot: dict[str, Any]) -> None:
-        """Write a snapshot as a checkpoint of the run; all processes wait until it is there.
+        """Save a snapshot as a checkpoint of the run; all processes wait until it is copied.
 
         Raises:
             UsageError: after a collective has failed: the processes may be at different places.
         """
-        folder = self._start.folder
-        if folder is None:
+        saver = self._saver
+        if saver is None:
             return
         if has_failed():
             raise UsageError(
@@ -128,9 +169,11 @@ class FitRecorder:
                 "run again: it goes on from the newest checkpoint."
             )
         self._watch.look()
-        self._newest = on_first(self._replicas, lambda: self._write(folder, snapshot))
+        self._newest = on_first(self._replicas, lambda: self._write(saver, snapshot))
 
-    def _write(self, folder: RunFolder, snapshot: dict[str, Any]) -> Path:
+    def _write(self, saver: Saver, snapshot: dict[str, Any]) -> Path:
+        if self._start.lock is not None:
+            self._start.lock.renew()
         state = snapshot["training_state"]
         epoch, iteration = state["global_epoch"], state["global_iteration"]
         payload = {
@@ -144,26 +187,35 @@ class FitRecorder:
         stem = layout.stem(self.name, epoch, iteration)
         stem = layout.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
         level = self._promise.level_after(snapshot)
-        return folder.save(
+        return saver.save(
             payload,
             stem=stem,
-            sidecar=self._sidecar(epoch, iteration, level),
-            safe_types=self._types(),
+            sidecar=self._sidecar(snapshot, level),
+            safe_types=self._model.types_for_safe_load(),
         )
 
     def has_saved(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed; rank 0 looks."""
-        folder, replicas = self._start.folder, self._replicas
-        if folder is None:
+        """Whether a checkpoint of this iteration is committed, or on its way; rank 0 looks."""
+        saver, replicas = self._saver, self._replicas
+        if saver is None:
             return False
-        is_there = replicas.rank == 0 and folder.has(state.global_epoch, state.global_iteration)
+        is_there = replicas.rank == 0 and saver.has(state.global_epoch, state.global_iteration)
         (is_there,) = replicas.agree(is_there)
         return is_there
 
-    def _types(self) -> list[Any]:
-        return self._model.types_for_safe_load()
+    @property
+    def has_failed(self) -> bool:
+        """Whether a save of this process has failed in a way that must end the training."""
+        return self._saver is not None and self._saver.failure is not None
 
-    def _sidecar(self, epoch: int, iteration: int, level: str) -> Sidecar:
+    def raise_failure(self) -> None:
+        """Raise the error of a failed save in all processes."""
+        if self._saver is not None:
+            on_first(self._replicas, self._saver.raise_failure)
+
+    def _sidecar(self, snapshot: dict[str, Any], level: str) -> Sidecar:
+        epoch = snapshot["training_state"]["global_epoch"]
+        iteration = snapshot["training_state"]["global_iteration"]
         return Sidecar(
             run_name=self.name,
             num_replicas=self._replicas.num_replicas,
@@ -174,7 +226,16 @@ class FitRecorder:
             resumed_from=self._start.origin,
             changes=self._start.changes,
             options=self._options,
+            count=self._count_units(snapshot),
         )
+
+    def _count_units(self, snapshot: dict[str, Any]) -> int | None:
+        """Return how many epochs or steps are complete; ``None`` inside of an epoch."""
+        if not self._arguments.schedule.is_by_epoch:
+            steps: int = snapshot["training_state"]["current_iteration"]
+            return steps
+        cursor = snapshot["cursor"]
+        return None if cursor["batch"] else cursor["epoch"]
 
     def _log_places(self) -> dict[str, Any]:
         places: dict[str, Any] = {}
@@ -203,8 +264,37 @@ class FitRecorder:
             if not writer.has_point(name, step):
                 writer.add_scalar(name, value, step)
 
-    def finish(self, reason: str) -> None:
-        """Note in the sidecar of the last checkpoint that the run has come to its end."""
-        folder, newest = self._start.folder, self._newest
-        if folder is not None and newest is not None:
-            on_first(self._replicas, lambda: folder.mark_finished(newest, reason))
+    def finish(self, reason: str | None) -> None:
+        """Wait until all checkpoints of the run are on the disk.
+
+        Args:
+            reason: why the run has come to its regular end, to be noted in the sidecar of the last
+                one; ``None`` after an interruption.
+
+        Raises:
+            SaveError: if the disk refused the last checkpoint, in all processes.
+        """
+        saver, folder = self._saver, self._start.folder
+        if saver is None or folder is None:
+            return
+
+        def conclude() -> None:
+            saver.finish()
+            if reason is None or saver.newest is None:
+                return
+            try:
+                folder.mark_finished(saver.newest, reason)
+            except OSError as error:
+                _LOGGER.error(
+                    "The end of the run could not be noted beside %s: %s. The same command goes on "
+                    "from there, finds nothing to train, and notes it.",
+                    saver.newest,
+                    error,
+                )
+
+        on_first(self._replicas, conclude)
+
+    def close(self) -> None:
+        """Let no save be in flight any more, whatever has happened."""
+        if self._saver is not None:
+            self._saver.close()

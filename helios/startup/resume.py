@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
+from helios.core.lock import FolderLock
 from helios.engines.engine import Engine
 from helios.engines.replicated import Replicas
 from helios.errors import (
@@ -42,6 +44,7 @@ class Start:
         origin: the path of ``resume=<path>`` that the run goes back to, if any.
         is_branch: whether this is the first start from that path.
         changes: what was allowed to differ, in all starts of the run.
+        lock: keeps a second run out of the folder while the call goes on; rank 0 holds it.
     """
 
     folder: RunFolder | None = None
@@ -49,6 +52,7 @@ class Start:
     origin: str | None = None
     is_branch: bool = False
     changes: list[str] = field(default_factory=list)
+    lock: FolderLock | None = None
 
     def forget_payload(self) -> None:
         """Let go of the checkpoint's content, once it is loaded."""
@@ -99,9 +103,9 @@ def find_stored(
     for path in paths:
         try:
             sidecar = folder.read_sidecar(path)
-            if sidecar is not None:
-                return Stored(sidecar.num_replicas, path)
-            return Stored(folder.load(path, safe_types).payload["num_replicas"], path)
+            known = sidecar or Stored(folder.load(path, safe_types).payload["num_replicas"], path)
+            # A migrated file does not say how many processes had trained.
+            return Stored(known.num_replicas, path) if known.num_replicas else None
         except DamagedCheckpointError:
             # An older one says the same; who loads the run tells of it.
             continue
@@ -146,6 +150,35 @@ def _follow(
     return folder.load(path, safe_types)
 
 
+def lock_folder(
+    arguments: Arguments, save_name: str, stack: ExitStack, *, team: Replicas
+) -> FolderLock | None:
+    """Take the folder of a run for this call, before anything in it is looked at.
+
+    A run that only loads makes no folder, and locks the one that is there: it puts damaged files
+    aside, too.
+
+    Args:
+        arguments: the options of the trainer.
+        save_name: names the folder of the run.
+        stack: releases the lock.
+        team: the processes; rank 0 holds the lock.
+
+    Returns:
+        The lock, ``None`` without ``chkpt_root``.
+
+    Raises:
+        FolderInUseError: in all processes, if another run holds it.
+    """
+    folder = open_folder(arguments, save_name)
+    if folder is None:
+        return None
+    lock = FolderLock(folder.path, makes_folder=arguments.can_save)
+    stack.callback(lock.release)
+    on_first(team, lock.acquire)
+    return lock
+
+
 def find_start(
     arguments: Arguments, save_name: str, safe_types: list[Any], *, replicas: Replicas
 ) -> Start:
@@ -184,7 +217,7 @@ def find_start(
 
 
 def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
-    if loaded is not None and loaded.payload["num_replicas"] != num_replicas:
+    if loaded is not None and loaded.payload["num_replicas"] not in (0, num_replicas):
         raise RunMismatchError(
             f"{loaded.path} was saved with {loaded.payload['num_replicas']} replicas, but newer "
             f"files of the run say {num_replicas}. Move one of both kinds out of the folder."
@@ -281,9 +314,9 @@ def is_extended(arguments: Arguments, stored: Mapping[str, Any]) -> bool:
 def note_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[str]:
     """Say which limits differ from the checkpoint's; returns them as text, to be recorded."""
     changes = [
-        f"{name}: {stored.get(name)} -> {now}"
+        f"{name}: {stored[name]} -> {now}"
         for name, now in limits(arguments).items()
-        if stored.get(name) != now
+        if name in stored and stored[name] != now
     ]
     for text in changes:
         _LOGGER.info("Changed since the checkpoint: %s.", text)

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helios.checkpoint.retention import Entry, plan
+from helios.checkpoint import layout, loading
+from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.checkpoint.retention import Entry, Retention, complete, plan
+from helios.checkpoint.store import RunFolder
+from tests.checkpoint.helpers import make_payload, make_sidecar, save
 
 
 def make(*places: tuple[int, int]) -> list[Entry]:
     return [Entry(epoch, it, Path(f"r_epoch_{epoch}_iter_{it}.pth")) for epoch, it in places]
 
 
+def known(iteration: int, count: int | None = None, **metrics: float) -> Entry:
+    path = Path(f"r_epoch_1_iter_{iteration}.pth")
+    return Entry(1, iteration, path, count=count, metrics=metrics, is_known=True)
+
+
 ENTRIES = make((1, 5), (1, 10), (2, 11), (10, 12), (9, 99))
+BEST = KeepBest(2, "accuracy")
 
 
 def numbers(entries: list[Entry]) -> list[tuple[int, int]]:
     return [(entry.epoch, entry.iteration) for entry in entries]
+
+
+def kept(entries: list[Entry], options: CheckpointStore, *protected: Path) -> list[int]:
+    gone = plan(random.Random(1).sample(entries, len(entries)), options, protected)
+    return [entry.iteration for entry in sorted(entries) if entry not in gone]
 
 
 @pytest.mark.parametrize(
@@ -35,23 +52,225 @@ def test_the_newest_by_epoch_and_iteration_stay(
     keep_last: int | None, deleted: list[tuple[int, int]]
 ) -> None:
     shuffled = random.Random(1).sample(ENTRIES, len(ENTRIES))
-    assert numbers(plan(shuffled, keep_last=keep_last, protected=())) == deleted
+    assert numbers(plan(shuffled, CheckpointStore(keep_last=keep_last))) == deleted
 
 
 def test_the_one_resumed_from_stays_and_does_not_push_out_another() -> None:
-    protected = {ENTRIES[0].path}
-    assert numbers(plan(ENTRIES, keep_last=2, protected=protected)) == [(1, 10), (2, 11)]
+    options = CheckpointStore(keep_last=2)
+    assert numbers(plan(ENTRIES, options, {ENTRIES[0].path})) == [(1, 10), (2, 11)]
 
 
-@pytest.mark.parametrize("keep_last", [1, 0, -3])
-def test_the_last_one_is_never_deleted(keep_last: int) -> None:
-    assert plan(ENTRIES[:1], keep_last=keep_last, protected=()) == []
+def test_the_last_one_is_never_deleted() -> None:
+    for rule in ({"keep_last": 1}, {"keep_every": 7}, {"keep_best": BEST}):
+        assert plan(ENTRIES[:1], CheckpointStore(**rule)) == []  # type: ignore[arg-type]
+        assert plan([known(1)], CheckpointStore(**rule)) == []  # type: ignore[arg-type]
 
 
 def test_nothing_there_is_nothing_to_delete() -> None:
-    assert plan([], keep_last=1, protected=()) == []
+    assert plan([], CheckpointStore(keep_last=1, keep_every=2, keep_best=BEST)) == []
+
+
+def test_every_nth_completed_unit_stays_and_what_lies_in_mid_epoch_goes() -> None:
+    entries = [known(10, 1), known(15), known(20, 2), known(30, 3), known(40, 4), known(45)]
+    assert kept(entries, CheckpointStore(keep_every=2)) == [20, 40, 45]
+    assert kept(entries, CheckpointStore(keep_every=3)) == [30, 45]
+
+
+def test_the_best_stay_by_the_mode() -> None:
+    scores = [0.3, 0.9, 0.1, 0.5, 0.7, 0.4]
+    entries = [known(number, accuracy=score) for number, score in enumerate(scores)]
+    assert kept(entries, CheckpointStore(keep_best=BEST)) == [1, 4, 5]
+    lowest = CheckpointStore(keep_best=KeepBest(2, "accuracy", "min"))
+    assert kept(entries, lowest) == [0, 2, 5]
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_of_equal_scores_the_newer_stays(mode: str) -> None:
+    entries = [known(number, loss=0.5) for number in range(6)]
+    best = CheckpointStore(keep_best=KeepBest(2, "loss", mode))
+    assert kept(entries, best) == [4, 5]
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_nan_and_a_missing_score_are_never_best(mode: str) -> None:
+    entries = [
+        known(1, loss=math.nan),
+        known(2),
+        known(3, loss=1.0),
+        known(4, loss=math.nan),
+        known(5, other=9.0),
+        known(6, loss=math.nan),
+    ]
+    assert kept(entries, CheckpointStore(keep_best=KeepBest(4, "loss", mode))) == [3, 6]
+
+
+def test_infinite_scores_have_their_place() -> None:
+    entries = [known(1, loss=math.inf), known(2, loss=-math.inf), known(3, loss=0.0), known(4)]
+    assert kept(entries, CheckpointStore(keep_best=KeepBest(1, "loss", "max"))) == [1, 4]
+    assert kept(entries, CheckpointStore(keep_best=KeepBest(1, "loss", "min"))) == [2, 4]
+
+
+def test_one_rule_that_keeps_it_is_enough() -> None:
+    entries = [known(number, number, accuracy=-number) for number in range(1, 11)]
+    options = CheckpointStore(keep_last=2, keep_every=4, keep_best=BEST)
+    assert kept(entries, options, entries[5].path) == [1, 2, 4, 6, 8, 9, 10]
+
+
+def test_what_cannot_be_judged_stays_unless_names_decide_alone() -> None:
+    entries = [*make((1, 1), (1, 2)), known(3, 3), known(4, 4), known(5, 5)]
+    assert kept(entries, CheckpointStore(keep_every=4)) == [1, 2, 4, 5]
+    assert kept(entries, CheckpointStore(keep_best=BEST, keep_last=1)) == [1, 2, 5]
+    assert kept(entries, CheckpointStore(keep_last=2)) == [4, 5]
+
+
+def test_the_newest_that_is_known_stays_beside_a_newer_one_that_is_not() -> None:
+    entries = [known(1, 1), known(2, 3), *make((1, 3))]
+    assert kept(entries, CheckpointStore(keep_every=2)) == [2, 3]
+
+
+def draw_entries(rng: random.Random) -> list[Entry]:
+    iterations = rng.sample(range(60), rng.randrange(12))
+    return [
+        known(
+            iteration,
+            rng.choice([None, iteration // 5]),
+            **rng.choice([{}, {"loss": rng.choice([math.nan, 0.0, 1.0, rng.random()])}]),
+        )
+        if rng.random() < 0.8
+        else make((1, iteration))[0]
+        for iteration in iterations
+    ]
+
+
+def draw_rules(rng: random.Random) -> dict[str, Any]:
+    best = KeepBest(rng.randint(1, 4), rng.choice(["loss", "other"]), rng.choice(["max", "min"]))
+    rules = {"keep_last": rng.randint(1, 5), "keep_every": rng.randint(1, 5), "keep_best": best}
+    return {name: rule for name, rule in rules.items() if rng.random() < 0.6}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_rules_enough_stays(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(100):
+        entries, rules = draw_entries(rng), draw_rules(rng)
+        protected = {entry.path for entry in entries if rng.random() < 0.1}
+        options = CheckpointStore(**rules)
+        gone = plan(entries, options, protected)
+        left = sorted(set(entries) - set(gone))
+        assert set(gone) <= set(entries)
+        assert gone == sorted(gone)
+        assert bool(left) == bool(entries), "at least one stays"
+        assert not entries or max(entries) in left, "the newest stays"
+        assert not protected & {entry.path for entry in gone}, "the protected stay"
+        assert plan(left, options, protected) == [], "what stayed once goes on staying"
+        if not rules:
+            assert not gone
+        else:
+            each = [plan(entries, CheckpointStore(**{n: r}), protected) for n, r in rules.items()]
+            assert set(gone) == set.intersection(*map(set, each)), "any rule is enough"
+        if "keep_last" in rules:
+            assert not set(sorted(entries)[-rules["keep_last"] :]) & set(gone)
+        if rules.keys() - {"keep_last"}:
+            assert all(entry.is_known for entry in gone), "nothing goes unjudged"
 
 
 def test_the_sidecar_lies_beside_its_checkpoint() -> None:
     entry = Entry(1, 2, Path("a/r_epoch_1_iter_2_acc_0.89.pth"))
     assert entry.sidecar_path == Path("a/r_epoch_1_iter_2_acc_0.89.json")
+
+
+def save_scored(folder: RunFolder, iteration: int, **changes: Any) -> Path:
+    return folder.save(
+        make_payload(1, iteration),
+        stem=layout.stem("run", 1, iteration),
+        sidecar=make_sidecar(1, iteration, **changes),
+    )
+
+
+def iterations(folder: RunFolder) -> list[int]:
+    return [entry.iteration for entry in folder.entries()]
+
+
+def test_a_folder_keeps_what_the_sidecars_say(tmp_path: Path) -> None:
+    options = CheckpointStore(keep_every=4, keep_best=KeepBest(1, "score"))
+    folder = RunFolder(tmp_path, options)
+    scores = {1: 0.1, 2: 0.9, 3: 0.4, 4: 0.2, 5: 0.3, 6: 0.5}
+    for iteration, score in scores.items():
+        save_scored(folder, iteration, count=iteration, metrics={"score": score})
+    assert iterations(folder) == [2, 4, 6]
+    # A later start reads what an earlier one has written.
+    again = RunFolder(tmp_path, options)
+    save_scored(again, 7, count=7, metrics={"score": 0.95})
+    assert iterations(again) == [4, 7]
+
+
+def test_a_damaged_and_a_missing_sidecar_keep_their_checkpoints(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    paths = [save_scored(folder, iteration, count=iteration) for iteration in (1, 3, 5)]
+    layout.sidecar_path(paths[0]).write_text("{")
+    layout.sidecar_path(paths[1]).unlink()
+    strict = RunFolder(tmp_path, CheckpointStore(keep_every=100))
+    save_scored(strict, 7, count=7)
+    assert iterations(strict) == [1, 3, 7]
+
+
+def test_a_migrated_checkpoint_is_not_judged_but_may_be_best(tmp_path: Path) -> None:
+    path = save_scored(RunFolder(tmp_path), 1, is_migrated=True, metrics={"score": 2.0})
+    entry = complete(Entry(1, 1, path))
+    assert (entry.is_known, entry.metrics) == (False, {"score": 2.0})
+
+
+def test_a_checkpoint_that_was_resumed_from_stays_however_its_path_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(RunFolder(tmp_path / "run"), 1, 1)
+    folder = RunFolder(tmp_path / "run", CheckpointStore(keep_last=1))
+    monkeypatch.chdir(tmp_path)
+    folder.load(Path("run/run_epoch_1_iter_1.pth"))
+    for iteration in (2, 3):
+        save(folder, 1, iteration)
+    assert iterations(folder) == [1, 3]
+
+
+def test_each_sidecar_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path)
+    for iteration in range(30):
+        save_scored(folder, iteration)
+    reads: list[Path] = []
+
+    def read(path: Path) -> Any:
+        reads.append(path)
+        return loading.read_sidecar(path)
+
+    monkeypatch.setattr("helios.checkpoint.retention.read_sidecar", read)
+    retention = Retention(CheckpointStore(keep_every=10))
+    for _ in range(5):
+        retention.plan(folder.entries())
+    assert len(reads) == 30
+    save_scored(folder, 30)
+    retention.plan(folder.entries())
+    assert len(reads) == 31
+
+
+def test_names_alone_decide_without_reading_any_sidecar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in range(3):
+        save(RunFolder(tmp_path), 1, iteration)
+    monkeypatch.setattr("helios.checkpoint.retention.read_sidecar", pytest.fail)
+    gone = Retention(CheckpointStore(keep_last=2)).plan(RunFolder(tmp_path).entries())
+    assert [entry.iteration for entry in gone] == [0]
+
+
+def test_a_metric_that_no_checkpoint_has_is_warned_about_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path, CheckpointStore(keep_last=2, keep_best=KeepBest(1, "acuracy")))
+    save_scored(folder, 1, metrics={})
+    assert caplog.text == "", "before the first validation nothing is known"
+    for iteration in (2, 3, 4):
+        save_scored(folder, iteration, metrics={"accuracy": 0.5, "loss": 1.0})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "'acuracy'" in record.message
+    assert "'accuracy', 'loss'" in record.message

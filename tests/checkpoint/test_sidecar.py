@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helios.checkpoint.layout import SCHEMA
-from helios.checkpoint.sidecar import Sidecar
+from helios.checkpoint.sidecar import Sidecar, _checksum
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from tests.checkpoint.helpers import make_sidecar
 
@@ -24,6 +24,7 @@ FULL = make_sidecar(
     options={"seed": 1, "sampler": None, "nested": {"a": [1, 2.5, True]}},
     digest="sha256:00",
     version="3.0.0",
+    count=12,
 )
 
 
@@ -81,9 +82,24 @@ def test_a_later_format_is_incompatible_and_not_damaged() -> None:
         read(text)
 
 
+def test_a_sidecar_of_a_version_that_counted_nothing_is_read() -> None:
+    sidecar = make_sidecar(1, 1, count=3)
+    table = json.loads(sidecar.to_json())
+    del table["count"], table["check"]
+    table["check"] = _checksum(table)
+    assert read(json.dumps(table)) == make_sidecar(1, 1, count=None)
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"epoch": "1"}, {"epoch": True}, {"metrics": {"a": "word"}}, {"run_name": None}],
+    [
+        {"count": "3"},
+        {"count": True},
+        {"epoch": "1"},
+        {"epoch": True},
+        {"metrics": {"a": "word"}},
+        {"run_name": None},
+    ],
 )
 def test_a_value_of_the_wrong_type_is_damaged(changes: dict[str, Any]) -> None:
     sidecar = make_sidecar(1, 1)

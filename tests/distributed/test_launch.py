@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 import helios
 from helios.core import distributed
 from helios.core.group import membership
+from helios.core.signals import Receiver
 from helios.engines import handover, supervisor
 from helios.engines.children import Failure, end_with_launcher
 from helios.engines.launch import Launch, LaunchKind, spawn
@@ -190,7 +191,9 @@ def test_ranks_form_a_group_and_hand_back_results_and_large_items() -> None:
     tensor, queue = torch.zeros(2), handover.LaunchQueue()
     queue.put("before")
     before = dict(os.environ)
-    results = spawn(work_in_full, 2, (tensor, queue), queue=queue, forward=[signal.SIGUSR1])
+    receiver = Receiver([signal.SIGUSR1])
+    with receiver.installed():
+        results = spawn(work_in_full, 2, (tensor, queue), queue=queue, signals=receiver)
     assert [result.pop("launch") for result in results] == [
         Launch(LaunchKind.SPAWN, rank, 2, local_rank=rank, local_world_size=2) for rank in (0, 1)
     ]

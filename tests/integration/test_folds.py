@@ -69,6 +69,7 @@ def _cross_validate(
             valid_frequency=1,
             chkpt_frequency=1,
             chkpt_root=root,
+            store=helios.CheckpointStore(is_async=False),
             use_cpu=True,
             print_banner=False,
             plugins=[kill[1]] if kill is not None and kill[0] == fold else [],

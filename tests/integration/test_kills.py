@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import helios
 from tests.support.kills import (
     KillAt,
     KillAtFileOperation,
@@ -86,7 +87,8 @@ def test_a_kill_behind_the_last_checkpoint_leaves_the_same_events_to_come(
     whole: Outcome, tmp_path: Path
 ) -> None:
     """R4: the last poll follows again, then the ends of epoch and training."""
-    setting = dataclasses.replace(_SETTING, valid_frequency=3)
+    written_at_once = {"store": helios.CheckpointStore(is_async=False)}
+    setting = dataclasses.replace(_SETTING, valid_frequency=3, options=written_at_once)
     undisturbed = train(tmp_path / "undisturbed", setting)
     folder = tmp_path / "killed"
     assert train_in_child(folder, setting, KillAt("on_training_epoch_end", 9)) == -9

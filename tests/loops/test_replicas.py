@@ -898,6 +898,7 @@ class Saver:
     """Keeps what a session saves, in memory."""
 
     logs_scalars = False
+    has_failed = False
 
     def __init__(self) -> None:
         self.saved: list[int] = []

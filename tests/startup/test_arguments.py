@@ -19,6 +19,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.startup.arguments import CHANGEABLE, Arguments
+from helios.startup.signals import Signals
 from helios.state import TrainingUnit
 
 DEFAULTS: dict[str, Any] = {
@@ -311,9 +312,11 @@ def test_the_gpus_that_are_asked_for_or_all_are_used(
 
 
 @pytest.mark.parametrize("value", [(15,), False])
-def test_what_comes_with_a_later_version_says_so(value: Any) -> None:
+def test_signals_are_none_or_options(value: Any) -> None:
     """DESIGN section 6: the arguments of a trainer."""
-    assert "later version" in check_refusal("signals", value, signals=value)
+    assert make().signals == Signals()
+    assert make(signals=Signals(())).signals.numbers == ()
+    assert "Pass e.g. Signals(" in check_refusal("signals", value, signals=value)
 
 
 @pytest.mark.parametrize("value", ["fp8", "", torch.float32, 16])

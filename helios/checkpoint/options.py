@@ -1,0 +1,105 @@
+"""How checkpoints are written and kept: what a user passes as ``Trainer(store=...)``.
+
+Plain frozen data, checked when it is made. The rules of keeping combine: a checkpoint stays if
+any of them keeps it, and with no rule at all everything stays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from helios.errors import ArgumentError
+
+_MODES = ("max", "min")
+_ON_SAVE_ERROR = ("continue", "raise")
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepBest:
+    """Keep the best checkpoints by a validation score: ``CheckpointStore(keep_best=...)``.
+
+    A checkpoint without the metric, or with NaN for it, is never among the best; of two with the
+    same score the newer one counts as better.
+
+    Attributes:
+        count: how many stay.
+        metric: name of the score, as the model's ``_val_scores`` has it.
+        mode: ``"max"`` where larger is better, ``"min"`` where smaller is.
+
+    Raises:
+        ArgumentError: for a value that is out of range.
+    """
+
+    count: int
+    metric: str
+    mode: str = "max"
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.count):
+            raise _fail("KeepBest", "count", "a positive int", self.count, "Pass e.g. 3.")
+        if not isinstance(self.metric, str) or not self.metric:
+            remedy = "Pass a name that valid_step returns."
+            raise _fail("KeepBest", "metric", "the name of a score", self.metric, remedy)
+        if self.mode not in _MODES:
+            remedy = 'Pass "min" for a loss, "max" for an accuracy.'
+            raise _fail("KeepBest", "mode", '"max" or "min"', self.mode, remedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointStore:
+    """How checkpoints are written and kept: ``Trainer(store=CheckpointStore(...))``.
+
+    Attributes:
+        is_async: write in a thread, from a copy of the state, while training goes on; ``False``
+            lets training wait until the file is on the disk.
+        keep_last: how many of the newest checkpoints stay; ``None`` for no such rule.
+        keep_every: the checkpoints whose number of completed units (epochs or steps, by
+            ``train_unit``) is a multiple of this stay; ``None`` for no such rule.
+        keep_best: the best ones by a validation score stay; ``None`` for no such rule.
+        digest: verify the bytes of a checkpoint by SHA-256 when it is loaded.
+        on_save_error: what follows a save that the disk refused: ``"continue"`` trains on, tries
+            again at the next due save, and raises at the end if no later save succeeded;
+            ``"raise"`` ends the training at the next safe point.
+
+    Raises:
+        ArgumentError: for a value that is out of range.
+    """
+
+    is_async: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: KeepBest | None = None
+    digest: bool = True
+    on_save_error: str = "continue"
+
+    def __post_init__(self) -> None:
+        name = "CheckpointStore"
+        for flag in ("is_async", "digest"):
+            value = getattr(self, flag)
+            if not isinstance(value, bool):
+                raise _fail(name, flag, "True or False", value, "Pass a bool.")
+        for rule in ("keep_last", "keep_every"):
+            value = getattr(self, rule)
+            if value is not None and not _is_count(value):
+                remedy = "None switches the rule off; without any rule all checkpoints stay."
+                raise _fail(name, rule, "None or a positive int", value, remedy)
+        if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
+            remedy = 'Pass e.g. KeepBest(3, "accuracy").'
+            raise _fail(name, "keep_best", "None or a KeepBest", self.keep_best, remedy)
+        if self.on_save_error not in _ON_SAVE_ERROR:
+            remedy = "Leave it out to train on."
+            raise _fail(name, "on_save_error", '"continue" or "raise"', self.on_save_error, remedy)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is no rule by which a checkpoint may go."""
+        return self.keep_last is None and self.keep_every is None and self.keep_best is None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _fail(owner: str, name: str, rule: str, value: object, remedy: str) -> ArgumentError:
+    return ArgumentError(f"{owner}({name}=...) must be {rule}, got {value!r}. {remedy}")

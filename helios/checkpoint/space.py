@@ -1,0 +1,96 @@
+"""Will the checkpoints of a run fit on the disk? Asked before the first step (USERS.md 17).
+
+Learning it from the first save that fails costs the training up to there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from pathlib import Path
+
+from helios.checkpoint.options import CheckpointStore
+
+_LOGGER = logging.getLogger(__name__)
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def count_kept(options: CheckpointStore, num_saves: float) -> float:
+    """Return how many checkpoints of a run lie on the disk at most, at one time.
+
+    Args:
+        options: the rules of keeping.
+        num_saves: how many are still to be written; infinity if nobody knows.
+    """
+    if options.keeps_all:
+        return num_saves
+    if options.keep_every is not None:
+        # Its share grows with the run.
+        return num_saves / options.keep_every + _count_others(options)
+    return min(num_saves, _count_others(options))
+
+
+def _count_others(options: CheckpointStore) -> int:
+    best = 0 if options.keep_best is None else options.keep_best.count
+    # An old one goes after the new one is there; the one that a run goes on from stays, too.
+    return (options.keep_last or 1) + best + 2
+
+
+def warn_if_too_large(
+    folder: Path, *, num_bytes: int, num_saves: float, options: CheckpointStore
+) -> None:
+    """Warn of a disk that is too small for the checkpoints to come.
+
+    Args:
+        folder: where they go; need not exist yet.
+        num_bytes: the estimated size of one.
+        num_saves: how many are still to be written; infinity if nobody knows.
+        options: the rules of keeping.
+    """
+    free = _free_bytes(folder)
+    if free is None:
+        return
+    if num_bytes > free:
+        _LOGGER.warning(
+            "Not even one checkpoint will fit into %s: one takes about %s, and %s are free. Make "
+            "room, or set chkpt_root to another disk.",
+            folder,
+            describe_size(num_bytes),
+            describe_size(free),
+        )
+        return
+    kept = count_kept(options, num_saves)
+    if num_bytes * kept > free and math.isfinite(kept):
+        _LOGGER.warning(
+            "The checkpoints of this run will not fit into %s: up to %d of about %s each, and %s "
+            "are free. Keep fewer, by store=CheckpointStore(keep_last=3), save less often, or "
+            "make room.",
+            folder,
+            math.ceil(kept),
+            describe_size(num_bytes),
+            describe_size(free),
+        )
+
+
+def _free_bytes(folder: Path) -> int | None:
+    present = next((path for path in (folder, *folder.absolute().parents) if path.exists()), None)
+    try:
+        return None if present is None else shutil.disk_usage(present).free
+    except OSError:
+        # A save will tell what is wrong with the disk.
+        return None
+
+
+def describe_size(num_bytes: float) -> str:
+    """Return a size in a unit that people read.
+
+    Example:
+        >>> describe_size(480 * 1024**2)
+        '480.0 MiB'
+    """
+    for unit in _UNITS:
+        if num_bytes < 1024 or unit == _UNITS[-1]:
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

@@ -1,0 +1,81 @@
+"""How large a model's state will be, before the first step has been made.
+
+Optimizers make their state in their first step. To know it earlier, a copy of each makes one on the
+``meta`` device, where tensors have shapes and no content.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+# What an optimizer keeps that cannot be tried out: two tensors for each parameter, as Adam does.
+_USUAL_COPIES = 2
+_SWITCHES = ("foreach", "fused", "capturable")
+
+
+def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[int]:
+    """Return the bytes of each storage that a checkpoint of these parts will hold.
+
+    Args:
+        modules: networks, on any device.
+        optimizers: those that have made a step, and those that have not.
+    """
+    held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in held}
+    sizes = [size for size in storages.values() if size]
+    for optimizer in optimizers:
+        sizes += _sizes_of_state(optimizer)
+    return sizes
+
+
+def _address(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _sizes_of_state(optimizer: Optimizer) -> list[int]:
+    state: Any = optimizer.state
+    if not state:
+        state = _try_step(optimizer)
+    if state is None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return [p.nbytes for p in parameters for _ in range(_USUAL_COPIES)]
+    return [tensor.nbytes for part in state.values() for tensor in _tensors_in(part)]
+
+
+def _tensors_in(part: Any) -> Iterator[Tensor]:
+    for value in part.values() if isinstance(part, dict) else ():
+        if isinstance(value, Tensor) and value.nbytes:
+            yield value
+
+
+def _try_step(optimizer: Optimizer) -> Any:
+    """Return the state that a first step would make; ``None`` where that cannot be found out."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        # Nobody knows what else a step of the user's would do.
+        return None
+    try:
+        twin = copy.copy(optimizer)
+        twin.state = defaultdict(dict)
+        twin.param_groups = [_on_meta(group) for group in optimizer.param_groups]
+        with torch.no_grad():
+            type(optimizer).step(twin)
+    except Exception:  # a few read numbers from tensors, which have none here
+        return None
+    return twin.state
+
+
+def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
+    parameters = []
+    for parameter in group["params"]:
+        twin = nn.Parameter(torch.empty_like(parameter, device="meta"))
+        twin.grad = torch.empty_like(twin)
+        parameters.append(twin)
+    plain = {name: False for name in _SWITCHES if name in group}
+    return {**group, **plain, "params": parameters}

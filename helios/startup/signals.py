@@ -1,0 +1,187 @@
+"""What fit does on a signal: it saves at the next safe point and ends, with exit code 75.
+
+A scheduler that is about to end a job says so by a signal some time before. The run notes it, and
+asks for its note at its boundaries, like for any other request (DESIGN R4).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import NoReturn
+
+from helios.core.signals import TRY_AGAIN, Receiver, name_of
+from helios.errors import ArgumentError
+
+_LOGGER = logging.getLogger(__name__)
+_DEFAULTS = tuple(
+    number
+    for name, number in signal.Signals.__members__.items()
+    if name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+)
+# Nobody can handle the first two; a process goes on behind a fault for ever, if it is noted only;
+# PyTorch's loaders wait for the ends of their workers.
+_REFUSED = (
+    *("SIGKILL", "SIGSTOP"),
+    *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"),
+    "SIGCHLD",
+)
+_TELL_SECONDS = 2.0
+
+
+def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
+    return ArgumentError(f"Signals({name}=...) must be {rule}, got {value!r}. {remedy}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Signals:
+    """On which signals a training saves and ends: ``Trainer(signals=Signals(...))``.
+
+    The first of them asks for a checkpoint at the next safe point and for the end of the run:
+    ``fit`` returns False, and ``trainer.exit_code`` is 75. A second SIGINT ends it at once.
+
+    Attributes:
+        numbers: the signals, such as ``(signal.SIGTERM, signal.SIGUSR1)``; ``()`` for none. By
+            default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, as far as the system has them.
+        grace: if no safe point is reached that many seconds after the first signal, the process
+            ends with code 75 without saving; ``float("inf")`` to wait without end.
+
+    Raises:
+        ArgumentError: for what is no signal, is named twice or cannot be handled, and for a grace
+            that is no positive number.
+    """
+
+    numbers: tuple[int, ...] = _DEFAULTS
+    grace: float = 20.0
+
+    def __post_init__(self) -> None:
+        known = ", ".join(number.name for number in signal.Signals)
+        if not isinstance(self.numbers, list | tuple):
+            rule = "a tuple of signals"
+            raise _fail("numbers", rule, self.numbers, "Pass e.g. (signal.SIGTERM,).")
+        for number in self.numbers:
+            is_known = isinstance(number, int) and not isinstance(number, bool)
+            if not is_known or number not in signal.valid_signals():
+                remedy = f"This system has {known}."
+                raise _fail("numbers", "signals of this system", number, remedy)
+            if name_of(number) in _REFUSED:
+                rule = "signals that a training can put off"
+                raise _fail("numbers", rule, name_of(number), "Leave it out.")
+        if len(set(self.numbers)) < len(self.numbers):
+            names = ", ".join(map(name_of, self.numbers))
+            raise _fail("numbers", "different signals", names, "Name each of them once.")
+        object.__setattr__(self, "numbers", tuple(self.numbers))
+        is_number = isinstance(self.grace, int | float) and not isinstance(self.grace, bool)
+        if not is_number or not self.grace > 0:
+            remedy = "Pass seconds, or float('inf') to wait without end."
+            raise _fail("grace", "a positive number of seconds", self.grace, remedy)
+
+
+class Listener:
+    """What a call of fit knows of the signals that have come.
+
+    Args:
+        receiver: takes the notes; ``None`` where nobody does.
+
+    Attributes:
+        receiver: as given.
+    """
+
+    def __init__(self, receiver: Receiver | None = None) -> None:
+        self.receiver = receiver
+        self._has_told = False
+
+    def ask(self, *, saves: bool) -> str:
+        """Return why the run is to break off; empty while no signal has come.
+
+        Args:
+            saves: whether checkpoints are written, for the message.
+        """
+        if self.receiver is None or not self.receiver.first:
+            return ""
+        reason = f"{self.receiver.first} was received"
+        if not self._has_told:
+            self._has_told = True
+            how = "saves and ends" if saves else "ends, without saving,"
+            _LOGGER.warning("%s: the training %s at the next safe point.", reason, how)
+        return reason
+
+    def note_safe_point(self) -> None:
+        """Let the rest of the run take its time: writing is no standstill."""
+        if self.receiver is not None:
+            self.receiver.wait_without_end()
+
+    def tell_of_late_ones(self) -> None:
+        """Say at the regular end that a signal has found nothing to break off."""
+        if self.receiver is not None and self.receiver.first and not self._has_told:
+            _LOGGER.warning("%s came too late to interrupt the training.", self.receiver.first)
+
+
+@contextlib.contextmanager
+def listening(signals: Signals) -> Iterator[Listener]:
+    """Note signals for a block; in another thread than the main one there are no handlers.
+
+    Args:
+        signals: which ones, and for how long to wait.
+    """
+    if not signals.numbers:
+        yield Listener()
+        return
+    if threading.current_thread() is not threading.main_thread():
+        _LOGGER.warning(
+            "fit runs outside of the main thread, so it cannot save on a signal: %s act as if it "
+            "did not run. Call it in the main thread, or pass Trainer(signals=Signals(())).",
+            ", ".join(map(name_of, signals.numbers)),
+        )
+        yield Listener()
+        return
+    receiver = Receiver(
+        signals.numbers,
+        grace=signals.grace,
+        give_up=lambda name: end_unsaved(name, signals.grace),
+    )
+    with receiver.installed():
+        yield Listener(receiver)
+
+
+def end_unsaved(name: str, grace: float) -> NoReturn:
+    """End this process with the workers that it has started, whatever its main thread does.
+
+    Args:
+        name: the signal that was not answered in time.
+        grace: the time that it had.
+    """
+    # The main thread may stand still while it holds the lock of the log: then nothing is told.
+    teller = threading.Thread(target=_tell_of_silence, args=(name, grace), daemon=True)
+    teller.start()
+    teller.join(_TELL_SECONDS)
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(TRY_AGAIN)
+
+
+def _tell_of_silence(name: str, grace: float) -> None:
+    _LOGGER.error(
+        "No safe point was reached within %g s after %s, so this process ends now, without saving, "
+        "with exit code %d. The same command goes on from the newest checkpoint. Steps and "
+        "validations that take longer need Trainer(signals=Signals(grace=...)).",
+        grace,
+        name,
+        TRY_AGAIN,
+    )
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return what a script should exit with after an error: 75 if it may just be started again."""
+    is_interruption = isinstance(error, KeyboardInterrupt)
+    is_unsaved = isinstance(error, SystemExit) and error.code == TRY_AGAIN
+    return TRY_AGAIN if is_interruption or is_unsaved else 1

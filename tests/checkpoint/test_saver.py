@@ -1,0 +1,260 @@
+"""Saving while the training goes on: what the file holds, who waits, what a failure leads to."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helios.checkpoint import layout
+from helios.checkpoint.saver import Saver
+from helios.checkpoint.store import CheckpointStore, RunFolder
+from helios.core import codec, files
+from helios.errors import SaveError, StateError
+from tests.checkpoint.helpers import make_payload, make_sidecar, names
+
+
+class Gate:
+    """Holds up every file that is begun, until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        self.has_come = threading.Event()
+        create = files.create
+
+        def held(path: Path) -> Any:
+            self.has_come.set()
+            assert self.is_open.wait(30)
+            return create(path)
+
+        monkeypatch.setattr(files, "create", held)
+
+
+class Disk:
+    """Refuses files while it is broken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.error: Exception | None = None
+        write = files.write
+
+        def guarded(handle: Any, data: Any) -> int:
+            if self.error is not None:
+                raise self.error
+            return write(handle, data)
+
+        monkeypatch.setattr(files, "write", guarded)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    held = Gate(monkeypatch)
+    yield held
+    held.is_open.set()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Saver]]:
+    made: list[Saver] = []
+
+    def build(**options: Any) -> Saver:
+        made.append(Saver(RunFolder(tmp_path / "model", CheckpointStore(**options))))
+        return made[-1]
+
+    yield build
+    for saver in made:
+        saver.close()
+
+
+def save(saver: Saver, iteration: int, **model: Any) -> Path:
+    return saver.save(
+        make_payload(1, iteration, **model),
+        stem=layout.stem("run", 1, iteration),
+        sidecar=make_sidecar(1, iteration),
+    )
+
+
+def load_model(path: Path) -> dict[str, Any]:
+    model: dict[str, Any] = RunFolder(path.parent).load(path).payload["model"]
+    return model
+
+
+def test_the_file_holds_what_was_there_at_the_call(make: Callable[..., Saver], gate: Gate) -> None:
+    saver = make()
+    live, history, array = torch.ones(1000), [1, 2], torch.arange(3).numpy()
+    path = save(saver, 1, live=live, history=history, array=array, view=live[10:20])
+    live.zero_()
+    history.append(3)
+    array[:] = 0
+    assert not path.exists()
+    gate.is_open.set()
+    saver.finish()
+    model = load_model(path)
+    assert model["live"].sum() == 1000
+    assert model["history"] == [1, 2]
+    assert model["array"].tolist() == [0, 1, 2]
+    assert model["view"].untyped_storage().data_ptr() == model["live"].untyped_storage().data_ptr()
+
+
+def test_without_a_thread_the_file_is_there_when_the_call_returns(
+    make: Callable[..., Saver],
+) -> None:
+    saver = make(is_async=False)
+    assert save(saver, 1).exists()
+    assert saver.newest is not None
+
+
+def test_a_save_in_flight_counts_as_saved_and_the_next_one_waits_for_it(
+    make: Callable[..., Saver], gate: Gate
+) -> None:
+    saver = make()
+    save(saver, 1)
+    assert saver.has(1, 1)
+    assert saver.newest is None
+    second = threading.Thread(target=save, args=(saver, 2))
+    second.start()
+    assert gate.has_come.wait(30)
+    assert not saver.has(1, 2)
+    gate.is_open.set()
+    second.join()
+    saver.finish()
+    assert saver.newest == saver._folder.path / "run_epoch_1_iter_2.pth"
+    assert saver.has(1, 1)
+    assert saver.has(1, 2)
+
+
+def test_objects_that_nobody_can_copy_are_written_before_the_call_returns(
+    make: Callable[..., Saver], gate: Gate
+) -> None:
+    gate.is_open.set()
+    saver = make()
+    payload = make_payload(1, 1, extra=torch.Size((2, 3)), half=Half(torch.ones(3)))
+    path = saver.save(
+        payload,
+        stem=layout.stem("run", 1, 1),
+        sidecar=make_sidecar(1, 1),
+        safe_types=[Half],
+    )
+    assert path.exists()
+
+
+class Half:
+    """A type of the user's that loading may build."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def test_what_cannot_be_loaded_again_is_refused_at_the_call(make: Callable[..., Saver]) -> None:
+    saver = make()
+    with pytest.raises(StateError, match=r"model\.odd"):
+        save(saver, 1, odd=object())
+    saver.finish()
+
+
+def test_a_disk_that_refuses_a_save_is_told_of_and_the_next_save_heals_it(
+    make: Callable[..., Saver], disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = make()
+    first = save(saver, 1)
+    saver.wait()
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    second = save(saver, 2)
+    saver.wait()
+    assert saver.failure is None
+    assert saver.newest == first
+    assert names(first.parent) == [first.with_suffix(".json").name, first.name]
+    (record,) = (r for r in caplog.records if r.levelno == logging.ERROR)
+    assert "No space left on device" in record.getMessage()
+    assert second.name in record.getMessage()
+    assert first.name in record.getMessage()
+    disk.error = None
+    third = save(saver, 3)
+    saver.finish()
+    assert saver.newest == third
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_refused_last_save_is_raised_at_the_end(
+    is_async: bool, make: Callable[..., Saver], disk: Disk
+) -> None:
+    saver = make(is_async=is_async)
+    disk.error = OSError(errno.EIO, "Input/output error")
+    save(saver, 1)
+    with pytest.raises(SaveError, match=r"iter_1\.pth, was not saved: .*Input/output") as caught:
+        saver.finish()
+    assert isinstance(caught.value, OSError)
+    assert caught.value.__cause__ is disk.error
+
+
+def test_a_sidecar_is_not_left_behind_by_a_rename_that_fails(
+    make: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = files.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if target.suffix == ".pth":
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(files, "replace", refuse)
+    saver = make()
+    path = save(saver, 1)
+    saver.wait()
+    assert names(path.parent) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"on_save_error": "raise"}, OSError(errno.ENOSPC, "No space left on device")),
+        ({}, MemoryError("no memory")),
+        ({}, RuntimeError("a fault of the writer")),
+    ],
+)
+def test_other_failures_wait_for_the_next_safe_point_to_be_raised(
+    options: dict[str, Any], error: Exception, make: Callable[..., Saver], disk: Disk
+) -> None:
+    saver = make(**options)
+    disk.error = error
+    save(saver, 1)
+    saver.wait()
+    assert saver.failure is error
+    for act in (saver.raise_failure, saver.finish, lambda: save(saver, 2)):
+        with pytest.raises(type(error), match=str(error.args[-1])):
+            act()
+
+
+def test_the_memory_of_the_copies_is_one_state_and_given_back(
+    make: Callable[..., Saver],
+) -> None:
+    saver = make()
+    saver.prepare([4000])
+    assert saver._buffers is not None
+    for iteration in (1, 2, 3):
+        save(saver, iteration, weight=torch.ones(1000))
+        assert saver._buffers.num_bytes == 4000 + 16
+    saver.close()
+    assert saver._buffers.num_bytes == 0
+
+
+def test_a_failure_of_torch_while_it_writes_is_named(
+    make: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(handle: Any, tree: Any) -> None:
+        raise RuntimeError("a fault of torch")
+
+    monkeypatch.setattr(codec, "write", fail)
+    saver = make(is_async=False)
+    with pytest.raises(RuntimeError, match="a fault of torch"):
+        save(saver, 1)

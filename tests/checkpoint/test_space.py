@@ -1,0 +1,77 @@
+"""A disk that is too small is told of before the first step (USERS.md 17)."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from helios.checkpoint.options import CheckpointStore, KeepBest
+from helios.checkpoint.space import count_kept, warn_if_too_large
+
+
+class Usage(NamedTuple):
+    """What a disk says of itself."""
+
+    total: int
+    used: int
+    free: int
+
+
+@pytest.mark.parametrize(
+    ("options", "num_saves", "expected"),
+    [
+        ({}, 40, 40),
+        ({}, math.inf, math.inf),
+        ({"keep_last": 3}, 40, 5),
+        ({"keep_last": 3}, 2, 2),
+        ({"keep_last": 1, "keep_best": KeepBest(4, "score")}, 40, 7),
+        ({"keep_every": 10}, 40, 7),
+    ],
+)
+def test_how_many_lie_there_at_once_follows_from_the_rules(
+    options: dict[str, Any], num_saves: float, expected: float
+) -> None:
+    assert count_kept(CheckpointStore(**options), num_saves) == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "num_saves", "options", "expected"),
+    [
+        (99, 1, {}, "Not even one checkpoint will fit"),
+        (1000, 11, {}, r"will not fit into .*: up to 11 of about 100 bytes each, and 1000 bytes"),
+        (1000, 10, {}, ""),
+        (1000, math.inf, {"keep_last": 3}, ""),
+        (400, math.inf, {"keep_last": 3}, "up to 5 of"),
+    ],
+)
+def test_a_run_that_cannot_fit_is_warned_about(
+    free: int,
+    num_saves: float,
+    options: dict[str, Any],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked: list[Path] = []
+
+    def answer(path: Path) -> Usage:
+        asked.append(path)
+        return Usage(5000, 5000 - free, free)
+
+    monkeypatch.setattr(shutil, "disk_usage", answer)
+    folder = tmp_path / "root" / "model"
+    warn_if_too_large(
+        folder, num_bytes=100, num_saves=num_saves, options=CheckpointStore(**options)
+    )
+    assert asked == [tmp_path]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == bool(expected)
+    if expected:
+        assert re.search(expected, messages[0])
+        assert str(folder) in messages[0]

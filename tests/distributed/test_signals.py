@@ -1,0 +1,170 @@
+"""Signals to a training on several processes: to who has started them, to one rank, to all."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
+from tests.support.ranks import run_ranks
+from tests.support.signals import (
+    SignalAt,
+    codes,
+    command,
+    environment,
+    newest,
+    start,
+    undisturbed,
+)
+
+slow = pytest.mark.full  # starts Python several times: the second tier of the tests
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Bits:
+    """The bits of the training without a signal, in one process."""
+    setting = Elastic(num_replicas=3, chkpt_frequency=1000, total_steps=STEPS)
+    return undisturbed(tmp_path_factory.mktemp("whole"), setting)
+
+
+def interrupt(folder: Path, *options: Any, torchrun: int = 0) -> str:
+    """Have a training interrupted, in three processes; returns its log."""
+    folder.mkdir(exist_ok=True)
+    line = [folder, "--steps", STEPS, *options, *([] if torchrun else ["--nproc", 3])]
+    code, log = start(*line, torchrun=torchrun)
+    assert codes(folder) == [75] * (torchrun or 1), log
+    assert code == (1 if torchrun else 75), log
+    return log
+
+
+def go_on(folder: Path, whole: Bits, **how: Any) -> None:
+    """Run the command again, without a signal."""
+    line = [folder, "--steps", STEPS, *([] if how else ["--nproc", 3])]
+    code, log = start(*line, **how)
+    assert code == 0, log
+    assert_same(read_bits(folder), whole)
+
+
+def work(rank: int, folder: Path, setting: Elastic, *plugins: Any) -> int:
+    trainer, _ = train(folder, setting, *plugins)
+    return trainer.exit_code
+
+
+@pytest.mark.parametrize(
+    ("unit", "rank"),
+    [
+        ("iteration", 2),
+        ("epoch", 0),
+        pytest.param("iteration", 0, marks=slow),
+        pytest.param("epoch", 2, marks=slow),
+    ],
+)
+def test_a_signal_to_one_rank_ends_all_at_one_place(unit: str, rank: int, tmp_path: Path) -> None:
+    setting = Elastic(
+        num_replicas=3,
+        chkpt_frequency=1000,
+        unit=unit,
+        total_steps=12 if unit == "iteration" else 3,
+    )
+    alone = undisturbed(tmp_path / "alone", setting)
+    folder = tmp_path / "run"
+    assert run_ranks(work, 3, folder, setting, SignalAt("on_forward_end", 3, rank=rank)) == [75] * 3
+    assert newest(folder) == (1, 3)
+    assert run_ranks(work, 3, folder, setting) == [0, 0, 0]
+    assert_same(read_bits(folder), alone)
+
+
+@slow
+def test_a_signal_to_the_launcher_reaches_all_ranks(whole: Bits, tmp_path: Path) -> None:
+    options = ("--at", "on_validation_batch_start", "--iteration", 4, "--rank", 1, "--to", "parent")
+    log = interrupt(tmp_path / "run", *options, "--send", int(signal.SIGUSR1))
+    assert log.count("SIGUSR1 was received: the training saves and ends at the next") == 1
+    assert log.count("The training was interrupted: SIGUSR1 was received.") == 1
+    assert "Traceback" not in log
+    assert newest(tmp_path / "run")[1] >= 5
+    go_on(tmp_path / "run", whole)
+
+
+@slow
+def test_a_signal_while_ranks_are_starting_waits_for_them(whole: Bits, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    line = command(folder, "--steps", STEPS, "--nproc", 3)
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(line, env=environment(), **pipes) as launcher:
+        while not _children(launcher.pid):
+            assert launcher.poll() is None
+        # To the terminal's whole group: the launcher, and ranks that import their first modules.
+        for _ in range(2):
+            launcher.send_signal(signal.SIGINT)
+            for pid in _children(launcher.pid):
+                subprocess.run(["kill", "-INT", str(pid)], check=False)
+        _, log = launcher.communicate(timeout=120)
+    assert launcher.returncode == 75, log
+    assert "Traceback" not in log
+    assert newest(folder) == (0, 0)
+    go_on(folder, whole)
+
+
+def _children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(text) for text in path.read_text().split()]
+    return [pid for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@slow
+@pytest.mark.parametrize("way", ["one rank", "the agent"])
+def test_ranks_of_torchrun_save_and_say_75(way: str, whole: Bits, tmp_path: Path) -> None:
+    to = ("--rank", 1, "--to", "self" if way == "one rank" else "parent")
+    interrupt(tmp_path / "run", "--at", "on_forward_end", "--iteration", 4, *to, torchrun=3)
+    assert newest(tmp_path / "run")[1] >= 4
+    go_on(tmp_path / "run", whole, torchrun=3)
+
+
+@slow
+def test_ranks_that_come_to_no_safe_point_end_everything_with_75(
+    whole: Bits, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    options = ("--at", "on_forward_end", "--iteration", 4, "--rank", 2, "--to", "parent", "--stick")
+    code, log = start(folder, "--steps", STEPS, "--nproc", 3, "--grace", 1, *options)
+    assert code == 75, log
+    assert "No safe point was reached within 1 s after SIGTERM" in log
+    assert "Traceback" not in log
+    assert (codes(folder), newest(folder)) == ([], (0, 0))
+    go_on(folder, whole)
+
+
+@slow
+def test_a_second_ctrl_c_at_the_launcher_ends_all_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    # The ranks stand still, so that only the second one can end them.
+    options = ("--at", "on_forward_end", "--iteration", 4, "--rank", 2, "--stick", "--grace", 100)
+    line = command(folder, "--steps", STEPS, "--nproc", 3, *options, "--to", "parent")
+    line += ["--send", str(int(signal.SIGINT))]
+    pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(line, env=environment(), **pipes) as launcher:
+        assert launcher.stderr is not None
+        for said in launcher.stderr:
+            if re.search("Events are told", said):
+                break
+        while not list(folder.glob("sent.*")):
+            assert launcher.poll() is None
+        # The first one was sent by then; this one comes when it is no echo.
+        try:
+            launcher.wait(1.5)
+        except subprocess.TimeoutExpired:
+            launcher.send_signal(signal.SIGINT)
+        _, log = launcher.communicate(timeout=30)
+    assert launcher.returncode == -signal.SIGINT, log
+    assert log.rstrip().endswith("KeyboardInterrupt")
+    assert newest(folder) == (0, 0)

@@ -1,0 +1,171 @@
+"""The options for signals, and what fit says and does about them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+import helios
+from helios import Signals
+from helios.core.signals import Receiver
+from helios.errors import ArgumentError
+from helios.startup.signals import Listener, exit_code_of, listening
+from tests.support.runs import IndexModule, Setting, SmallModel
+
+
+def test_the_defaults_are_what_schedulers_and_people_send() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    assert set(Signals().numbers) == set(numbers)
+    assert Signals().grace == 20.0
+    assert Signals([signal.SIGHUP]).numbers == (signal.SIGHUP,)  # type: ignore[arg-type]
+    assert Signals(grace=float("inf")) == Signals(Signals().numbers, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "rule"),
+    [
+        (signal.SIGTERM, r"must be a tuple of signals, got .*Pass e\.g\. \(signal\.SIGTERM,\)"),
+        (("SIGTERM",), r"must be signals of this system, got 'SIGTERM'\. This system has SIGHUP"),
+        ((True,), "must be signals of this system, got True"),
+        ((200,), "must be signals of this system, got 200"),
+        ((0,), "must be signals of this system, got 0"),
+        ((signal.SIGKILL,), "must be signals that a training can put off, got 'SIGKILL'"),
+        ((signal.SIGTERM, signal.SIGSTOP), "got 'SIGSTOP'. Leave it out"),
+        ((signal.SIGSEGV,), "got 'SIGSEGV'. Leave it out"),
+        ((signal.SIGCHLD,), "got 'SIGCHLD'. Leave it out"),
+        ((10, signal.SIGUSR1), "must be different signals, got 'SIGUSR1, SIGUSR1'"),
+    ],
+)
+def test_bad_signals_are_refused(numbers: Any, rule: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"^Signals\(numbers=\.\.\.\) .*{rule}|{rule}"):
+        Signals(numbers)
+
+
+@pytest.mark.parametrize("grace", [0, -1.0, True, "20", None, float("nan")])
+def test_a_grace_is_a_positive_number(grace: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^Signals\(grace=\.\.\.\) must be a positive number"):
+        Signals(grace=grace)
+
+
+def test_what_came_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with listening(Signals()) as listener:
+        assert listener.ask(saves=True) == ""
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert [listener.ask(saves=True) for _ in range(2)] == ["SIGUSR1 was received"] * 2
+        listener.tell_of_late_ones()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        "SIGUSR1 was received: the training saves and ends at the next safe point."
+    )
+
+
+def test_a_signal_behind_the_last_poll_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with listening(Signals()) as listener:
+        os.kill(os.getpid(), signal.SIGTERM)
+        listener.tell_of_late_ones()
+    assert caplog.messages == ["SIGTERM came too late to interrupt the training."]
+
+
+def test_no_signals_means_no_handlers(caplog: pytest.LogCaptureFixture) -> None:
+    before = [signal.getsignal(number) for number in Signals().numbers]
+    with listening(Signals(())) as listener:
+        assert listener.receiver is None
+        assert [signal.getsignal(number) for number in Signals().numbers] == before
+    assert not caplog.messages
+
+
+def fit_quickly(**options: Any) -> helios.Trainer:
+    setting = Setting(total_steps=1, validates=False)
+    trainer = helios.Trainer("run", "iteration", 1, use_cpu=True, print_banner=False, **options)
+    trainer.fit(SmallModel(setting), IndexModule(setting))
+    return trainer
+
+
+def test_another_thread_trains_without_handlers_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(fit_quickly().exit_code))
+    thread.start()
+    thread.join()
+    assert results == [0]
+    (text,) = [text for text in caplog.messages if "main thread" in text]
+    assert text.startswith("fit runs outside of the main thread, so it cannot save on a signal: SI")
+
+
+class Curious(helios.Plugin):
+    """Looks at the handlers while fit runs."""
+
+    def __init__(self) -> None:
+        super().__init__("curious")
+        self.handlers: dict[str, list[Any]] = {}
+
+    unsaved = ("handlers",)
+
+    def setup(self) -> None:
+        self._look("setup")
+
+    def on_fit_end(self) -> None:
+        self._look("end")
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        self._look("validation")
+
+    def _look(self, when: str) -> None:
+        self.handlers[when] = [signal.getsignal(number) for number in Signals().numbers]
+
+
+def test_handlers_are_there_from_the_start_of_fit_to_its_end_only() -> None:
+    curious = Curious()
+    before = [signal.getsignal(number) for number in Signals().numbers]
+    fit_quickly(plugins=[curious])
+    assert [signal.getsignal(number) for number in Signals().numbers] == before
+    for when in ("setup", "end"):
+        (handler,) = set(curious.handlers[when])
+        assert isinstance(handler, Receiver), when
+
+
+def test_evaluations_handle_no_signals() -> None:
+    curious, setting = Curious(), Setting()
+    before = [signal.getsignal(number) for number in Signals().numbers]
+    trainer = helios.Trainer(use_cpu=True, plugins=[curious])
+    trainer.validate(SmallModel(setting), IndexModule(setting))
+    assert curious.handlers == {"setup": before, "validation": before}
+
+
+def test_a_process_that_gives_up_ends_its_workers_and_says_why() -> None:
+    code = """
+import multiprocessing, signal, os
+from helios.startup.signals import end_unsaved
+child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+child.start()
+os.write(1, str(child.pid).encode())
+end_unsaved("SIGUSR1", 7.5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 75, done.stderr
+    assert "No safe point was reached within 7.5 s after SIGUSR1" in done.stderr
+    # The output of the child is that of its parent: it has ended, else there were no end here.
+    assert int(done.stdout) > 0
+
+
+def test_exit_codes_tell_what_may_just_be_started_again() -> None:
+    errors = {KeyboardInterrupt(): 75, SystemExit(75): 75, SystemExit(3): 1, ValueError(): 1}
+    for error, code in errors.items():
+        assert exit_code_of(error) == code
+
+
+def test_a_listener_without_signals_hears_nothing() -> None:
+    listener = Listener()
+    listener.note_safe_point()
+    listener.tell_of_late_ones()
+    assert listener.ask(saves=True) == ""
