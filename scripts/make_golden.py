@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from helios import chkpt_migrator  # noqa: E402
 from scripts import event_page  # noqa: E402 (found by the line above)
 from tests import house  # noqa: E402
-from tests.support import event_situations  # noqa: E402
+from tests.cli import helps  # noqa: E402
+from tests.support import event_situations, golden_checkpoint  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
 
@@ -21,9 +24,21 @@ def golden_files() -> dict[Path, str]:
     logs = event_situations.golden_logs()
     return {
         GOLDEN / "public_names.txt": house.public_names(),
+        GOLDEN / "chkpt_migrator_help.txt": chkpt_migrator.build_parser().format_help(),
         **{GOLDEN / "events" / name: text for name, text in logs.items()},
+        **{GOLDEN / "help" / name: text for name, text in helps.help_texts().items()},
         ROOT / "docs" / "hooks.md": event_page.render(),
     }
+
+
+def write_checkpoints() -> None:
+    """Write a checkpoint of the present schema where there is none: it is never written again."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for path, content in golden_checkpoint.make(Path(scratch)).items():
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+                print(f"{path.relative_to(ROOT)}: written")
 
 
 def main() -> None:
@@ -40,6 +55,7 @@ def main() -> None:
         path.write_text(text, "utf-8")
         if found != text:
             print(f"{path.relative_to(ROOT)}: changed")
+    write_checkpoints()
     print(f"{len(wanted)} files are as the code makes them.")
 
 

@@ -1,0 +1,380 @@
+"""What can be said of checkpoints without loading them: for tools that look and change nothing.
+
+The order of the checks, and what their results are called, are those of :mod:`loading`. Tensors
+stay in the file unless every byte is to be compared, which takes no memory either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint import layout, loading, migrations
+from helios.checkpoint.sidecar import Sidecar, check_schema
+from helios.checkpoint.store import RunFolder
+from helios.core import codec
+from helios.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompatibleCheckpointError,
+)
+
+_MOVED_ASIDE = "before-"
+# Where functions live that no type of a user's stands beside: torch refuses most of them, too.
+_NEVER_TYPES = frozenset(("builtins", "nt", "os", "posix", "runpy", "subprocess", "sys"))
+
+
+class Condition(Enum):
+    """What a file is to a start of ``fit``."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"
+    UNMIGRATED = "unmigrated"
+    NEWER = "newer"
+    FOREIGN = "foreign"
+    UNREADABLE = "unreadable"
+    ASIDE = "put aside"
+
+
+class Checked(Enum):
+    """How far the bytes of a file were compared with those that were written."""
+
+    NOTHING = "nothing"
+    CONTAINER = "container"
+    STRUCTURE = "structure"
+    SUMS = "sums"
+    DIGEST = "digest"
+
+
+class Depth(Enum):
+    """How closely to look at a file; each look takes in those before it.
+
+    A glance reads the sidecar and the directory of the container, and the structure only where
+    there is no sidecar. To read the structure takes a second for some ten thousand tensors.
+    """
+
+    GLANCE = 1
+    STRUCTURE = 2
+    BYTES = 3
+
+
+class Outcome(Enum):
+    """What a start of ``fit`` would do with a folder."""
+
+    RESUMES = "resumes"
+    REFUSES = "refuses"
+    FRESH = "fresh"
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What is known of one file.
+
+    Attributes:
+        path: the file.
+        condition: what it is to a start of ``fit``.
+        reason: why it is not good, in a sentence that names the file; empty if it is.
+        size: its size in bytes.
+        place: (epoch, iteration) in its name; ``None`` if there is none.
+        sidecar: its sidecar, if there is one and it can be read.
+        checked: how far its bytes were compared.
+        needs: names of types that loading builds only if ``types_for_safe_load`` returns them.
+    """
+
+    path: Path
+    condition: Condition
+    reason: str = ""
+    size: int = 0
+    place: tuple[int, int] | None = None
+    sidecar: Sidecar | None = None
+    checked: Checked = Checked.NOTHING
+    needs: tuple[str, ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was found that speaks against the file."""
+        return self.condition is Condition.GOOD
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderStatus:
+    """What is known of the checkpoints directly in one folder.
+
+    Attributes:
+        path: the folder.
+        files: its checkpoints, oldest first, then what was put aside as damaged.
+        start: the checkpoint that a start of ``fit`` would take, or stop at.
+        outcome: what that start would do.
+    """
+
+    path: Path
+    files: tuple[Status, ...]
+    start: Path | None
+    outcome: Outcome
+
+    @property
+    def is_moved_aside(self) -> bool:
+        """Whether ``resume="never"`` or a migration has put these here; no start looks at them."""
+        return _is_before(self.path.name)
+
+
+def examine(path: Path, depth: Depth = Depth.GLANCE) -> Status:
+    """Return what a file is; nothing in it is executed, and nothing is renamed.
+
+    Args:
+        path: the ``.pth`` file; its sidecar is looked for beside it.
+        depth: how closely to look.
+    """
+    return look_into(path, depth)[0]
+
+
+def look_into(path: Path, depth: Depth = Depth.STRUCTURE) -> tuple[Status, Any]:
+    """Return what a file is, and its content as far as it can be shown.
+
+    Args:
+        path: as in :func:`examine`.
+        depth: as in :func:`examine`.
+
+    Returns:
+        The status, and the tree of the file as :func:`helios.core.codec.read_structure` gives it;
+        ``None`` where it was not or cannot be read.
+    """
+    look = _Look(path)
+    look.attempt(look.measure, Condition.UNREADABLE)
+    if look.has_fault:
+        return look.status(), None
+    look.attempt(look.read_sidecar, Condition.NEWER)
+    if depth is Depth.GLANCE and (look.has_fault or look.has_sidecar):
+        look.attempt(look.check_container, Condition.FOREIGN)
+        return look.status(), None
+    if depth is Depth.BYTES:
+        look.attempt(look.compare_bytes, Condition.FOREIGN)
+    look.attempt(look.read_structure, Condition.FOREIGN)
+    look.check_content()
+    return look.status(), look.tree
+
+
+class _FaultError(Exception):
+    """What a check found that speaks against a file."""
+
+    def __init__(self, condition: Condition, reason: str) -> None:
+        super().__init__(reason)
+        self.condition = condition
+
+
+class _Look:
+    """One look at a file: what was found, and the first thing that speaks against it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tree: Any = None
+        self._names: list[str] = []
+        self._size = 0
+        self._sidecar: Sidecar | None = None
+        self._checked = Checked.NOTHING
+        self._fault: tuple[Condition, str] | None = None
+
+    @property
+    def has_fault(self) -> bool:
+        return self._fault is not None
+
+    @property
+    def has_sidecar(self) -> bool:
+        return self._sidecar is not None
+
+    def status(self) -> Status:
+        condition, reason = self._fault or (Condition.GOOD, "")
+        return Status(
+            self.path,
+            condition,
+            reason=reason,
+            size=self._size,
+            place=layout.parse(self.path),
+            sidecar=self._sidecar,
+            checked=self._checked,
+            needs=tuple(self._names),
+        )
+
+    def attempt(self, check: Callable[[], object], when_incompatible: Condition) -> None:
+        """Make a check; what it raises is noted, if it is the first."""
+        try:
+            check()
+        except _FaultError as fault:
+            self._note(fault.condition, str(fault))
+        except DamagedCheckpointError as error:
+            self._note(Condition.DAMAGED, str(error))
+        except IncompatibleCheckpointError as error:
+            self._note(when_incompatible, str(error))
+        except (OSError, MemoryError, RecursionError) as error:
+            what = str(error) or type(error).__name__
+            self._note(Condition.UNREADABLE, f"{self.path} could not be read: {what}.")
+
+    def _note(self, condition: Condition, reason: str) -> None:
+        self._fault = self._fault or (condition, reason)
+
+    def measure(self) -> None:
+        with self.path.open("rb") as handle:
+            self._size = os.fstat(handle.fileno()).st_size
+
+    def read_sidecar(self) -> None:
+        self._sidecar = loading.read_sidecar(self.path)
+
+    def check_container(self) -> None:
+        """Check the directory of the container, and that name and sidecar agree."""
+        codec.check_directory(self.path)
+        self._checked = Checked.CONTAINER
+        if (sidecar := self._sidecar) is not None:
+            state = {"global_epoch": sidecar.epoch, "global_iteration": sidecar.iteration}
+            said = {
+                layout.KEY_TRAINING_STATE: state,
+                layout.KEY_NUM_REPLICAS: sidecar.num_replicas,
+            }
+            loading.check_agreement(self.path.name, said, sidecar)
+
+    def compare_bytes(self) -> None:
+        """Compare every byte with the digest, or the records with the container's sums."""
+        try:
+            is_verified = loading.compare_bytes(self.path, self._sidecar)
+        except IncompatibleCheckpointError as error:
+            raise _FaultError(Condition.UNMIGRATED, str(error)) from error
+        self._checked = Checked.DIGEST if is_verified else Checked.SUMS
+
+    def read_structure(self) -> None:
+        try:
+            self.tree, self._names = codec.read_structure(self.path)
+        except DamagedCheckpointError as error:
+            if self._checked is not Checked.DIGEST:
+                raise
+            raise _FaultError(
+                Condition.UNREADABLE,
+                f"{self.path} holds the bytes that were written, but cannot be read here: {error} "
+                "It was written with another version of PyTorch, perhaps.",
+            ) from error
+        if self._checked is Checked.NOTHING:
+            self._checked = Checked.STRUCTURE
+
+    def check_content(self) -> None:
+        """Check what kind of file it is, and that name, sidecar and content agree."""
+        keys = self.tree.keys() if isinstance(self.tree, Mapping) else ()
+        is_old = layout.KEY_TRAINING_STATE in keys
+        # A user's own object may hold a path, as the files of helios-ml do.
+        old_names = [] if layout.KEY_SCHEMA in keys else self._names
+        checks: tuple[tuple[Callable[[], object], Condition], ...] = (
+            (self._refuse_functions, Condition.FOREIGN),
+            (
+                lambda: migrations.refuse_old_globals(self.path, old_names),
+                Condition.UNMIGRATED,
+            ),
+            (
+                lambda: migrations.refuse_foreign(self.path, self.tree),
+                Condition.UNMIGRATED if is_old else Condition.FOREIGN,
+            ),
+            (
+                lambda: check_schema(self.tree[layout.KEY_SCHEMA], name=str(self.path)),
+                Condition.NEWER,
+            ),
+            (
+                lambda: migrations.refuse_missing_keys(self.path, self.tree),
+                Condition.FOREIGN,
+            ),
+            (self._check_numbers, Condition.FOREIGN),
+            (
+                lambda: loading.check_agreement(self.path.name, self.tree, self._sidecar),
+                Condition.FOREIGN,
+            ),
+        )
+        for check, when_incompatible in checks:
+            if self._fault is not None:
+                return
+            self.attempt(check, when_incompatible)
+
+    def _refuse_functions(self) -> None:
+        found = [name for name in self._names if name.split(".")[0] in _NEVER_TYPES]
+        if found:
+            raise _FaultError(
+                Condition.FOREIGN,
+                f"{self.path} refers to {', '.join(found)}, which no checkpoint does. Nothing of "
+                "it was called; do not load the file unless you know who wrote it.",
+            )
+
+    def _check_numbers(self) -> None:
+        state = self.tree[layout.KEY_TRAINING_STATE]
+        counters = [state[name] for name in ("global_epoch", "global_iteration")]
+        if any(type(number) is not int for number in (*counters, self.tree["num_replicas"])):
+            raise _FaultError(
+                Condition.FOREIGN,
+                f"{self.path} is no checkpoint of Helios: its counters are no integers. Move it to "
+                "another folder.",
+            )
+
+
+def _is_before(name: str) -> bool:
+    return name.startswith(_MOVED_ASIDE)
+
+
+def examine_folder(folder: Path, depth: Depth = Depth.GLANCE) -> FolderStatus:
+    """Return what is known of the checkpoints directly in a folder.
+
+    Args:
+        folder: the folder of one run.
+        depth: as in :func:`examine`. What a start would do is told as far as that look tells.
+    """
+    paths = [entry.path for entry in RunFolder(folder).entries()]
+    files = [examine(path, depth) for path in paths]
+    # Retention may have deleted one since its name was read.
+    files = [status for status in files if status.path.exists()]
+    aside = [_put_aside(path) for path in sorted(folder.iterdir()) if _is_put_aside(path)]
+    start, outcome = _find_start(files, has_damaged=bool(aside))
+    return FolderStatus(folder, (*files, *aside), start, outcome)
+
+
+def _is_put_aside(path: Path) -> bool:
+    return layout.is_damaged(path) and layout.SUFFIX in path.suffixes
+
+
+def _put_aside(path: Path) -> Status:
+    reason = f"{path} was found damaged at an earlier start."
+    size = path.stat().st_size
+    return Status(path, Condition.ASIDE, reason, size=size, place=layout.parse(path))
+
+
+def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None, Outcome]:
+    for status in reversed(files):
+        if status.is_good:
+            return status.path, Outcome.RESUMES
+        if status.condition is not Condition.DAMAGED:
+            return status.path, Outcome.REFUSES
+    # A silent fresh start where all are damaged would hide the loss of the run.
+    return None, Outcome.REFUSES if files or has_damaged else Outcome.FRESH
+
+
+def survey(
+    root: Path, depth: Depth = Depth.GLANCE, *, with_moved_aside: bool = True
+) -> Iterator[FolderStatus]:
+    """Look through a folder and all below it, and yield those that hold checkpoints.
+
+    Args:
+        root: the folder of a run, or ``chkpt_root``.
+        depth: as in :func:`examine`.
+        with_moved_aside: look also into folders below that hold what was moved aside.
+
+    Raises:
+        CheckpointError: if a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise CheckpointError(
+            f"The folder {error.filename} cannot be listed: {error.strerror}. Look at its "
+            "permissions."
+        ) from error
+
+    for name, below, names in os.walk(root, onerror=refuse):
+        below[:] = sorted(part for part in below if with_moved_aside or not _is_before(part))
+        folder = Path(name)
+        paths = [folder / part for part in names]
+        if any(layout.is_checkpoint(path) or _is_put_aside(path) for path in paths):
+            yield examine_folder(folder, depth)

@@ -1,0 +1,185 @@
+"""The migrator: brings checkpoints of helios-ml and of older formats to the present one.
+
+``python -m helios.chkpt_migrator ROOT``, ``python -m chkpt_migrator ROOT`` and ``helios migrate
+ROOT`` are the same command. Nothing from a file is executed, and nothing is lost by a kill: the
+same command goes on where it was cut off, and a second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from helios.checkpoint.migrating import BACKUP_FOLDER, Migration, Report, Result, find
+from helios.errors import ArgumentError, CheckpointError
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+
+DESCRIPTION = "Bring all checkpoints below a folder to the present format, in their places."
+
+_WIDTH = 80
+_EPILOG = """\
+Files of other programs, links and saves that go on are named and left alone.
+Exit codes: 0 all is well, 1 a file is damaged, was refused or could not be
+migrated, 2 wrong usage.
+"""
+
+
+def migrate_checkpoints_to_current_version(root: Path) -> None:
+    """Bring every ``*.pth`` file directly in a folder to the present format (H27).
+
+    Files keep their names and places, and no copy of the old ones is kept; the command keeps one.
+    Types that you have named in ``torch.serialization.add_safe_globals`` may be in the files.
+
+    Args:
+        root: the folder.
+
+    Raises:
+        ArgumentError: if there is no such folder.
+        CheckpointError: if a file is damaged, was refused or could not be migrated; the others
+            are migrated by then.
+    """
+    folder = Path(root)
+    if not folder.is_dir():
+        raise ArgumentError(
+            "migrate_checkpoints_to_current_version(root=...) must be a folder that exists, got "
+            f"{root}. Correct it."
+        )
+    migration = Migration(backs_up=False)
+    reports = [migration.migrate(path) for path in find(folder, is_recursive=False)]
+    failures = [_describe(report) for report in reports if report.result.is_failure]
+    if failures:
+        raise CheckpointError(
+            f"{len(failures)} of {len(reports)} files in {folder} could not be migrated: "
+            f"{'; '.join(failures)}."
+        )
+
+
+class _Bar(tqdm):  # type: ignore[type-arg]
+    monitor_interval = 0  # no thread that redraws beside us
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the arguments of the command, for :func:`run`."""
+    parser.add_argument("root", metavar="ROOT", type=Path, help="a folder, or one file")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be done, and write nothing"
+    )
+    parser.add_argument(
+        "--backup",
+        action="store_true",
+        default=True,
+        help=f"keep each old file in a folder {BACKUP_FOLDER} beside it (the default)",
+    )
+    parser.add_argument("--no-backup", action="store_false", dest="backup", help="keep no old file")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Carry out the command, and print what became of each file.
+
+    Args:
+        namespace: what a parser with :func:`add_arguments` has understood.
+
+    Returns:
+        The exit code: 1 if a checkpoint may be there that no start can use yet, else 0.
+
+    Raises:
+        ArgumentError: if there is nothing at the given place.
+    """
+    root: Path = namespace.root
+    if not root.exists():
+        raise ArgumentError(f"ROOT must be a folder or file that exists, got {root}. Correct it.")
+    migration = Migration(is_dry=namespace.dry_run, backs_up=namespace.backup)
+    paths = list(find(root)) if root.is_dir() else [root]
+    with _Bar(paths, unit="file", leave=False, disable=None) as bar:
+        reports = [migration.migrate(path) for path in bar]
+    if namespace.json:
+        _print(json.dumps(_document(root, reports), indent=2))
+    else:
+        _print(*_summary(reports))
+    return FAILED if any(report.result.is_failure for report in reports) else 0
+
+
+def _document(root: Path, reports: Iterable[Report]) -> dict[str, Any]:
+    table = [
+        {
+            "path": str(report.path),
+            "result": report.result.value,
+            "reason": report.reason,
+            "backup": None if report.backup is None else str(report.backup),
+        }
+        for report in reports
+    ]
+    return {"root": str(root), "counts": _count(reports), "files": table}
+
+
+def _count(reports: Iterable[Report]) -> dict[str, int]:
+    counts = Counter(report.result for report in reports)
+    return {result.value: counts[result] for result in Result if counts[result]}
+
+
+def _summary(reports: Sequence[Report]) -> list[str]:
+    lines = []
+    for result in Result:
+        found = [report for report in reports if report.result is result]
+        if found:
+            lines += [f"{result.value}:", *(f"  {_describe(report)}" for report in found)]
+    counts = [f"{count} {name}" for name, count in _count(reports).items()]
+    return [*lines, f"{', '.join(counts) or 'There is no checkpoint here'}."]
+
+
+def _describe(report: Report) -> str:
+    notes = [report.reason] if report.reason else []
+    notes += [f"the old file is {report.backup}"] if report.backup is not None else []
+    return f"{report.path}{': ' if notes else ''}{'; '.join(notes)}"
+
+
+def _print(*lines: str) -> None:
+    # A name may hold anything, and the terminal know little.
+    encoding = sys.stdout.encoding or "utf-8"
+    for line in lines:
+        text = line if line.replace("\n", "").isprintable() else ascii(line)
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+
+
+def _make_formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m helios.chkpt_migrator",
+        description=DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=_make_formatter,
+    )
+    add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line; returns the exit code."""
+    namespace = build_parser().parse_args(argv)
+    try:
+        return run(namespace)
+    except ArgumentError as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG_USAGE
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted. What was migrated stays; the same command goes on.\n")
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The command line: one parser, a module for each command, and one place where errors end.
+
+Exit codes are 0 for success, 1 for a checkpoint that is not good or could not be used, 2 for wrong
+usage; 130 after Ctrl-C and 141 when the reader of the output has gone, as shells have it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+from helios.cli import export, inspect, ls, migrate, verify
+from helios.errors import ArgumentError, HeliosError, UsageError
+from helios.version import __version__
+
+FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
+
+_COMMANDS = (ls, inspect, verify, export, migrate)
+_WIDTH = 80
+_EPILOG = """\
+Nothing in a file is ever executed, and only export and migrate write files. All
+commands take --json: one document on standard output. Exit codes: 0 good, 1
+not good, 2 wrong usage.
+"""
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help in at most 80 columns, wherever it is printed."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(_WIDTH, shutil.get_terminal_size().columns)
+        super().__init__(prog, width=width, max_help_position=24)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; each command stores its ``run`` in the result."""
+    parser = argparse.ArgumentParser(
+        prog="helios",
+        description="Look at checkpoints of Helios, check them, and take weights out of them.",
+        epilog=_EPILOG,
+        formatter_class=_Formatter,
+    )
+    parser.add_argument("--version", action="version", version=f"helios {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in _COMMANDS:
+        command = commands.add_parser(
+            module.NAME,
+            help=module.SUMMARY,
+            description=module.DESCRIPTION,
+            formatter_class=_Formatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the words behind ``helios``; those of the process by default.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: with 2 for words that are no command, with 0 after ``--help``.
+    """
+    namespace = build_parser().parse_args(argv)
+    try:
+        code: int = namespace.run(namespace)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _fail(namespace, "interrupted.", INTERRUPTED)
+    except BrokenPipeError:
+        # The interpreter flushes once more at its end, and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+    except (ArgumentError, UsageError) as error:
+        return _fail(namespace, str(error), WRONG_USAGE)
+    except (HeliosError, OSError) as error:
+        return _fail(namespace, str(error), FAILED)
+    except (MemoryError, RecursionError) as error:
+        return _fail(namespace, str(error) or "there is too little memory.", FAILED)
+    return code
+
+
+def _fail(namespace: argparse.Namespace, message: str, code: int) -> int:
+    sys.stderr.write(f"helios {namespace.command}: {message}\n")
+    return code

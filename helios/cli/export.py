@@ -1,0 +1,116 @@
+"""``helios export``: the weights of a checkpoint, for programs that know nothing of Helios."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint import layout
+from helios.checkpoint.export import FORMATS, Weights, select_weights, write_weights
+from helios.checkpoint.status import Depth, Status, look_into
+from helios.cli import output
+from helios.core.digest import digest_file
+from helios.errors import CheckpointError
+from helios.version import __version__
+
+NAME = "export"
+SUMMARY = "write the weights of a checkpoint into a file of their own"
+DESCRIPTION = """\
+Write the weights of a checkpoint, and nothing else of it, into a file that
+needs no Helios.
+
+The names are those inside the network where there is one, or where --network
+names one; those of several networks begin with the model's attribute:
+encoder.layer.weight. Of a model with a state_dict of its own, all tensors
+outside of optimizers are taken, by the keys that lead there.
+
+The checkpoint is verified first. A file is never written over without
+--force.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser of the command its arguments."""
+    # Versions of Python break a long line of their own making at different places.
+    parser.usage = "%(prog)s FILE --to FORMAT [options]"
+    parser.add_argument("file", metavar="FILE", help="a checkpoint")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=FORMATS,
+        metavar="FORMAT",
+        help="safetensors, or pt, which torch.load reads",
+    )
+    parser.add_argument(
+        "--out", metavar="PATH", help="the file (default: beside the checkpoint, same stem)"
+    )
+    parser.add_argument(
+        "--network", metavar="NAME", help="only this network, by the model's attribute"
+    )
+    parser.add_argument(
+        "--average",
+        metavar="ID",
+        help='averages in place of weights, by the id of the plugin: "ema" or "swa"',
+    )
+    parser.add_argument("--force", action="store_true", help="write over an existing file")
+    output.add_json_option(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Export; 0 when the file is on the disk.
+
+    Raises:
+        CheckpointError: if the checkpoint is not good.
+        ArgumentError: for a network or average that is not in it, or a file that is in the way.
+    """
+    source = output.existing_file(namespace.file)
+    status, tree = look_into(source, Depth.BYTES)
+    if not status.is_good:
+        raise CheckpointError(f"{status.reason} Nothing was exported.")
+    weights = select_weights(tree, network=namespace.network, average=namespace.average)
+    target = Path(namespace.out or source.with_suffix(f".{namespace.to}"))
+    metadata = _metadata(status, tree, namespace.average)
+    write_weights(target, weights, kind=namespace.to, metadata=metadata, replaces=namespace.force)
+    if namespace.json:
+        output.print_json(_document(target, status, weights, metadata))
+    else:
+        output.print_lines(*_lines(target, weights))
+    return 0
+
+
+def _metadata(status: Status, tree: Any, average: str | None) -> dict[str, str]:
+    state, sidecar = tree[layout.KEY_TRAINING_STATE], status.sidecar
+    return {
+        # What other libraries look for in the header.
+        "format": "pt",
+        "helios_version": __version__,
+        "run_name": "" if sidecar is None else sidecar.run_name,
+        "epoch": str(state["global_epoch"]),
+        "iteration": str(state["global_iteration"]),
+        "source": status.path.name,
+        "source_digest": sidecar.digest if sidecar and sidecar.digest else digest_file(status.path),
+        "average": average or "",
+    }
+
+
+def _document(
+    target: Path, status: Status, weights: Weights, metadata: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "path": str(target),
+        "source": str(status.path),
+        "num_tensors": len(weights.tensors),
+        "num_bytes": weights.num_bytes,
+        "names": list(weights.tensors),
+        "left_out": weights.left_out,
+        "metadata": metadata,
+    }
+
+
+def _lines(target: Path, weights: Weights) -> list[str]:
+    size = output.size_text(weights.num_bytes)
+    lines = [f"Wrote {len(weights.tensors)} tensors, {size}, to {target}."]
+    if weights.left_out:
+        lines.append(f"Left out, because they are no tensors: {', '.join(weights.left_out)}.")
+    return lines

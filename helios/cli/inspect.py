@@ -1,0 +1,147 @@
+"""``helios inspect``: what is in one checkpoint, without the code that wrote it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from helios.checkpoint import layout
+from helios.checkpoint.outline import Node, outline, section
+from helios.checkpoint.sidecar import Sidecar
+from helios.checkpoint.status import Status, look_into
+from helios.cli import output
+from helios.cli.output import Column
+
+NAME = "inspect"
+SUMMARY = "show the sidecar, the counters and the tensors of a checkpoint"
+DESCRIPTION = """\
+Show what is in a checkpoint: its sidecar, its counters, and the tree of its
+tensors with types, shapes and sizes. Works on damaged, old and foreign files
+as far as they can be read. Tensors are not read, and objects of unknown types
+are named, never built.
+
+Exit code 0: the file is good, as far as its structure shows. 1: it is not;
+the reason follows the state. 2: wrong usage.
+"""
+
+_DEPTH = 4
+_INDENT = "  "
+_MAX_VALUE = 60
+_SECTIONS = (layout.KEY_TRAINING_STATE, layout.KEY_CURSOR, layout.KEY_OPTIONS)
+_COLUMNS = (
+    Column("tree"),
+    Column("type", rank=1),
+    Column("shape", rank=1),
+    Column("size", is_right=True, rank=1),
+    Column("value", rank=2),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser of the command its arguments."""
+    parser.add_argument("file", metavar="FILE", help="a checkpoint")
+    parser.add_argument(
+        "--depth",
+        type=int,
+        default=_DEPTH,
+        metavar="N",
+        help=f"levels of the tree that are shown; 0 for all (default: {_DEPTH})",
+    )
+    output.add_json_option(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Show; 0 if the file is good, 1 if it is not."""
+    path = output.existing_file(namespace.file)
+    status, tree = look_into(path)
+    nodes = [] if tree is None else outline(tree)
+    if namespace.json:
+        output.print_json(_document(status, tree, nodes))
+    else:
+        output.print_lines(*_lines(status, tree, nodes, namespace.depth))
+    return 0 if status.is_good else 1
+
+
+def _document(status: Status, tree: Any, nodes: list[Node]) -> dict[str, Any]:
+    """Return all of it; tensors by path, whatever the depth."""
+    sidecar = status.sidecar
+    return {
+        **output.status_document(status),
+        "sidecar": None if sidecar is None else dataclasses.asdict(sidecar),
+        "keys": [node.path for node in nodes if len(node.keys) == 1],
+        **{key: section(tree, key) for key in _SECTIONS},
+        "tensors": [_tensor_document(node) for node in nodes if node.kind == "tensor"],
+        "num_tensors": nodes[0].num_tensors if nodes else 0,
+        "num_bytes": nodes[0].num_bytes if nodes else 0,
+    }
+
+
+def _tensor_document(node: Node) -> dict[str, Any]:
+    return {
+        "path": node.path,
+        "dtype": node.dtype,
+        "shape": list(node.shape),
+        "bytes": node.num_bytes,
+        "note": node.text,
+    }
+
+
+def _lines(status: Status, tree: Any, nodes: list[Node], depth: int) -> Iterator[str]:
+    facts = {
+        "file": str(status.path),
+        "size": output.size_text(status.size),
+        "state": status.condition.value,
+        "reason": status.reason,
+        "refers to": ", ".join(status.needs),
+        **({} if status.sidecar is None else _sidecar_facts(status.sidecar)),
+        **{key: _in_one_line(section(tree, key)) for key in _SECTIONS},
+    }
+    yield from output.facts({name: text for name, text in facts.items() if text})
+    if nodes:
+        yield ""
+        rows = [_row(node) for node in nodes if _is_shown(node, depth)]
+        yield from output.table(_COLUMNS, rows, output.terminal_width())
+        total = output.size_text(nodes[0].num_bytes)
+        yield f"{nodes[0].num_tensors} tensors, {total}"
+
+
+def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
+    return {
+        "run": sidecar.run_name,
+        "place": f"epoch {sidecar.epoch}, iteration {sidecar.iteration}",
+        "metrics": output.metrics_text(sidecar.metrics),
+        "level": sidecar.level,
+        "finished": sidecar.finished or "",
+        "replicas": str(sidecar.num_replicas),
+        "resumed from": sidecar.resumed_from or "",
+        "changes": "; ".join(map(str, sidecar.changes)),
+        "migrated": "from a file of helios-ml" if sidecar.is_migrated else "",
+        "written by": f"Helios {sidecar.version}, format {sidecar.schema}",
+        "digest": sidecar.digest,
+    }
+
+
+def _in_one_line(table: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in table.items())
+
+
+def _is_shown(node: Node, depth: int) -> bool:
+    is_in_facts = len(node.keys) > 1 and node.keys[0] in _SECTIONS
+    return bool(node.keys) and not is_in_facts and (depth < 1 or len(node.keys) <= depth)
+
+
+def _row(node: Node) -> tuple[str, ...]:
+    name = _INDENT * (len(node.keys) - 1) + (node.keys[-1] or "''")
+    size = output.size_text(node.num_bytes) if node.num_tensors else ""
+    if node.kind == "tensor":
+        return (name, node.dtype, str(list(node.shape)), size, node.text)
+    if node.kind == "value":
+        return (name, "", "", "", _cut(node.text))
+    count = f"{node.num_tensors} tensors" if node.num_tensors else ""
+    return (name, node.text, count, size, "")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

@@ -1,0 +1,116 @@
+"""``helios ls``: which checkpoints there are, and where a start would go on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint.status import Condition, Depth, FolderStatus, Outcome, Status, survey
+from helios.cli import output
+from helios.cli.output import Column
+
+NAME = "ls"
+SUMMARY = "list the checkpoints of a folder and of those below it"
+DESCRIPTION = """\
+List the checkpoints of a run's folder, or of all runs below chkpt_root.
+
+States: good, damaged, unmigrated (of helios-ml), newer (a later format),
+foreign (no checkpoint of Helios), unreadable (disk or permissions), put aside
+(found damaged at an earlier start). A star marks the file that a start of fit
+goes on from, an exclamation mark the one that it would stop at with an error.
+
+Without --verify, good means that the container is whole, and that name and
+sidecar agree; the content is read only where there is no sidecar.
+"""
+
+_COLUMNS = (
+    Column(""),
+    Column("file"),
+    Column("epoch", is_right=True),
+    Column("iteration", is_right=True),
+    Column("size", is_right=True),
+    Column("state"),
+    Column("metrics", rank=1),
+    Column("level", rank=3),
+    Column("finished", rank=2),
+)
+_MAX_REASONS = 3
+_MARKS = {Outcome.RESUMES: "*", Outcome.REFUSES: "!", Outcome.FRESH: ""}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser of the command its arguments."""
+    parser.add_argument("folder", metavar="DIR", help="folder of a run, or chkpt_root")
+    parser.add_argument(
+        "--verify", action="store_true", help="read all files and compare their digests"
+    )
+    output.add_json_option(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """List, and return 0: that something is damaged is a finding, not a failure."""
+    root = output.existing_folder(namespace.folder)
+    folders = list(survey(root, Depth.BYTES if namespace.verify else Depth.GLANCE))
+    if namespace.json:
+        documents = [_document(folder) for folder in folders]
+        output.print_json({"root": str(root), "folders": documents})
+        return 0
+    if not folders:
+        output.print_lines(f"There are no checkpoints in {root}.")
+    for number, folder in enumerate(folders):
+        output.print_lines(*([""] if number else []), *_lines(folder, root))
+    return 0
+
+
+def _document(folder: FolderStatus) -> dict[str, Any]:
+    start = None if folder.start is None else str(folder.start)
+    return {
+        "path": str(folder.path),
+        "is_moved_aside": folder.is_moved_aside,
+        "start": None if folder.is_moved_aside else folder.outcome.value,
+        "start_path": None if folder.is_moved_aside else start,
+        "files": [output.status_document(status) for status in folder.files],
+    }
+
+
+def _lines(folder: FolderStatus, root: Path) -> list[str]:
+    title = str(root / folder.path.relative_to(root))
+    if folder.is_moved_aside:
+        title += "  (moved aside; no start looks here)"
+    rows = [_row(status, folder) for status in folder.files]
+    lines = [title, *output.table(_COLUMNS, rows, output.terminal_width())]
+    lines += [] if folder.is_moved_aside else _reasons(folder)
+    if folder.outcome is Outcome.REFUSES and folder.start is None and not folder.is_moved_aside:
+        lines.append("A start of fit stops with an error: all checkpoints here are damaged.")
+    return lines
+
+
+def _reasons(folder: FolderStatus) -> list[str]:
+    """Return why files are not good; a folder full of old ones says so a few times only."""
+    lines: list[str] = []
+    for condition in Condition:
+        reasons = [part.reason for part in folder.files if part.condition is condition]
+        if condition is Condition.ASIDE:
+            continue
+        lines += filter(None, reasons[:_MAX_REASONS])
+        if condition is not Condition.GOOD and len(reasons) > _MAX_REASONS:
+            lines.append(f"{len(reasons) - _MAX_REASONS} more are {condition.value}.")
+    return lines
+
+
+def _row(status: Status, folder: FolderStatus) -> tuple[str, ...]:
+    epoch, iteration = status.place or ("", "")
+    sidecar = status.sidecar
+    is_start = status.path == folder.start and not folder.is_moved_aside
+    return (
+        _MARKS[folder.outcome] if is_start else "",
+        status.path.name,
+        str(epoch),
+        str(iteration),
+        output.size_text(status.size),
+        status.condition.value,
+        "" if sidecar is None else output.metrics_text(sidecar.metrics),
+        "" if sidecar is None else sidecar.level,
+        "" if sidecar is None else sidecar.finished or "",
+    )

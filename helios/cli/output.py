@@ -1,0 +1,217 @@
+"""What commands print: aligned tables for people, one JSON document for programs.
+
+Names come from files that anybody may have written: what is no printable character is escaped, so
+that no file can move the cursor of a terminal or forge a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint.status import Status
+from helios.errors import ArgumentError
+
+_GAP = "  "
+_MIN_TEXT = 20
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Give a command the option ``--json``."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
+
+
+def existing_file(path: str) -> Path:
+    """Return the path of a file that is there.
+
+    Raises:
+        ArgumentError: if there is none; what is no regular file could be read without end.
+    """
+    found = Path(path)
+    if not found.is_file():
+        raise ArgumentError(f"There must be a file at the given place, got {path}. Correct it.")
+    return found
+
+
+def existing_folder(path: str) -> Path:
+    """Return the path of a folder that is there.
+
+    Raises:
+        ArgumentError: if there is none.
+    """
+    found = Path(path)
+    if not found.is_dir():
+        raise ArgumentError(f"There must be a folder at the given place, got {path}. Correct it.")
+    return found
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines of text; characters that the terminal does not know are escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    for line in lines:
+        text = printable(line).encode(encoding, "backslashreplace").decode(encoding)
+        sys.stdout.write(f"{text.rstrip()}\n")
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print one JSON document; numbers that JSON has not become text."""
+    sys.stdout.write(json.dumps(to_plain(document), indent=2, allow_nan=False) + "\n")
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON has it: infinities, NaN and what it does not know as text."""
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, bool | int | None | str):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def printable(text: str) -> str:
+    """Return a text in which everything that is not to be seen is escaped.
+
+    Example:
+        >>> printable("a" + chr(27) + "b") == "a" + chr(92) + "x1bb"
+        True
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text
+    )
+
+
+def size_text(count: int) -> str:
+    """Return a number of bytes as people read it.
+
+    Example:
+        >>> size_text(5 << 19)
+        '2.5 MiB'
+    """
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, len(_UNITS))
+    return f"{count / 1024**power:.1f} {_UNITS[power - 1]}"
+
+
+def metrics_text(metrics: Mapping[str, float]) -> str:
+    """Return scores in one line."""
+    return " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+
+
+def terminal_width() -> int | None:
+    """Return how wide the terminal is; ``None`` if the output does not go to one."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def facts(texts: Mapping[str, str], width: int | None = None) -> list[str]:
+    """Return the lines of a list of names with texts, which are wrapped where they are long.
+
+    Args:
+        texts: by name.
+        width: how wide the lines may be; ``None`` for that of the terminal.
+    """
+    width = width or terminal_width()
+    margin = max(map(len, texts), default=0) + len(_GAP)
+    lines = []
+    for name, text in texts.items():
+        room = None if width is None else max(_MIN_TEXT, width - margin)
+        parts = [printable(text)] if room is None else _wrap(printable(text), room)
+        lines.append(name.ljust(margin) + (parts[0] if parts else ""))
+        lines += [" " * margin + part for part in parts[1:]]
+    return lines
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    # A path or digest that is cut could not be copied.
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: its heading.
+        is_right: whether its cells stand at its right side, as numbers do.
+        rank: the higher, the sooner it goes where the terminal is too narrow; 0 stays always.
+    """
+
+    title: str
+    is_right: bool = False
+    rank: int = 0
+
+
+def table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None
+) -> list[str]:
+    """Return the lines of a table; columns without any content are left out.
+
+    Args:
+        columns: of the table.
+        rows: a cell for each column.
+        width: how wide the lines may be; ``None`` for any width. Nothing is cut: columns go,
+            those of the highest rank first.
+    """
+    widths = [
+        max(len(printable(text)) for text in (column.title, *(row[number] for row in rows)))
+        for number, column in enumerate(columns)
+    ]
+    shown = [
+        number
+        for number, column in enumerate(columns)
+        if column.rank == 0 or any(row[number] for row in rows)
+    ]
+    while width is not None and _width(shown, widths) > width:
+        last = max(shown, key=lambda number: columns[number].rank)
+        if columns[last].rank == 0:
+            break
+        shown.remove(last)
+    titles = [column.title for column in columns]
+    return [
+        _GAP.join(_cell(row[n], widths[n], columns[n]) for n in shown).rstrip()
+        for row in (titles, *rows)
+    ]
+
+
+def _width(shown: Sequence[int], widths: Sequence[int]) -> int:
+    return sum(widths[number] for number in shown) + len(_GAP) * (len(shown) - 1)
+
+
+def _cell(text: str, width: int, column: Column) -> str:
+    text = printable(text)
+    return text.rjust(width) if column.is_right else text.ljust(width)
+
+
+def status_document(status: Status) -> dict[str, Any]:
+    """Return what is known of one file, under the keys that ``--json`` promises."""
+    epoch, iteration = status.place or (None, None)
+    sidecar = status.sidecar
+    return {
+        "path": str(status.path),
+        "state": status.condition.value,
+        "reason": status.reason,
+        "size": status.size,
+        "epoch": epoch,
+        "iteration": iteration,
+        "checked": status.checked.value,
+        "needs": list(status.needs),
+        "run_name": None if sidecar is None else sidecar.run_name,
+        "metrics": {} if sidecar is None else sidecar.metrics,
+        "level": None if sidecar is None else sidecar.level,
+        "finished": None if sidecar is None else sidecar.finished,
+        "is_migrated": None if sidecar is None else sidecar.is_migrated,
+    }

@@ -1,0 +1,200 @@
+"""Files that run something if anybody lets them, and others that nobody wants to meet."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helios.checkpoint.store import RunFolder
+from helios.core.digest import digest_file
+from tests.checkpoint.helpers import make_payload, make_sidecar, save
+
+PLACE = (2, 4)
+NAME = "run_epoch_2_iter_4.pth"
+
+
+class Calling:
+    """Pickles as a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class Restoring:
+    """Pickles as an object of a user's class with state."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = str(target)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Path(state["target"]).touch()
+
+
+def _touch(target: Path) -> str:
+    return f"__import__('pathlib').Path({str(target)!r}).touch()"
+
+
+def malicious_payloads(target: Path) -> dict[str, Any]:
+    """Return payloads that would make ``target``, by what they do."""
+    return {
+        "os.system": Calling(os.system, f"touch {target}"),
+        "eval": Calling(builtins.eval, _touch(target)),
+        "exec": Calling(builtins.exec, _touch(target)),
+        "a call inside the model": make_payload(*PLACE, net=Calling(builtins.eval, _touch(target))),
+        "a user's class inside": make_payload(*PLACE, net=Restoring(target)),
+        "hooks of a tensor": make_payload(*PLACE, net=_with_hooks(target)),
+    }
+
+
+def _with_hooks(target: Path) -> Any:
+    weight = torch.zeros(2)
+    arguments = (weight.untyped_storage(), 0, (2,), (1,), False, Calling(eval, _touch(target)))
+    return Calling(torch._utils._rebuild_tensor_v2, *arguments)
+
+
+MALICE = tuple(malicious_payloads(Path()))
+
+
+def write_malicious(folder: Path, name: str, target: Path, *, is_signed: bool) -> Path:
+    """Write such a payload, with a valid sidecar if wanted, and return the file."""
+    path = folder / NAME
+    folder.mkdir(exist_ok=True)
+    torch.save(malicious_payloads(target)[name], path)
+    if is_signed:
+        sign(path)
+    return path
+
+
+def sign(path: Path) -> None:
+    """Write the sidecar that a checkpoint with these bytes would have."""
+    sidecar = make_sidecar(*PLACE, digest=digest_file(path))
+    path.with_suffix(".json").write_text(sidecar.to_json())
+
+
+def _good(path: Path) -> None:
+    save(RunFolder(path.parent), *PLACE)
+
+
+def _edit(path: Path, change: Callable[[bytearray], Any]) -> None:
+    _good(path)
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def _flip(data: bytearray) -> None:
+    place = data.find((torch.arange(50.0) * PLACE[1]).numpy().tobytes())
+    data[place + 30] ^= 1
+
+
+def _cut(data: bytearray) -> None:
+    del data[len(data) // 2 :]
+
+
+def _write(path: Path, payload: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    torch.save(payload, path)
+
+
+def _without_sidecar(path: Path) -> None:
+    _good(path)
+    path.with_suffix(".json").unlink()
+
+
+def _with_sidecar(path: Path, **changes: Any) -> None:
+    _good(path)
+    told = dataclasses.replace(make_sidecar(*PLACE, digest=digest_file(path)), **changes)
+    path.with_suffix(".json").write_text(told.to_json())
+
+
+def _swapped(path: Path) -> None:
+    _good(path)
+    other = save(RunFolder(path.parent), 1, 3)
+    path.write_bytes(other.read_bytes())
+
+
+def _compressed(path: Path) -> None:
+    _without_sidecar(path)
+    with zipfile.ZipFile(path) as source:
+        parts = {record.filename: source.read(record) for record in source.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as target:
+        for name, data in parts.items():
+            target.writestr(name, data)
+
+
+class TrainingState:
+    """Pickled as helios-ml 1.x did its own."""
+
+    def __init__(self) -> None:
+        self.global_epoch, self.global_iteration = PLACE
+
+
+def _old(path: Path) -> None:
+    payload = {"version": "1.4.0", "training_state": {"global_epoch": 2, "global_iteration": 4}}
+    _write(path, {**payload, "model": {"weight": torch.zeros(2)}, "rng": {}})
+
+
+def _laughing() -> Any:
+    value: Any = ["ha"]
+    for _ in range(60):
+        value = [value] * 10
+    return value
+
+
+def _endless() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def _deep() -> Any:
+    value: Any = torch.zeros(1)
+    for _ in range(300):
+        value = {"in": value}
+    return value
+
+
+CASES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "whole": ("good", _good),
+    "without a sidecar": ("good", _without_sidecar),
+    "without a digest": ("good", lambda path: _with_sidecar(path, digest="")),
+    "a flipped bit": ("damaged", lambda path: _edit(path, _flip)),
+    "cut": ("damaged", lambda path: _edit(path, _cut)),
+    "empty": ("damaged", lambda path: _edit(path, bytearray.clear)),
+    "a line of text": ("damaged", lambda path: (_good(path), path.write_text("hello"))[0]),
+    "swapped": ("damaged", _swapped),
+    "compressed": ("damaged", _compressed),
+    "a legacy file of torch": (
+        "damaged",
+        lambda path: (
+            path.parent.mkdir(exist_ok=True),
+            torch.save({"a": 1}, path, _use_new_zipfile_serialization=False),
+        )[0],
+    ),
+    "a damaged sidecar": (
+        "damaged",
+        lambda path: (_good(path), path.with_suffix(".json").write_text("{}"))[0],
+    ),
+    "a sidecar of another place": ("damaged", lambda path: _with_sidecar(path, iteration=5)),
+    "a sidecar of other replicas": ("damaged", lambda path: _with_sidecar(path, num_replicas=2)),
+    "a later format": ("newer", lambda path: _write(path, {"schema": 99})),
+    "a sidecar of a later format": ("newer", lambda path: _with_sidecar(path, schema=99)),
+    "of helios-ml": ("unmigrated", _old),
+    "weights of somebody": ("foreign", lambda path: _write(path, {"weight": torch.zeros(2)})),
+    "a list": ("foreign", lambda path: _write(path, [1, 2])),
+    "without required keys": ("foreign", lambda path: _write(path, {"schema": 1})),
+    "a joke": ("foreign", lambda path: _write(path, {"a": _laughing()})),
+    "without an end": ("foreign", lambda path: _write(path, {"a": _endless()})),
+    "nested deeply": ("foreign", lambda path: _write(path, {"a": _deep()})),
+}
+"""What a file is called, and how it comes to be so."""

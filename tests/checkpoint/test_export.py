@@ -1,0 +1,261 @@
+"""Weights taken out of checkpoints load into plain networks, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.checkpoint import status
+from helios.checkpoint.export import FORMATS, Weights, select_weights, write_weights
+from helios.errors import ArgumentError, CheckpointError
+from helios.plugins import EMA
+from tests.checkpoint.helpers import make_payload
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, a norm with buffers, and a transposed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.turned = nn.Parameter(torch.randn(3, 4).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.second(self.first(x))) @ self.turned
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        data = TensorDataset(torch.arange(32.0).sin().view(8, 4))
+        self._train_dataset = self._create_dataset(data, helios.DataLoaderParams(batch_size=4))
+
+
+class One(helios.Model):
+    """A model with one network, compiled if wanted."""
+
+    def __init__(self, *, is_compiled: bool = False) -> None:
+        super().__init__("one")
+        self.is_compiled = is_compiled
+
+    def setup(self, fast_init: bool = False) -> None:
+        net = Tied()
+        self.net: Any = torch.compile(net, backend="eager") if self.is_compiled else net
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
+        return self.net(batch[0]).square().sum()
+
+
+class Two(One):
+    """Two networks, and a parameter of the model's own."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup()
+        self.heads = [nn.Linear(3, 2)]
+        self.scale = nn.Parameter(torch.ones(1))
+        self.optimizer.add_param_group({"params": [*self.heads[0].parameters(), self.scale]})
+
+    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
+        return (self.heads[0](self.net(batch[0])) * self.scale).square().sum()
+
+
+class Own(One):
+    """A model with a state_dict of its own, under the names of wrappers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {f"_orig_mod.module.{key}": v for key, v in self.net.state_dict().items()}
+        return {"net": state, "opt": self.optimizer.state_dict(), "step": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        """Not needed here."""
+
+
+def train(model: helios.Model, root: Path, **options: Any) -> Path:
+    """Train two steps, and return the checkpoint."""
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=2,
+        chkpt_frequency=2,
+        chkpt_root=root,
+        use_cpu=True,
+        print_banner=False,
+        **options,
+    )
+    assert trainer.fit(model, Data())
+    path = helios.find_last_checkpoint(root / model.save_name)
+    assert path is not None
+    return path
+
+
+def content_of(path: Path) -> Any:
+    found, tree = status.look_into(path)
+    assert found.is_good
+    return tree
+
+
+def is_same(state: dict[str, Any], network: nn.Module) -> bool:
+    own = network.state_dict()
+    return list(state) == list(own) and all(torch.equal(state[key], own[key]) for key in own)
+
+
+def export(path: Path, target: Path, **choice: Any) -> dict[str, Any]:
+    """Export to both formats, see that they agree, and return what was read again."""
+    weights = select_weights(content_of(path), **choice)
+    plain, safe = target.with_suffix(".pt"), target.with_suffix(".safetensors")
+    write_weights(plain, weights, kind="pt", metadata={})
+    write_weights(safe, weights, kind="safetensors", metadata={"a": "b"})
+    state, other = torch.load(plain, weights_only=True), load_file(safe)
+    assert state.keys() == other.keys()
+    assert all(torch.equal(state[key], other[key]) for key in state)
+    assert all(state[key].dtype == other[key].dtype for key in state)
+    return state
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_one_network_keeps_its_own_names_compiled_or_not(is_compiled: bool, tmp_path: Path) -> None:
+    model = One(is_compiled=is_compiled)
+    state = export(train(model, tmp_path), tmp_path / "out")
+    net = model.net._orig_mod if is_compiled else model.net
+    assert is_same(state, net)
+    fresh = Tied()
+    fresh.load_state_dict(state)
+    assert is_same(state, fresh)
+
+
+def test_versions_of_classes_come_along_in_pt(tmp_path: Path) -> None:
+    path = train(One(), tmp_path)
+    write_weights(tmp_path / "x.pt", select_weights(content_of(path)), kind="pt", metadata={})
+    state = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert state._metadata["norm"] == {"version": 2}
+
+
+def test_several_networks_stand_under_their_attributes(tmp_path: Path) -> None:
+    model = Two()
+    path = train(model, tmp_path)
+    state = export(path, tmp_path / "all")
+    expected = {f"net.{key}": value for key, value in model.net.state_dict().items()}
+    expected |= {f"heads.0.{key}": value for key, value in model.heads[0].state_dict().items()}
+    expected |= {"scale": model.scale.detach()}
+    assert set(state) == set(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    assert is_same(export(path, tmp_path / "head", network="heads.0"), model.heads[0])
+    with pytest.raises(ArgumentError, match=r"heads\.0.*got 'head'"):
+        select_weights(content_of(path), network="head")
+
+
+def test_an_average_stands_in_for_the_weights(tmp_path: Path) -> None:
+    model, ema = One(), EMA(0.5)
+    path = train(model, tmp_path, plugins=[ema])
+    expected = ema.averaged_state_dict(model)
+    state = export(path, tmp_path / "out", average="ema")
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    assert not torch.equal(state["first.weight"], model.net.first.weight)
+    assert torch.equal(state["first.weight"], state["second.weight"])
+    with pytest.raises(ArgumentError, match=r"\['ema'\], got 'swa'"):
+        select_weights(content_of(path), average="swa")
+
+
+def test_a_state_of_the_models_own_gives_all_but_optimizers(tmp_path: Path) -> None:
+    model = Own()
+    path = train(model, tmp_path)
+    state = export(path, tmp_path / "all")
+    assert list(state) == [f"net.{key}" for key in model.net.state_dict()]
+    assert is_same(export(path, tmp_path / "net", network="net"), model.net)
+    with pytest.raises(ArgumentError, match=r"'net', 'opt', 'step'"):
+        select_weights(content_of(path), network="model")
+
+
+def test_names_that_would_become_one_stay_as_they_are() -> None:
+    tensors = {"a": torch.zeros(1), "_orig_mod.a": torch.ones(1)}
+    found = select_weights({"model": {"net": tensors}}, network="net")
+    assert list(found.tensors) == ["a", "_orig_mod.a"]
+
+
+def test_a_checkpoint_without_weights_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="no weights"):
+        select_weights(make_payload(1, 1) | {"model": {"opt": {"state": {}, "param_groups": []}}})
+
+
+def weights_of(**tensors: torch.Tensor) -> Weights:
+    return Weights(tensors)
+
+
+def test_every_kind_of_tensor_is_the_same_in_both_formats(tmp_path: Path) -> None:
+    base = torch.arange(12, dtype=torch.float32)
+    weights = weights_of(
+        half=base.to(torch.bfloat16),
+        turned=base.view(3, 4).t(),
+        part=base[2:5],
+        wide=base[:1].expand(4),
+        empty=torch.zeros(0, 3),
+        other_empty=torch.zeros(0),
+        scalar=torch.tensor(3),
+        flags=torch.tensor([True, False]),
+        conjugate=torch.tensor([1 + 2j]).conj(),
+    )
+    write_weights(tmp_path / "x.safetensors", weights, kind="safetensors", metadata={})
+    found = load_file(tmp_path / "x.safetensors")
+    assert set(found) == set(weights.tensors)
+    for name, tensor in weights.tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor.resolve_conj())
+
+
+def test_the_header_of_safetensors_says_where_the_weights_come_from(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_weights(path, weights_of(a=torch.zeros(1)), kind="safetensors", metadata={"epoch": "3"})
+    with safe_open(path, framework="pt") as opened:
+        assert opened.metadata() == {"epoch": "3"}
+
+
+def test_a_file_is_never_written_over_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    path.write_text("old")
+    with pytest.raises(ArgumentError, match="exists already"):
+        write_weights(path, weights_of(a=torch.zeros(1)), kind="pt", metadata={})
+    assert path.read_text() == "old"
+    write_weights(path, weights_of(a=torch.zeros(1)), kind="pt", metadata={}, replaces=True)
+    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.zeros(1))
+    assert [part.name for part in tmp_path.iterdir()] == ["x.pt"]
+
+
+def test_what_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
+    weights = weights_of(a=torch.zeros(2, 2).to_sparse())
+    with pytest.raises(CheckpointError, match=r"a is torch\.sparse_coo.*Export to pt"):
+        write_weights(tmp_path / "x", weights, kind="safetensors", metadata={})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_full_disk_leaves_the_old_file_and_no_other(kind: str, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "x"
+    path.write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises((CheckpointError, OSError), match=r"File too large|os error 27"):
+            write_weights(
+                path, weights_of(a=torch.zeros(1 << 20)), kind=kind, metadata={}, replaces=True
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "old"
+    assert [part.name for part in tmp_path.iterdir()] == ["x"]
+
+
+def test_an_export_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="a training would find it"):
+        write_weights(tmp_path / "run_epoch_1_iter_2.pth", weights_of(), kind="pt", metadata={})

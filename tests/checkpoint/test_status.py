@@ -1,0 +1,191 @@
+"""What is said of files without loading them is what loading them would say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helios.checkpoint import loading, status
+from helios.checkpoint.status import Checked, Condition, Depth, Outcome
+from helios.checkpoint.store import RunFolder
+from helios.core import codec
+from helios.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint import hostile
+from tests.checkpoint.helpers import names, save
+
+# The name and the sidecar agree, and the container is whole.
+UNSEEN_AT_A_GLANCE = ("a flipped bit", "swapped", "a sidecar of other replicas")
+
+
+@pytest.mark.parametrize("name", hostile.CASES)
+def test_a_file_is_called_what_loading_it_makes_of_it(name: str, tmp_path: Path) -> None:
+    expected, make = hostile.CASES[name]
+    path = tmp_path / "run" / hostile.NAME
+    make(path)
+    before = {part.name: part.read_bytes() for part in path.parent.iterdir()}
+    found = status.examine(path, Depth.BYTES)
+    assert found.condition.value == expected
+    assert (not found.reason) == found.is_good
+    if not found.is_good:
+        assert str(path.with_suffix("")) in found.reason or path.name in found.reason
+    assert {part.name: part.read_bytes() for part in path.parent.iterdir()} == before
+    try:
+        loading.load(path)
+    except DamagedCheckpointError:
+        assert found.condition is Condition.DAMAGED
+    except CheckpointError:
+        assert found.condition in (Condition.NEWER, Condition.UNMIGRATED, Condition.FOREIGN)
+    else:
+        assert found.is_good
+
+
+@pytest.mark.parametrize("name", hostile.CASES)
+def test_a_glance_sees_all_but_the_bytes(name: str, tmp_path: Path) -> None:
+    expected, make = hostile.CASES[name]
+    path = tmp_path / "run" / hostile.NAME
+    make(path)
+    found = status.examine(path)
+    assert found.condition.value == ("good" if name in UNSEEN_AT_A_GLANCE else expected)
+    assert found.checked in (Checked.NOTHING, Checked.CONTAINER, Checked.STRUCTURE)
+
+
+def test_how_far_a_file_was_checked_is_said(tmp_path: Path) -> None:
+    path = save(RunFolder(tmp_path), 1, 1)
+    looks = {depth: status.examine(path, depth).checked for depth in Depth}
+    assert looks == {
+        Depth.GLANCE: Checked.CONTAINER,
+        Depth.STRUCTURE: Checked.STRUCTURE,
+        Depth.BYTES: Checked.DIGEST,
+    }
+    path.with_suffix(".json").unlink()
+    assert status.examine(path, Depth.BYTES).checked is Checked.SUMS
+
+
+def test_a_file_that_is_gone_is_unreadable_and_not_damaged(tmp_path: Path) -> None:
+    found = status.examine(tmp_path / "run_epoch_1_iter_1.pth", Depth.BYTES)
+    assert found.condition is Condition.UNREADABLE
+    assert "run_epoch_1_iter_1.pth" in found.reason
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+@pytest.mark.parametrize("name", hostile.MALICE)
+def test_nothing_in_a_file_is_executed(name: str, is_signed: bool, tmp_path: Path) -> None:
+    target = tmp_path / "executed"
+    path = hostile.write_malicious(tmp_path / "run", name, target, is_signed=is_signed)
+    for depth in Depth:
+        found, _ = status.look_into(path, depth)
+        assert not target.exists()
+    if name == "a user's class inside":
+        assert found.needs == ("tests.checkpoint.hostile.Restoring",)
+    else:
+        assert found.condition is Condition.FOREIGN
+        assert "system" in found.reason or "eval" in found.reason or "exec" in found.reason
+
+
+def test_types_of_a_user_are_named_and_stand_in_the_tree(tmp_path: Path) -> None:
+    path = hostile.write_malicious(
+        tmp_path, "a user's class inside", tmp_path / "executed", is_signed=True
+    )
+    found, tree = status.look_into(path, Depth.BYTES)
+    assert found.is_good
+    assert tree["model"]["net"].name == "tests.checkpoint.hostile.Restoring"
+    assert tree["model"]["net"].parts == ({"target": str(tmp_path / "executed")},)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs the figures of /proc")
+def test_the_structure_of_a_large_file_is_read_without_its_tensors(tmp_path: Path) -> None:
+    path = save(RunFolder(tmp_path), 1, 1, large=torch.zeros(1 << 23))
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    tree, _ = codec.read_structure(path)
+    assert bytes_read() - before < 1 << 20
+    assert tree["model"]["large"].shape == (1 << 23,)
+
+
+def make_folder(folder: Path) -> RunFolder:
+    run = RunFolder(folder)
+    for iteration in (1, 2, 3):
+        save(run, 1, iteration)
+    return run
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def survey_one(root: Path) -> status.FolderStatus:
+    (folder,) = status.survey(root)
+    return folder
+
+
+def test_the_newest_whole_checkpoint_is_where_a_start_goes_on(tmp_path: Path) -> None:
+    run = make_folder(tmp_path / "run")
+    paths = [entry.path for entry in run.entries()]
+    folder = survey_one(tmp_path)
+    assert [part.path for part in folder.files] == paths
+    assert (folder.start, folder.outcome) == (paths[2], Outcome.RESUMES)
+    damage(paths[2])
+    assert survey_one(tmp_path).start == paths[1]
+    loaded = run.load_newest()
+    assert loaded is not None
+    assert loaded.path == paths[1]
+
+
+def test_what_was_put_aside_is_shown_and_the_older_one_marked(tmp_path: Path) -> None:
+    run = make_folder(tmp_path / "run")
+    damage(run.entries()[2].path)
+    run.load_newest()
+    folder = survey_one(tmp_path)
+    assert [part.condition for part in folder.files] == [
+        *[Condition.GOOD] * 2,
+        Condition.ASIDE,
+    ]
+    assert folder.start == run.entries()[1].path
+
+
+def test_a_newest_file_that_fit_refuses_is_where_it_stops(tmp_path: Path) -> None:
+    make_folder(tmp_path / "run")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "run" / hostile.NAME)
+    folder = survey_one(tmp_path)
+    assert (folder.start, folder.outcome) == (tmp_path / "run" / hostile.NAME, Outcome.REFUSES)
+
+
+def test_where_all_are_damaged_no_fresh_start_is_promised(tmp_path: Path) -> None:
+    run = make_folder(tmp_path / "run")
+    for entry in run.entries():
+        damage(entry.path)
+    assert survey_one(tmp_path).outcome is Outcome.REFUSES
+    with pytest.raises(DamagedCheckpointError):
+        run.load_newest()
+    folder = survey_one(tmp_path)
+    assert (folder.start, folder.outcome) == (None, Outcome.REFUSES)
+
+
+def test_runs_below_a_folder_are_found_and_so_is_what_was_moved_aside(tmp_path: Path) -> None:
+    make_folder(tmp_path / "b")
+    run = make_folder(tmp_path / "a" / "deep")
+    run.move_aside("2026-01-01")
+    save(run, 1, 1)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "epoch.pth").write_text("not ours")
+    found = list(status.survey(tmp_path))
+    assert [folder.path.relative_to(tmp_path).as_posix() for folder in found] == [
+        "a/deep",
+        "a/deep/before-2026-01-01",
+        "b",
+    ]
+    assert [folder.is_moved_aside for folder in found] == [False, True, False]
+
+
+def test_looking_changes_no_name(tmp_path: Path) -> None:
+    run = make_folder(tmp_path / "run")
+    damage(run.entries()[2].path)
+    before = names(run.path)
+    list(status.survey(tmp_path, Depth.BYTES))
+    assert names(run.path) == before

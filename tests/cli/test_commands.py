@@ -1,0 +1,451 @@
+"""The commands: what they print, their exit codes, and what no file can make them do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from helios import chkpt_migrator
+from helios.checkpoint import layout
+from helios.checkpoint.store import RunFolder
+from helios.cli import commands, main, output
+from tests.checkpoint import hostile
+from tests.checkpoint.helpers import make_payload, make_sidecar, save
+from tests.cli import helps
+
+COMMANDS = {
+    "ls": lambda path: ["ls", str(path.parent)],
+    "ls --verify": lambda path: ["ls", "--verify", str(path.parent)],
+    "inspect": lambda path: ["inspect", "--depth", "0", str(path)],
+    "verify": lambda path: ["verify", str(path)],
+    "export to pt": lambda path: ["export", str(path), "--to", "pt"],
+    "export to safetensors": lambda path: ["export", str(path), "--to", "safetensors"],
+}
+
+
+class Ran:
+    """What a command gave."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *words: str | Path) -> None:
+        try:
+            self.code = main([str(word) for word in words])
+        except SystemExit as leaving:
+            self.code = leaving.code
+        self.out, self.err = capsys.readouterr()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    run = RunFolder(tmp_path / "root" / "run")
+    for iteration in (1, 2, 3):
+        save(run, 1, iteration)
+    return tmp_path / "root"
+
+
+def newest(root: Path) -> Path:
+    return root / "run" / "run_epoch_1_iter_3.pth"
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("name", helps.help_texts())
+def test_the_help_is_that_of_the_golden_file(name: str) -> None:
+    text = helps.help_texts()[name]
+    assert text == (helps.FOLDER / name).read_text("utf-8"), "Meant so? scripts/make_golden.py."
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.name for path in helps.FOLDER.iterdir()} == set(helps.help_texts())
+
+
+def test_ls_lists_and_marks_where_a_start_goes_on(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(newest(root))
+    ran = Ran(capsys, "ls", root)
+    assert (ran.code, ran.err) == (0, "")
+    lines = ran.out.splitlines()
+    assert lines[0] == str(root / "run")
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[2:5]]
+    assert rows[1][:4] == ["*", "run_epoch_1_iter_2.pth", "1", "2"]
+    assert rows[1][5:7] == ["good", "loss=0.3333"]
+    assert rows[2][0] == "run_epoch_1_iter_3.pth"
+    assert rows[2][4] == "damaged"
+    assert "run_epoch_1_iter_3.pth is no whole container" in lines[5]
+
+
+def test_ls_reads_bytes_only_when_asked_to(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = newest(root)
+    data = bytearray(path.read_bytes())
+    data[data.find((torch.arange(50.0) * 3).numpy().tobytes()) + 9] ^= 1
+    path.write_bytes(data)
+    assert "damaged" not in Ran(capsys, "ls", root).out
+    assert "damaged" in Ran(capsys, "ls", root, "--verify").out
+
+
+def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder(root / "run")
+    run.move_aside("2026")
+    save(run, 1, 7)
+    document = Ran(capsys, "ls", root, "--json").json
+    now, before = document["folders"]
+    assert document["root"] == str(root)
+    assert (now["start"], now["is_moved_aside"]) == ("resumes", False)
+    assert now["start_path"] == str(root / "run" / "run_epoch_1_iter_7.pth")
+    assert now["files"][0] | {"size": 0} == {
+        "path": str(root / "run" / "run_epoch_1_iter_7.pth"),
+        "state": "good",
+        "reason": "",
+        "size": 0,
+        "epoch": 1,
+        "iteration": 7,
+        "checked": "container",
+        "needs": [],
+        "run_name": "run",
+        "metrics": {"loss": 0.125},
+        "level": "restart",
+        "finished": None,
+        "is_migrated": False,
+    }
+    assert (before["start"], before["start_path"], before["is_moved_aside"]) == (None, None, True)
+    assert len(before["files"]) == 3
+
+
+def test_ls_of_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capsys, "ls", tmp_path)
+    assert (ran.code, ran.out) == (0, f"There are no checkpoints in {tmp_path}.\n")
+    assert Ran(capsys, "ls", tmp_path, "--json").json["folders"] == []
+
+
+def test_ls_of_many_old_files_gives_the_remedy_a_few_times_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile.CASES["of helios-ml"][1](tmp_path / "run_epoch_2_iter_4.pth")
+    data = (tmp_path / "run_epoch_2_iter_4.pth").read_bytes()
+    for iteration in range(5, 10):
+        (tmp_path / f"run_epoch_2_iter_{iteration}.pth").write_bytes(data)
+    ran = Ran(capsys, "ls", tmp_path)
+    assert ran.out.count("chkpt_migrator") == 3
+    assert "3 more are unmigrated." in ran.out
+
+
+def test_verify_says_good_or_why_not_and_its_code_too(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(capsys, "verify", root)
+    assert (ran.code, ran.err) == (0, "")
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["good"] * 3
+    newest(root).with_suffix(".json").unlink()
+    ran = Ran(capsys, "verify", newest(root))
+    assert ran.code == 0
+    assert "no digest to compare" in ran.out
+    damage(newest(root))
+    ran = Ran(capsys, "verify", root)
+    assert ran.code == 1
+    assert ran.out.splitlines()[2].startswith(f"damaged     {newest(root)} is no whole container")
+    ran = Ran(capsys, "verify", root, "--json")
+    assert ran.code == 1
+    assert ran.json["is_good"] is False
+    assert [part["state"] for part in ran.json["files"]] == ["good", "good", "damaged"]
+
+
+def test_verify_of_a_folder_leaves_out_what_was_put_aside(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(root / "run")
+    damage(newest(root))
+    run.load_newest()
+    save(run, 1, 9)
+    hostile.CASES["of helios-ml"][1](root / "run" / "before-migration" / hostile.NAME)
+    ran = Ran(capsys, "verify", root, "--json")
+    assert ran.code == 0
+    assert len(ran.json["files"]) == 3
+    assert Ran(capsys, "verify", root / "run" / "before-migration").code == 1
+
+
+def test_migrate_is_the_migrator(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace = commands.build_parser().parse_args(["migrate", str(root), "--dry-run"])
+    assert namespace.run is chkpt_migrator.run
+    assert namespace.dry_run
+    ran = Ran(capsys, "migrate", root / "none")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith("helios migrate: ROOT must be")
+
+
+def test_inspect_shows_sidecar_counters_and_tensors(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(capsys, "inspect", newest(root))
+    assert (ran.code, ran.err) == (0, "")
+    assert re.search(r"^run +run$", ran.out, re.MULTILINE)
+    assert re.search(r"^training_state +global_epoch: 1, global_iteration: 3$", ran.out, re.M)
+    assert re.search(r"^  weight +float32 +\[50\] +200 B$", ran.out, re.MULTILINE)
+    assert ran.out.splitlines()[-1] == "2 tensors, 216 B"
+    assert "weight" not in Ran(capsys, "inspect", newest(root), "--depth", "1").out
+
+
+def test_inspect_in_json_has_every_tensor(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capsys, "inspect", newest(root), "--json", "--depth", "1")
+    assert ran.code == 0
+    document = ran.json
+    assert document["training_state"] == {"global_epoch": 1, "global_iteration": 3}
+    assert document["sidecar"]["digest"].startswith("sha256:")
+    assert document["keys"][:3] == ["schema", "version", "training_state"]
+    assert document["tensors"][0] == {
+        "path": "model.weight",
+        "dtype": "float32",
+        "shape": [50],
+        "bytes": 200,
+        "note": "",
+    }
+    assert (document["num_tensors"], document["num_bytes"]) == (2, 216)
+
+
+@pytest.mark.parametrize("name", hostile.CASES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, make = hostile.CASES[name]
+    path = tmp_path / "run" / hostile.NAME
+    make(path)
+    ran = Ran(capsys, *COMMANDS[command](path))
+    assert hostile.NAME.removesuffix(".pth") in ran.out + ran.err
+    assert "Traceback" not in ran.out + ran.err
+    if command in ("verify", "export to pt", "export to safetensors"):
+        assert ran.code == (state != "good")
+    if command in ("ls --verify", "verify"):
+        assert state in ran.out
+    if command.startswith("export"):
+        assert bool(ran.err) == (state != "good")
+        assert len(list(path.parent.glob("run_epoch_2_iter_4.[ps][ta]*"))) == 1 + (state == "good")
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+@pytest.mark.parametrize("name", hostile.MALICE)
+def test_no_command_executes_anything_in_a_file(
+    name: str, is_signed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "executed"
+    path = hostile.write_malicious(tmp_path / "run", name, target, is_signed=is_signed)
+    for words in COMMANDS.values():
+        ran = Ran(capsys, *words(path))
+        assert not target.exists()
+        assert "Traceback" not in ran.err
+    ran = Ran(capsys, "verify", path)
+    assert "refers to" in ran.out
+    assert ran.code == (name != "a user's class inside")
+
+
+def test_export_writes_beside_the_checkpoint_and_says_where_from(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(capsys, "export", newest(root), "--to", "safetensors", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    target = newest(root).with_suffix(".safetensors")
+    document = ran.json
+    assert (document["path"], document["names"]) == (str(target), ["weight"])
+    with safe_open(target, framework="pt") as opened:
+        assert opened.metadata() == document["metadata"]
+        assert torch.equal(opened.get_tensor("weight"), torch.arange(50.0) * 3)
+    assert document["metadata"]["format"] == "pt"
+    assert document["metadata"]["run_name"] == "run"
+    assert (document["metadata"]["epoch"], document["metadata"]["iteration"]) == ("1", "3")
+    assert document["metadata"]["source_digest"].startswith("sha256:")
+    assert len(layout.find_checkpoints(newest(root).parent)) == 3
+
+
+def test_export_does_not_write_over_a_file_without_force(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = root / "weights"
+    target.write_text("mine")
+    words = ("export", newest(root), "--to", "pt", "--out", target)
+    ran = Ran(capsys, *words)
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"helios export: {target} exists already.")
+    assert target.read_text() == "mine"
+    assert Ran(capsys, *words, "--force").code == 0
+    assert list(torch.load(target, weights_only=True)) == ["weight"]
+
+
+def test_export_of_a_damaged_file_writes_nothing(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(newest(root).parent.iterdir())
+    damage(newest(root))
+    ran = Ran(capsys, "export", newest(root), "--to", "pt")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith(f"helios export: {newest(root)} is")
+    assert sorted(newest(root).parent.iterdir()) == before
+
+
+WRONG = {
+    "no command": [],
+    "an unknown command": ["list"],
+    "ls of a file": ["ls", "FILE"],
+    "ls of nothing": ["ls", "ROOT/none"],
+    "inspect a folder": ["inspect", "ROOT"],
+    "inspect a pipe": ["inspect", "PIPE"],
+    "verify nothing": ["verify", "ROOT/none"],
+    "verify a pipe": ["verify", "PIPE"],
+    "verify an empty folder": ["verify", "EMPTY"],
+    "export to nothing": ["export", "FILE"],
+    "export to another format": ["export", "FILE", "--to", "onnx"],
+    "export no network": ["export", "FILE", "--to", "pt", "--network", "none"],
+    "export no average": ["export", "FILE", "--to", "pt", "--average", "none"],
+    "export over a checkpoint": ["export", "FILE", "--to", "pt", "--force", "--out", "FILE"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_usage_is_told_on_stderr_with_code_2(
+    name: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").mkdir()
+    places = {
+        "FILE": newest(root),
+        "ROOT": root,
+        "PIPE": tmp_path / "pipe",
+        "EMPTY": tmp_path / "empty",
+    }
+    words = [re.sub("^[A-Z]+", lambda m: str(places[m.group()]), word) for word in WRONG[name]]
+    before = newest(root).read_bytes()
+    ran = Ran(capsys, *words)
+    assert (ran.code, ran.out) == (2, "")
+    assert re.search(r"^helios( \w+)?: ", ran.err, re.MULTILINE)
+    assert newest(root).read_bytes() == before
+
+
+def test_a_missing_extra_is_named_with_its_remedy(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    ran = Ran(capsys, "export", newest(root), "--to", "safetensors")
+    assert ran.code == 2
+    assert 'pip install "helios-trainer[safetensors]"' in ran.err
+
+
+def test_no_name_in_a_file_reaches_the_terminal_unescaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[2J\ngood"
+    payload = make_payload(1, 1, **{evil: torch.zeros(1), "text": evil})
+    payload["cursor"][evil] = evil
+    sidecar = make_sidecar(1, 1, run_name=evil, metrics={evil: 1.0})
+    path = RunFolder(tmp_path).save(payload, stem="run_epoch_1_iter_1", sidecar=sidecar)
+    for words in (["ls", tmp_path], ["inspect", path], ["verify", path]):
+        ran = Ran(capsys, *words)
+        assert ran.code == 0
+        assert "\x1b" not in ran.out
+        assert "\ngood\n" not in ran.out
+
+
+def test_numbers_that_json_has_not_become_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sidecar = make_sidecar(1, 1, metrics={"loss": float("nan"), "best": float("inf")})
+    RunFolder(tmp_path).save(make_payload(1, 1), stem="run_epoch_1_iter_1", sidecar=sidecar)
+    (folder,) = Ran(capsys, "ls", tmp_path, "--json").json["folders"]
+    assert folder["files"][0]["metrics"] == {"loss": "nan", "best": "inf"}
+
+
+def test_a_table_gives_up_columns_where_the_terminal_is_narrow() -> None:
+    columns = [
+        output.Column("file"),
+        output.Column("size", is_right=True, rank=1),
+        output.Column("level", rank=2),
+        output.Column("never", rank=1),
+    ]
+    rows = [["a.pth", "9 B", "elastic", ""], ["long_name.pth", "10 B", "bound", ""]]
+    assert output.table(columns, rows) == [
+        "file           size  level",
+        "a.pth           9 B  elastic",
+        "long_name.pth  10 B  bound",
+    ]
+    assert output.table(columns, rows, 25)[1] == "a.pth           9 B"
+    assert output.table(columns, rows, 5) == ["file", "a.pth", "long_name.pth"]
+
+
+def test_facts_are_wrapped_beside_their_names_and_paths_are_never_cut() -> None:
+    lines = output.facts({"a": "one two three four five six", "path": "x" * 40}, width=28)
+    assert lines == ["a     one two three four", "      five six", "path  " + "x" * 40]
+
+
+def start(*words: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a command, whose output nobody reads yet, with SIGINT as a shell leaves it."""
+    script = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from helios.cli import main; sys.exit(main())"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of which there is more to say than a pipe holds."""
+    names = {f"value_{number}": number for number in range(20_000)}
+    return save(RunFolder(tmp_path_factory.mktemp("wide")), 1, 1, **names)
+
+
+def test_ctrl_c_ends_a_command_with_a_line_and_code_130(wide: Path) -> None:
+    process = start("inspect", wide)
+    assert process.stdout is not None
+    # It has begun to print, and waits: the pipe is full before it could come to its end.
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"helios inspect: interrupted.\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(wide: Path) -> None:
+    process = start("inspect", wide)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=60) == 141
+    process.stderr.close()
+
+
+def test_the_module_is_the_command(root: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "helios", "verify", str(root), "--json"],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert json.loads(ran.stdout)["is_good"] is True
+    assert ran.stderr == b""
+
+
+def test_every_command_is_listed_once() -> None:
+    listed = [module.NAME for module in commands._COMMANDS]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) == {"ls", "inspect", "verify", "export", "migrate"}
