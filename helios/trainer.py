@@ -77,7 +77,7 @@ class Trainer:
         precision: the arithmetic inside of steps: ``"fp32"`` (as the parameters are), or by
             autocast ``"bf16"``, or ``"fp16"`` with scaled losses.
         plugins: plugins to register, in this order.
-        store: how checkpoints are kept.
+        store: how checkpoints are written and kept.
         signals: on which signals fit saves and ends; the four of ``Signals()`` where ``None``.
         num_replicas: logical data-parallel workers that define the run; as many as processes where
             ``None``. Fixed at the first start.

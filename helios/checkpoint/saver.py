@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,12 @@ class Saver:
 
     def prepare(self, sizes: Iterable[int]) -> None:
         """Make memory ready for a state of tensors of these sizes, in bytes."""
-        if self._buffers is not None:
+        if self._buffers is None:
+            return
+        try:
             self._buffers.prepare(sizes)
+        except MemoryError as error:
+            self._do_without_copies(error)
 
     def save(
         self,
@@ -75,9 +80,14 @@ class Saver:
         if committed is not None:
             self.newest = committed
             return committed
-        draft = self._folder.draft(
-            payload, stem=stem, sidecar=sidecar, safe_types=safe_types, buffers=self._buffers
+        draft_it = partial(
+            self._folder.draft, payload, stem=stem, sidecar=sidecar, safe_types=list(safe_types)
         )
+        try:
+            draft = draft_it(buffers=self._buffers)
+        except MemoryError as error:
+            self._do_without_copies(error)
+            draft = draft_it()
         if draft.is_own:
             self._in_flight = place
             self._thread = threading.Thread(
@@ -88,6 +98,15 @@ class Saver:
             self._write(draft)
             self.raise_failure()
         return draft.path
+
+    def _do_without_copies(self, error: MemoryError) -> None:
+        self._buffers = None
+        _LOGGER.warning(
+            "There is too little memory for a copy of the state (%s), so the training waits "
+            "from now on until each checkpoint is on the disk, as with "
+            "CheckpointStore(is_async=False).",
+            error,
+        )
 
     def _write(self, draft: Draft) -> None:
         try:

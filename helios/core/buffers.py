@@ -30,7 +30,11 @@ class HostBuffers:
         return sum(size * len(storages) for size, storages in self._kept.items())
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Make ready for storages of these sizes, in bytes; what is there already counts."""
+        """Make ready for storages of these sizes, in bytes; what is there already counts.
+
+        Raises:
+            MemoryError: if there is too little.
+        """
         free = {size: len(storages) for size, storages in self._kept.items()}
         for size in sizes:
             if free.get(size, 0):
@@ -46,6 +50,9 @@ class HostBuffers:
 
         Args:
             groups: detached tensors; those of a group share a storage, and do so afterwards.
+
+        Raises:
+            MemoryError: if there is too little; some of the tensors look at copies then.
         """
         free, self._kept = self._kept, {}
         taken: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
@@ -70,7 +77,10 @@ class HostBuffers:
         self._kept = {}
 
     def _allocate(self, size: int) -> torch.UntypedStorage:
-        memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
+        try:
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
+        except RuntimeError as error:
+            raise MemoryError(f"{size} bytes of host memory are not to be had") from error
         # The first write to a page is what costs time.
         memory.zero_()
         return memory.untyped_storage()

@@ -94,6 +94,7 @@ def capture(tree: Any, *, safe_types: Iterable[Any], buffers: HostBuffers) -> Ca
 
     Raises:
         StateError: as :func:`encode`.
+        MemoryError: if there is too little memory for the copies.
     """
     types = list(safe_types)
     encoder = Encoder("", types, lambda value: _try_loading(value, types))

@@ -16,6 +16,7 @@ from helios.checkpoint import layout
 from helios.checkpoint.saver import Saver
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.core import codec, files
+from helios.core.buffers import HostBuffers
 from helios.errors import SaveError, StateError
 from tests.checkpoint.helpers import make_payload, make_sidecar, names
 
@@ -258,3 +259,29 @@ def test_a_failure_of_torch_while_it_writes_is_named(
     saver = make(is_async=False)
     with pytest.raises(RuntimeError, match="a fault of torch"):
         save(saver, 1)
+
+
+def test_without_memory_for_a_copy_saves_wait_for_the_disk(
+    make: Callable[..., Saver], caplog: pytest.LogCaptureFixture, gate: Gate
+) -> None:
+    gate.is_open.set()
+    saver = make()
+    saver.prepare([1 << 60])
+    assert "too little memory" in caplog.text
+    assert save(saver, 1).exists()
+    assert len(caplog.records) == 1
+
+
+def test_a_copy_that_fails_in_the_middle_costs_no_save(
+    make: Callable[..., Saver], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make()
+    allocate = HostBuffers._allocate
+
+    def refuse_large(buffers: HostBuffers, size: int) -> torch.UntypedStorage:
+        return allocate(buffers, size if size < 1000 else 1 << 60)
+
+    monkeypatch.setattr(HostBuffers, "_allocate", refuse_large)
+    path = save(saver, 1, large=torch.ones(1000))
+    assert "too little memory" in caplog.text
+    assert load_model(path)["large"].sum() == 1000

@@ -1,0 +1,430 @@
+"""A checkpoint with a malicious pickle executes nothing, whoever opens it and however it is packed.
+
+Real ones are put in the place of a run's newest checkpoint, without a sidecar and with a forged one
+that is right in every respect. That they are real is shown by opening each of them without care.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import dataclasses
+import io
+import os
+import pickle
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.checkpoint import layout, loading
+from helios.checkpoint.store import RunFolder
+from helios.core.digest import digest_file
+from helios.errors import CheckpointError
+from tests.checkpoint.helpers import make_payload, make_sidecar
+from tests.checkpoint.test_mutations import little_memory
+from tests.house import PACKAGE
+from tests.support.runs import IndexModule, Setting, SmallModel
+
+SETTING = Setting(total_steps=3, chkpt_frequency=1, validates=True)
+NEWEST = "small_epoch_1_iter_3.pth"
+
+
+class Call:
+    """Unpickled without care, this calls a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class Touch:
+    """Unpickled without care, this makes a file when its state is set."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Path(state["path"]).touch()
+
+
+class TouchAtCreation:
+    """Unpickled without care, this makes a file when it is built."""
+
+    path = ""
+
+    def __new__(cls, path: str = "") -> TouchAtCreation:
+        if path:
+            Path(path).touch()
+        return super().__new__(cls)
+
+    def __getnewargs__(self) -> tuple[str]:
+        return (self.path,)
+
+    @classmethod
+    def harmless_here(cls, path: str) -> TouchAtCreation:
+        evil = cls()
+        evil.path = path
+        return evil
+
+
+class HookedTensor:
+    """A tensor that carries something in the place of its hooks."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+
+    def __reduce__(self) -> Any:
+        storage = torch.ones(2)._typed_storage()
+        hooks = collections.OrderedDict(hook=self.hook)
+        return torch._utils._rebuild_tensor_v2, (storage, 0, (2,), (1,), False, hooks)
+
+
+EVILS: dict[str, Callable[[str], Any]] = {
+    "os.system": lambda mark: Call(os.system, f"touch '{mark}'"),
+    "eval": lambda mark: Call(builtins.eval, f"__import__('pathlib').Path({mark!r}).touch()"),
+    "exec": lambda mark: Call(builtins.exec, f"import pathlib; pathlib.Path({mark!r}).touch()"),
+    "a class that sets its state": Touch,
+    "a class that builds itself": TouchAtCreation.harmless_here,
+    "in a tensor's hooks": lambda mark: HookedTensor(Call(os.system, f"touch '{mark}'")),
+    "a pickle in a pickle": lambda mark: Call(
+        pickle.loads, pickle.dumps(Call(os.system, f"touch '{mark}'"))
+    ),
+    "a function of this file": lambda mark: Call(_touch, mark),
+}
+
+
+def _touch(mark: str) -> None:
+    Path(mark).touch()
+
+
+def _zip(path: Path, payload: Any) -> None:
+    torch.save(payload, path)
+
+
+def _zip_of_protocol_4(path: Path, payload: Any) -> None:
+    torch.save(payload, path, pickle_protocol=4)
+
+
+def _legacy(path: Path, payload: Any) -> None:
+    torch.save(payload, path, _use_new_zipfile_serialization=False)
+
+
+def _plain_pickle(path: Path, payload: Any) -> None:
+    path.write_bytes(pickle.dumps(payload["model"]["evil"], protocol=2))
+
+
+def _legacy_tar(path: Path, payload: Any) -> None:
+    """The oldest format of torch: a tar of pickles."""
+    parts = {
+        "sys_info": pickle.dumps({"protocol_version": 1000}, protocol=2),
+        "storages": pickle.dumps(0, protocol=2) + pickle.dumps([], protocol=2),
+        "tensors": pickle.dumps(0, protocol=2),
+        "pickle": pickle.dumps(payload["model"]["evil"], protocol=2),
+    }
+    with tarfile.open(path, "w") as archive:
+        for name, data in parts.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+
+def _script_archive(path: Path, payload: Any) -> None:
+    """A zip that torch.load takes for a TorchScript archive, which is code."""
+    torch.save(payload, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        name = archive.namelist()[0].split("/")[0]
+        archive.writestr(f"{name}/constants.pkl", pickle.dumps(payload["model"]["evil"], 2))
+
+
+PACKINGS = {
+    "zip": _zip,
+    "zip of protocol 4": _zip_of_protocol_4,
+    "legacy": _legacy,
+    "plain pickle": _plain_pickle,
+    "legacy tar": _legacy_tar,
+    "script archive": _script_archive,
+}
+CASES = [("zip", evil) for evil in EVILS] + [
+    (packing, evil)
+    for packing in PACKINGS
+    if packing != "zip"
+    for evil in ("os.system", "a class that sets its state")
+]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an honest run of three checkpoints."""
+    root = tmp_path_factory.mktemp("honest")
+    make_trainer(root, total_steps=3).fit(SmallModel(SETTING), IndexModule(SETTING))
+    return root
+
+
+def make_trainer(root: Path, **options: Any) -> helios.Trainer:
+    return helios.Trainer(
+        **{"train_unit": "iteration", "total_steps": 5, "chkpt_frequency": 1, **options},
+        chkpt_root=root,
+        use_cpu=True,
+        print_banner=False,
+    )
+
+
+def poison(root: Path, mark: Path, packing: str, evil: str) -> Path:
+    """Put a malicious file in the place of the newest checkpoint; without a sidecar."""
+    path = root / "small" / NEWEST
+    payload = torch.load(path, weights_only=True)
+    payload["model"]["evil"] = EVILS[evil](str(mark))
+    PACKINGS[packing](path, payload)
+    layout.sidecar_path(path).rename(root / "honest.json")
+    return path
+
+
+def forge_sidecar(path: Path, root: Path) -> None:
+    """Give a file a sidecar that is right in every respect."""
+    text = (root / "honest.json").read_text()
+    honest = loading.Sidecar.from_json(text, name="honest.json")
+    forged = dataclasses.replace(honest, digest=digest_file(path))
+    layout.sidecar_path(path).write_text(forged.to_json())
+
+
+def fit(root: Path, path: Path) -> None:
+    make_trainer(root).fit(SmallModel(SETTING), IndexModule(SETTING))
+
+
+def fit_from_path(root: Path, path: Path) -> None:
+    make_trainer(root / "branch", resume=path).fit(SmallModel(SETTING), IndexModule(SETTING))
+
+
+def validate(root: Path, path: Path) -> None:
+    make_trainer(root).validate(SmallModel(SETTING), IndexModule(SETTING))
+
+
+def evaluate(root: Path, path: Path) -> None:
+    make_trainer(root).test(SmallModel(SETTING), IndexModule(SETTING))
+
+
+def predict(root: Path, path: Path) -> None:
+    make_trainer(root).predict(SmallModel(SETTING), IndexModule(SETTING))
+
+
+def load_checkpoint(root: Path, path: Path) -> None:
+    helios.load_checkpoint(path)
+
+
+def load_model(root: Path, path: Path) -> None:
+    helios.load_weights(path, SmallModel(SETTING))
+
+
+def load_network(root: Path, path: Path) -> None:
+    helios.load_weights(path, torch.nn.Linear(2, 2))
+
+
+OPENERS = (
+    fit,
+    fit_from_path,
+    validate,
+    evaluate,
+    predict,
+    load_checkpoint,
+    load_model,
+    load_network,
+)
+
+
+@pytest.mark.parametrize(("packing", "evil"), CASES)
+def test_these_files_do_harm_where_they_are_opened_without_care(
+    run_folder: Path, tmp_path: Path, packing: str, evil: str
+) -> None:
+    root, mark = tmp_path / "root", tmp_path / "executed"
+    shutil.copytree(run_folder, root)
+    path = poison(root, mark, packing, evil)
+    if packing == "plain pickle":
+        pickle.loads(path.read_bytes())
+    elif packing == "script archive":
+        with zipfile.ZipFile(path) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith("constants.pkl")]
+            pickle.loads(archive.read(name))
+    else:
+        torch.load(path, weights_only=False)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("is_forged", [False, True], ids=["without sidecar", "forged sidecar"])
+@pytest.mark.parametrize(("packing", "evil"), CASES)
+def test_a_malicious_checkpoint_executes_nothing_and_is_named(
+    run_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    packing: str,
+    evil: str,
+    is_forged: bool,
+) -> None:
+    for opener in OPENERS if evil == "os.system" else (fit, evaluate, load_checkpoint):
+        root, mark = tmp_path / opener.__name__, tmp_path / "executed"
+        shutil.copytree(run_folder, root)
+        path = poison(root, mark, packing, evil)
+        if is_forged:
+            forge_sidecar(path, root)
+        capsys.readouterr()
+        refused = open_it(opener, root, path)
+        assert not mark.exists(), opener.__name__
+        said = refused or capsys.readouterr().err
+        assert NEWEST in said, opener.__name__
+        assert "weights_only" not in said, "no advice to switch safety off"
+        assert "jit" not in said, "no advice to run it either"
+        if not refused:
+            # Nothing that Helios wrote: damaged, and the run goes on from an older one.
+            assert opener in (fit, validate, evaluate, predict)
+            assert "Going on with the next older checkpoint" in said
+            assert not is_forged
+        shutil.rmtree(root)
+
+
+def open_it(opener: Callable[[Path, Path], None], root: Path, path: Path) -> str:
+    """Return the message of what was raised; nothing if the call went on without the file."""
+    try:
+        opener(root, path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_type_that_is_allowed_by_name_allows_no_other(run_folder: Path, tmp_path: Path) -> None:
+    root, mark = tmp_path / "root", tmp_path / "executed"
+    shutil.copytree(run_folder, root)
+    path = poison(root, mark, "zip", "os.system")
+    with pytest.raises(CheckpointError, match=r"posix\.system"):
+        RunFolder(root / "small").load(path, [Touch, collections.Counter])
+    assert not mark.exists()
+
+
+SIZES = (
+    [],
+    [("numel", 1 << 36)],
+    [("size", 1 << 36)],
+    [("numel", 1 << 36), ("size", 1 << 36)],
+    [("offset", 1 << 36)],
+    [("stride", 1 << 36)],
+    [("numel", 65), ("size", 65)],
+)
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["read", "mapped"])
+@pytest.mark.parametrize("changes", SIZES, ids=str)
+def test_a_record_that_promises_gigabytes_takes_none(
+    tmp_path: Path, changes: list[tuple[str, int]], maps: bool
+) -> None:
+    """A small file must neither fill the memory by a number, nor show what is not its own."""
+    path = tmp_path / "run_epoch_1_iter_1.pth"
+    payload = make_payload(1, 1)
+    payload["model"] = {"weight": SizedTensor(dict(changes))}
+    torch.save(payload, path)
+    forged = dataclasses.replace(make_sidecar(1, 1), digest=digest_file(path))
+    layout.sidecar_path(path).write_text(forged.to_json())
+    with little_memory():
+        if not changes:
+            assert loading.load(path, maps=maps).payload["model"]["weight"].sum() == 64
+        elif maps and "numel" in dict(changes) and dict(changes).get("size") != 1 << 36:
+            # What is mapped ends with the file, whatever is said of it.
+            weight = loading.load(path, maps=True).payload["model"]["weight"]
+            assert weight.untyped_storage().nbytes() < path.stat().st_size
+        else:
+            with pytest.raises((CheckpointError, MemoryError), match="run_epoch_1_iter_1"):
+                loading.load(path, maps=maps)
+
+
+class SizedTensor:
+    """A tensor of 64 ones that says of itself what it likes."""
+
+    def __init__(self, changes: dict[str, int]) -> None:
+        self.changes = changes
+
+    def __reduce__(self) -> Any:
+        storage = torch.ones(64)._typed_storage()
+        size, stride = self.changes.get("size", 64), self.changes.get("stride", 1)
+        if "numel" in self.changes:
+            storage.size = lambda: self.changes["numel"]  # type: ignore[method-assign]
+            storage._size = lambda: self.changes["numel"]  # type: ignore[method-assign]
+        offset = self.changes.get("offset", 0)
+        hooks: Any = collections.OrderedDict()
+        return torch._utils._rebuild_tensor_v2, (storage, offset, (size,), (stride,), False, hooks)
+
+
+READERS = {
+    *("torch.load", "torch.jit.load", "torch.package.PackageImporter", "pickle.load"),
+    *("pickle.loads", "pickle.Unpickler", "shelve.open", "marshal.load", "marshal.loads"),
+    *("np.load", "numpy.load", "dill.load", "joblib.load", "cPickle.loads", "copyreg.constructor"),
+    *("eval", "exec", "compile"),
+}
+# Files are read in the first two; what else is unpickled comes from the run's own processes.
+ALLOWED = {
+    "core/codec.py": "torch.load",
+    "core/utils.py": "torch.load",
+    "engines/children.py": "pickle.loads",
+    "engines/handover.py": "pickle.Unpickler",
+    "engines/supervisor.py": "pickle.loads",
+    "startup/launching.py": "pickle.loads",
+    "startup/together.py": "pickle.loads",
+}
+
+
+def find_readers(text: str) -> list[tuple[str, ast.AST]]:
+    """Return where a module names something that builds objects or runs code, and what."""
+    nodes = list(ast.walk(ast.parse(text)))
+    found = [(ast.unparse(n), n) for n in nodes if isinstance(n, ast.Attribute | ast.Name)]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            found += [(f"{node.module}.{alias.name}", node) for alias in node.names]
+        if isinstance(node, ast.Import):
+            # Under another name its functions would not be seen; NumPy's has a usual one.
+            renamed = {alias.name for alias in node.names if alias.asname not in (None, "np")}
+            found += [(f"{name}.load", node) for name in renamed]
+    return [(name, node) for name, node in found if name in READERS]
+
+
+def test_files_are_opened_by_weights_only_and_in_two_places() -> None:
+    found: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name, _ in find_readers(path.read_text("utf-8")):
+            found.setdefault(str(path.relative_to(PACKAGE)), set()).add(name)
+    assert found == {place: {name} for place, name in ALLOWED.items()}
+    for place in ("core/codec.py", "core/utils.py"):
+        for call in ast.walk(ast.parse((PACKAGE / place).read_text("utf-8"))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
+                options = {k.arg: ast.unparse(k.value) for k in call.keywords}
+                assert options["weights_only"] == "True", f"{place}:{call.lineno}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.load(path)",
+        "from torch import load",
+        "from pickle import loads as read",
+        "import pickle as p\np.load(f)",
+        "reader = torch.jit.load",
+        "eval(text)",
+    ],
+)
+def test_a_reader_is_seen_whatever_it_is_called(text: str) -> None:
+    assert len(find_readers(text)) >= 1
+
+
+def test_safe_torch_load_cannot_be_talked_into_trust(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    torch.save([EVILS["os.system"](str(mark))], tmp_path / "evil.pth")
+    with pytest.raises(pickle.UnpicklingError):
+        helios.core.safe_torch_load(tmp_path / "evil.pth")
+    with pytest.raises(TypeError):
+        helios.core.safe_torch_load(tmp_path / "evil.pth", weights_only=False)
+    assert not mark.exists()

@@ -1,0 +1,267 @@
+"""A run of helios-ml goes on after its migration, and from there on as exactly as any other."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.checkpoint import loading
+from helios.checkpoint.migrating import Migration, Result
+from helios.errors import IncompatibleCheckpointError, StateError
+from helios.state import TrainingState
+from tests.support import kills, runs
+from tests.support import old_files as old
+
+MID = "1.1.0/linear_epoch_2_iter_8.pth"
+RICH = "1.4.1/linear_epoch_4_iter_8.pth"
+TRAINED = [name for name in old.FILES if not name.startswith("1.0.0")]
+
+
+class Kept(old.Model):
+    """Keeps a copy of what was loaded, before training moves it."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        super().load_state_dict(copy.deepcopy(state_dict), fast_init)
+        self.loaded = state_dict if fast_init else copy.deepcopy(state_dict)
+
+
+def options_of(name: str) -> tuple[str, int, dict[str, Any]]:
+    """Return unit, total steps and further options of the run that wrote a golden file."""
+    if name in (RICH, "2.0.1/linear_epoch_4_iter_8.pth"):
+        return "iteration", 13, {"accumulation_steps": 2}
+    if name.startswith(("0.3.0", "2.0.1")):
+        return "epoch", 4, {}
+    return "iteration", 14, {}
+
+
+def start(root: Path, name: str, *, until: int | None = None, **more: Any) -> Kept:
+    """Start, or go on with, the run of a golden file; ``until`` ends it by an error."""
+    unit, total, options = options_of(name)
+    model = Kept(old.names_for(name))
+
+    def fail(state: TrainingState) -> None:
+        if until is not None and state.global_iteration >= until:
+            raise KeyboardInterrupt
+
+    model.before_end = fail
+    trainer = old.make_trainer(root, unit, total, **options | more)
+    if until is None:
+        assert trainer.fit(model, old.Data())
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(model, old.Data())
+    return model
+
+
+def migrated(root: Path, name: str) -> Path:
+    path = old.lay_out(root, name)
+    assert Migration(backs_up=False).migrate(path).result is Result.MIGRATED
+    return path
+
+
+def newest(root: Path) -> dict[str, Any]:
+    path = helios.find_last_checkpoint(root / "linear")
+    assert path is not None
+    return loading.load(path).payload
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_release_goes_on_with_its_bits_and_is_exact_from_there(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = migrated(tmp_path / "whole", name)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    begun = loading.load(path).payload["training_state"]["global_iteration"]
+    whole = start(tmp_path / "whole", name)
+    assert "order of samples continues under the new rule" in capsys.readouterr().err
+    assert old.is_same(old.raw_model(old.GOLDEN / name), whole.loaded)
+    assert min(whole.records) == begun + 1
+
+    # By epochs the first checkpoint of the new package comes after five batches.
+    first = start(tmp_path / "cut", name, until=begun + 4 + 3 * (options_of(name)[0] == "epoch"))
+    assert "new rule" in capsys.readouterr().err
+    second = start(tmp_path / "cut", name)
+    assert "new rule" not in capsys.readouterr().err
+    assert first.records | second.records == whole.records
+    ends = [newest(tmp_path / place) for place in ("whole", "cut")]
+    assert runs.digest(ends[0]["model"]) == runs.digest(ends[1]["model"])
+    assert ends[0]["cursor"] == ends[1]["cursor"]
+    assert "migrated_from" not in ends[0]
+
+
+def test_a_migrated_run_that_is_killed_goes_on_with_equal_bits(tmp_path: Path) -> None:
+    migrated(tmp_path / "whole", MID)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    whole = start(tmp_path / "whole", MID)
+
+    def train_and_die() -> Any:
+        model = Kept(old.names_for(MID))
+        model.before_end = lambda state: kills.kill_self() if state.global_iteration == 11 else None
+        old.make_trainer(tmp_path / "cut", "iteration", 14).fit(model, old.Data())
+
+    assert kills.run_in_child(train_and_die, tmp_path / "result") == -9
+    second = start(tmp_path / "cut", MID)
+    assert second.records == {k: v for k, v in whole.records.items() if k in second.records}
+    assert min(second.records) <= 11
+    ends = [newest(tmp_path / place)["model"] for place in ("whole", "cut")]
+    assert runs.digest(ends[0]) == runs.digest(ends[1])
+
+
+@pytest.mark.parametrize(("length", "batches"), [(40, 5), (38, 5), (33, 5)])
+def test_the_epoch_under_way_goes_on_at_its_next_sample(
+    tmp_path: Path, length: int, batches: int
+) -> None:
+    fresh = Kept()
+    trainer = old.make_trainer(tmp_path / "fresh", "iteration", 12)
+    trainer.fit(fresh, old.Data(length))
+    for name in (MID, "1.1.0/linear_epoch_1_iter_4.pth"):
+        model = Kept()
+        migrated(tmp_path / name, name)
+        trainer = old.make_trainer(tmp_path / name, "iteration", 12)
+        trainer.fit(model, old.Data(length))
+        ids = {number: record[0] for number, record in model.records.items()}
+        assert ids == {k: v[0] for k, v in fresh.records.items() if k in ids}
+        assert batches * 2 in ids
+
+
+def test_a_file_from_the_last_batch_of_an_epoch_begins_the_next(tmp_path: Path) -> None:
+    path = old.lay_out(tmp_path, MID)
+    state = {"current_iteration": 5, "global_iteration": 5, "global_epoch": 1, "dataset_iter": 5}
+    torch.save({"version": "1.0.0", "training_state": state, "model": {}}, path)
+    assert Migration(backs_up=False).migrate(path).result is Result.MIGRATED
+    model = Kept(())
+    # The last of the five batches was a short one: 5 x 8 is past the end.
+    old.make_trainer(tmp_path, "iteration", 7).fit(model, old.Data(38))
+    assert sorted(model.records) == [6, 7]
+    fresh = Kept(())
+    old.make_trainer(tmp_path / "fresh", "iteration", 7).fit(fresh, old.Data(38))
+    assert [model.records[n][0] for n in (6, 7)] == [fresh.records[n][0] for n in (6, 7)]
+
+
+def test_the_number_of_replicas_is_free_once(tmp_path: Path) -> None:
+    path = migrated(tmp_path, "1.1.0/linear_epoch_1_iter_4.pth")
+
+    class Automatic(Kept):
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            _, features, wanted = batch
+            self._loss_items["loss"] = torch.zeros(())
+            self.ids = []
+            return (self.net(features)[:, 0] - wanted).square().mean()
+
+    trainer = old.make_trainer(tmp_path, "iteration", 5, num_replicas=2)
+    assert trainer.fit(Automatic(), old.Data(80))
+    payload = newest(tmp_path)
+    assert payload["num_replicas"] == 2
+    # Four batches of 8 on each of two replicas lay before it.
+    assert payload["cursor"]["sample"] == 5 * 8 * 2
+    assert loading.read_sidecar(path) is not None
+    with pytest.raises(helios.errors.RunMismatchError, match="2 replicas"):
+        old.make_trainer(tmp_path, "iteration", 6, num_replicas=3).fit(Automatic(), old.Data(80))
+
+
+def test_another_run_name_takes_a_migrated_run_over(tmp_path: Path) -> None:
+    migrated(tmp_path, MID)
+    start(tmp_path, MID, run_name="renamed")
+    assert [p.name for p in (tmp_path / "linear").glob("renamed_epoch_2_iter_9*.pth")]
+
+
+def test_names_that_count_steps_are_older_than_what_is_saved_from_now_on(tmp_path: Path) -> None:
+    path = migrated(tmp_path, RICH)
+    start(tmp_path, RICH, until=20, store=helios.CheckpointStore(keep_last=2, is_async=False))
+    assert path.exists()
+    found = helios.find_last_checkpoint(path.parent)
+    assert found is not None
+    assert found.name == "linear_epoch_4_iter_18.pth"
+    assert not list(path.parent.glob("*.damaged"))
+
+
+def test_a_run_that_had_come_to_its_end_does_nothing_more(tmp_path: Path) -> None:
+    for name, total in ((MID, 8), (RICH, 8)):
+        root = tmp_path / name
+        migrated(root, name)
+        _, _, options = options_of(name)
+        model = Kept(old.names_for(name))
+        assert old.make_trainer(root, "iteration", total, **options).fit(model, old.Data())
+        assert model.records == {}
+        assert old.is_same(old.raw_model(old.GOLDEN / name), model.loaded)
+
+
+@pytest.mark.parametrize("name", [MID, RICH, "2.0.1/linear_epoch_2_iter_10.pth"])
+def test_validation_and_test_take_a_migrated_checkpoint(tmp_path: Path, name: str) -> None:
+    path = migrated(tmp_path, name)
+    unit, total, options = options_of(name)
+    for call in ("validate", "test"):
+        model = Kept(old.names_for(name))
+        trainer = old.make_trainer(tmp_path, unit, total, **options)
+        getattr(trainer, call)(model, old.Data())
+        assert old.is_same(old.raw_model(old.GOLDEN / name), model.loaded)
+    network = torch.nn.Linear(4, 1, bias=name != RICH)
+    state = helios.load_checkpoint(path)
+    assert isinstance(state["training_state"], TrainingState)
+    if name != RICH:
+        helios.load_weights(path, network)
+        assert torch.equal(network.weight, state["model"]["net"]["weight"])
+
+
+def test_an_unmigrated_file_stops_every_call_and_stays(tmp_path: Path) -> None:
+    path = old.lay_out(tmp_path, MID)
+    for call in ("fit", "validate", "test"):
+        trainer = old.make_trainer(tmp_path, "iteration", 14)
+        with pytest.raises(IncompatibleCheckpointError, match="python -m chkpt_migrator"):
+            getattr(trainer, call)(Kept(), old.Data())
+    assert [p.name for p in path.parent.glob("*.pth*")] == [path.name]
+
+
+@pytest.mark.parametrize("name", [MID, "1.0.0/linear_epoch_2_iter_8.pth"])
+def test_a_model_without_a_load_of_its_own_is_told_what_is_missing(
+    tmp_path: Path, name: str
+) -> None:
+    class Plain(helios.Model):
+        def setup(self, fast_init: bool = False) -> None:
+            self.net = torch.nn.Linear(4, 1)
+
+        def train_step(self, batch: Any, state: TrainingState) -> Any:
+            return self.net(batch[1]).mean()
+
+    migrated(tmp_path, name)
+    for call in ("fit", "test"):
+        trainer = old.make_trainer(tmp_path, "iteration", 14)
+        with pytest.raises(StateError) as caught:
+            getattr(trainer, call)(Plain("linear"), old.Data())
+        text = str(caught.value)
+        assert ("'net', 'optimizer'" if name == MID else "it holds nothing") in text
+        assert "load_user_state_dict" in text
+
+
+def test_a_log_of_this_system_is_gone_on_with_and_one_of_another_is_not(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "old.log").write_text("before\n")
+    for place in (str(logs / "old.log"), "C:\\elsewhere\\old.log", "C:\\elsewhere\\gone.log"):
+        root = tmp_path / place[-7:-4] / str(len(place))
+        path = old.lay_out(root, MID)
+        payload = loading_payload(path)
+        torch.save(payload | {"log_path": place}, path)
+        assert Migration(backs_up=False).migrate(path).result is Result.MIGRATED
+        trainer = old.make_trainer(root, "iteration", 9, enable_file_logging=True, log_path=logs)
+        trainer.fit(Kept(), old.Data())
+    text = (logs / "old.log").read_text()
+    assert text.startswith("before\n")
+    assert text.count("new rule") == 2
+    assert len(list(logs.iterdir())) == 2
+    assert not list(Path.cwd().glob("C:*"))
+
+
+def loading_payload(path: Path) -> dict[str, Any]:
+    """Return an old file's content in plain values, as releases before 1.1 had them."""
+    Migration(backs_up=False).migrate(path)
+    payload = loading.load(path).payload
+    path.with_suffix(".json").unlink()
+    kept = ("training_state", "model", "rng")
+    return {"version": "1.0.0", **{name: payload[name] for name in kept}}

@@ -1,0 +1,168 @@
+"""The migrator's doors: the function, the two module names, their options and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import helios.chkpt_migrator as migrator
+from helios.checkpoint import loading
+from helios.checkpoint.migrating import BACKUP_FOLDER
+from helios.errors import ArgumentError, CheckpointError
+from tests.support import old_files as old
+
+HELP = Path(__file__).parent / "golden" / "chkpt_migrator_help.txt"
+NAMES = ("0.3.0/linear_epoch_1_iter_5.pth", "2.0.1/linear_epoch_2_iter_10.pth")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for number, name in enumerate(NAMES):
+        old.lay_out(tmp_path / "runs" / str(number), name)
+    return tmp_path / "runs"
+
+
+def snapshot(root: Path) -> dict[Path, tuple[int, bytes]]:
+    return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in root.rglob("*") if p.is_file()}
+
+
+def test_the_command_migrates_below_a_folder_and_keeps_the_old_files(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(root)
+    assert migrator.main([str(root)]) == 0
+    assert capsys.readouterr().out.endswith("2 migrated.\n")
+    for path, (_, data) in before.items():
+        assert (path.parent / BACKUP_FOLDER / path.name).read_bytes() == data
+        assert loading.load(path).sidecar is not None
+    after = snapshot(root)
+    assert migrator.main([str(root)]) == 0
+    assert capsys.readouterr().out.endswith("2 already current.\n")
+    assert snapshot(root) == after
+
+
+def test_no_backup_is_kept_where_none_is_wanted(root: Path) -> None:
+    assert migrator.main([str(root), "--no-backup"]) == 0
+    assert not list(root.rglob(BACKUP_FOLDER))
+    assert len(list(root.rglob("*.json"))) == 2
+
+
+def test_a_dry_run_says_what_would_be_done(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = snapshot(root)
+    assert migrator.main([str(root), "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["counts"] == {"to be migrated": 2}
+    assert [entry["path"] for entry in document["files"]] == sorted(map(str, before))
+    assert snapshot(root) == before
+
+
+def test_json_tells_the_same_as_the_text(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"weight": torch.zeros(2)}, root / "mine.pth")
+    (root / "a_epoch_1_iter_1.pth").write_bytes(b"cut off")
+    assert migrator.main([str(root), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["root"] == str(root)
+    assert document["counts"] == {"migrated": 2, "not ours": 1, "damaged": 1}
+    results = {Path(entry["path"]).name: entry for entry in document["files"]}
+    assert results["mine.pth"]["result"] == "not ours"
+    assert results["mine.pth"]["backup"] is None
+    assert results["linear_epoch_1_iter_5.pth"]["backup"].endswith("linear_epoch_1_iter_5.pth")
+    assert "a_epoch_1_iter_1.pth" in results["a_epoch_1_iter_1.pth"]["reason"]
+
+
+def test_one_file_can_be_migrated_alone(root: Path) -> None:
+    (first, second) = sorted(root.rglob("*.pth"))
+    assert migrator.main([str(first)]) == 0
+    assert first.with_suffix(".json").exists()
+    assert not second.with_suffix(".json").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+def test_a_terminal_gets_a_progress_bar(root: Path) -> None:
+    import fcntl
+    import pty
+    import termios
+
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "chkpt_migrator", str(root)]
+    done = subprocess.run(command, stderr=follower, stdout=-1, check=True, timeout=120)
+    os.set_blocking(leader, False)
+    shown = os.read(leader, 1 << 16)
+    os.close(follower)
+    os.close(leader)
+    assert b"0/2" in shown
+    assert done.stdout.endswith(b"2 migrated.\n")
+
+
+def test_an_empty_folder_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert migrator.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "There is no checkpoint here.\n"
+
+
+def test_names_can_forge_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({}, tmp_path / "a\n2 migrated.\x1b[2J.pth")
+    assert migrator.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--wrong", "."], ["one", "two"]])
+def test_wrong_usage_ends_with_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        migrator.main(arguments)
+    assert ended.value.code == 2
+
+
+def test_a_place_that_is_not_there_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert migrator.main([str(tmp_path / "gone")]) == 2
+    assert "gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["helios.chkpt_migrator", "chkpt_migrator"])
+def test_both_module_names_are_the_same_command(root: Path, module: str) -> None:
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    assert call("--help").stdout == HELP.read_text("utf-8")
+    done = call(str(root))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("2 migrated.\n")
+
+
+def test_the_function_migrates_what_lies_directly_in_a_folder_in_its_place(root: Path) -> None:
+    (first, second) = sorted(root.rglob("*.pth"))
+    before = second.read_bytes()
+    result = migrator.migrate_checkpoints_to_current_version(first.parent)
+    assert result is None
+    assert sorted(p.name for p in first.parent.iterdir()) == [
+        first.with_suffix(".json").name,
+        first.name,
+    ]
+    migrator.migrate_checkpoints_to_current_version(root)
+    assert second.read_bytes() == before
+    loading.load(first)
+
+
+def test_the_function_raises_for_what_it_could_not_migrate_after_the_rest(tmp_path: Path) -> None:
+    good = old.lay_out(tmp_path, NAMES[0])
+    bad = good.with_name("a_epoch_1_iter_1.pth")
+    bad.write_bytes(b"cut off")
+    with pytest.raises(CheckpointError, match=r"1 of 2 files.*a_epoch_1_iter_1"):
+        migrator.migrate_checkpoints_to_current_version(good.parent)
+    assert good.with_suffix(".json").exists()
+    with pytest.raises(ArgumentError, match="folder that exists"):
+        migrator.migrate_checkpoints_to_current_version(tmp_path / "gone")
