@@ -5,6 +5,8 @@ Iterated by hand it behaves as any DataLoader; :mod:`helios.data.source` drives 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sized
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -88,6 +90,7 @@ class WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         """Initialise the worker that this runs in."""
+        _end_without_parent()
         ignore_signals(self._ignored or noted_signals())
         rng.seed_rngs(torch.initial_seed() % 2**32, skip_torch=True)
         if self._user_init is not None:
@@ -183,6 +186,19 @@ def end_workers(iterator: object) -> None:
             # One that stands still may ignore the SIGTERM that it got.
             if worker.is_alive():
                 worker.kill()
+
+
+def _end_without_parent() -> None:
+    """End this worker if the training was killed while it was starting.
+
+    PyTorch's own watch begins later, and would take whatever process has adopted the worker for the
+    training; the worker would then wait for ever, and hold what it has inherited.
+    """
+    parent = multiprocessing.parent_process()
+    # Under forkserver its server starts the worker, and ends with the training.
+    is_served = type(multiprocessing.current_process()).__name__ == "ForkServerProcess"
+    if parent is not None and not is_served and os.getppid() != parent.pid:
+        os._exit(1)
 
 
 def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely on (API section 14)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import random
+import signal
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from helios.data import (
     create_dataset,
 )
 from helios.data.keyed import KeyedBatchSampler
+from helios.data.loader import WorkerInit
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
@@ -277,3 +281,32 @@ def test_nothing_is_said_about_plain_options(caplog: pytest.LogCaptureFixture) -
         create_dataloader(Indices(3), batch_size=2, shuffle=True, num_workers=1)
         DataLoaderParams.from_dict({"batch_size": 3})
     assert caplog.text == ""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
+@pytest.mark.parametrize("is_orphan", [True, False])
+def test_a_worker_whose_training_was_killed_while_it_started_ends_by_itself(
+    is_orphan: bool,
+) -> None:
+    alive_read, alive_write = os.pipe()
+    told_read, told_write = os.pipe()
+
+    def work() -> None:
+        os.close(alive_write)
+        if is_orphan:
+            os.read(alive_read, 1)
+        WorkerInit(None)(0)
+        os.write(told_write, b"it lives")
+
+    training = os.fork()
+    if training == 0:
+        worker = multiprocessing.get_context("fork").Process(target=work)
+        worker.start()
+        if not is_orphan:
+            worker.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+    for end in (alive_read, alive_write, told_write):
+        os.close(end)
+    os.waitpid(training, 0)
+    assert os.read(told_read, 100) == (b"" if is_orphan else b"it lives")
+    os.close(told_read)
