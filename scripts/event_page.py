@@ -148,9 +148,9 @@ _EXCEPTION_TEXT = """\
 Wherever it comes from, nothing else is told: named `*_end` methods are for scopes that have ended
 regularly."""
 _INTERRUPTION_TEXT = """\
-`context.interrupt`, or a time limit: the run breaks off at the next safe point, and `fit` returns
-False. By epochs that is the end of the epoch where its last batch is reached; else, and by steps,
-the end of a window, behind whose last event this follows. No epoch ends, and no training."""
+`context.interrupt`, a signal, or a time limit: the run breaks off at the next safe point, and `fit`
+returns False. By epochs that is the end of the epoch where its last batch is reached; else, and by
+steps, the end of a window, behind whose last event this follows. No epoch ends, and no training."""
 _RESUME_TEXT = """\
 This comes before the first batch that the checkpoint has not seen. Inside of an epoch its start is
 not told again; by steps, its end is the first thing to follow where the checkpoint was taken after
