@@ -26,7 +26,7 @@ from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup.arguments import Arguments
-from helios.startup.call import Call, Standing
+from helios.startup.call import Call, Standing, only_call
 from helios.startup.checks import check_subjects
 from helios.startup.launching import carry_out
 from helios.startup.registration import PluginTable
@@ -389,12 +389,12 @@ class Trainer:
 
     def _call(self, phase: Phase, model: Model, datamodule: DataModule) -> Any:
         refuse_nested_start()
-        self.plugins.check_idle()
-        check_subjects(model, datamodule)
-        self.model, self.datamodule = model, datamodule
         passed = tuple(self.train_exceptions if phase is Phase.TRAINING else self.test_exceptions)
-        own = (self._arguments, self.plugins, self.roots)
-        call = Call(phase, *own, model, datamodule, self._standing, passed)
-        for owner in call.owners:
-            owner.trainer = self
-        return carry_out(call)
+        with only_call():
+            check_subjects(model, datamodule)
+            self.model, self.datamodule = model, datamodule
+            own = (self._arguments, self.plugins, self.roots)
+            call = Call(phase, *own, model, datamodule, self._standing, passed)
+            for owner in call.owners:
+                owner.trainer = self
+            return carry_out(call)

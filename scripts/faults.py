@@ -46,6 +46,80 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a training that only loads ends the run",
+        "helios/startup/outputs.py",
+        " or not self._arguments.can_save:",
+        ":",
+        "tests/startup/test_outputs.py::test_a_training_that_only_loads_ends_no_run",
+    ),
+    Fault(
+        "a folder is listed once while a run goes on there",
+        "helios/checkpoint/layout.py",
+        "        if found == before:",
+        "        if True:",
+        "tests/checkpoint/test_vanishing.py::test_a_listing_made_while_a_run_saves_is_made_again",
+    ),
+    Fault(
+        "the file of the command is deleted",
+        "helios/startup/resume.py",
+        "        folder.protect(Path(start.origin))",
+        "        pass",
+        "tests/integration/test_which_run.py"
+        "::test_the_file_that_the_command_names_outlives_every_start",
+    ),
+    Fault(
+        "two trainings in one process",
+        "helios/startup/call.py",
+        "setdefault(pid, own) is not own:",
+        "setdefault(pid, own) is None:",
+        f"{TWO_RUNS}::test_a_call_of_another_trainer_inside_of_a_fit_leaves_that_fit_as_it_was",
+    ),
+    Fault(
+        "retention takes the files of others",
+        "helios/checkpoint/store.py",
+        "own = [entry for entry in self.entries() if layout.belongs_to(entry.path, run_name)]",
+        "own = self.entries()",
+        "tests/checkpoint/test_retention.py::test_files_of_others_are_neither_deleted_nor_counted",
+    ),
+    Fault(
+        "nobody looks whether all processes see the folder",
+        "helios/startup/folder.py",
+        "if team.rank != 0 and not lock.is_shown(token)",
+        "if team.rank == 0 and not token",
+        f"{TWO_RUNS}::test_a_folder_that_one_rank_does_not_see_ends_the_run_before_it_begins",
+    ),
+    Fault(
+        "an interruption cuts the wait for a save short",
+        "helios/checkpoint/saver.py",
+        "        self._is_idle.wait()\n",
+        "",
+        "tests/checkpoint/test_saver.py"
+        "::test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short",
+    ),
+    Fault(
+        "a sidecar holds the scores of other weights",
+        "helios/startup/outputs.py",
+        "        return as_numbers(self._model.metrics) if has_validated else {}",
+        "        return as_numbers(self._model.metrics)",
+        "tests/startup/test_outputs.py::test_a_sidecar_holds_scores_of_its_own_weights_only",
+    ),
+    Fault(
+        "what a process had of its own no longer shares memory",
+        "helios/core/transfer.py",
+        "        if place not in self._memories:",
+        "        if True:",
+        "tests/distributed/test_own_parts.py"
+        "::test_as_many_processes_go_on_each_with_its_own[counting]",
+    ),
+    Fault(
+        "a worker outlives a training that was killed while it started",
+        "helios/data/loader.py",
+        "        _end_without_parent()\n        ignore",
+        "        ignore",
+        "tests/data/test_loader.py"
+        "::test_a_worker_whose_training_was_killed_while_it_started_ends_by_itself",
+    ),
+    Fault(
         "the cursor is one batch behind",
         "helios/state.py",
         "        self.batch += 1\n        self.sample += num_samples",
@@ -171,8 +245,8 @@ FAULTS = (
     Fault(
         "a damaged checkpoint is loaded by a silent fresh start",
         "helios/checkpoint/store.py",
-        "        self._refuse_silent_restart(entries)",
-        "        pass",
+        "            self._refuse_silent_restart(damaged + self._find_damaged())",
+        "            pass",
         "tests/integration/test_which_run.py",
     ),
     Fault(
@@ -557,16 +631,16 @@ FAULTS = (
     Fault(
         "the folder is not synced behind the commit",
         "helios/checkpoint/store.py",
-        "        files.fsync_folder(self._path)\n        self._apply_retention(path)",
-        "        self._apply_retention(path)",
+        "        files.fsync_folder(self._path)\n        self._apply_retention(path, ",
+        "        self._apply_retention(path, ",
         "tests/checkpoint/test_store.py::"
         "test_the_commit_is_the_rename_after_file_and_sidecar_are_on_the_disk",
     ),
     Fault(
         "retention forgets what the run was resumed from",
         "helios/checkpoint/store.py",
-        "            self.protect(loaded.path)\n            return loaded",
-        "            return loaded",
+        "        self.protect(loaded.path)\n        return loaded\n\n    def _refuse",
+        "        return loaded\n\n    def _refuse",
         "tests/checkpoint/test_store.py::"
         "test_retention_deletes_file_and_sidecar_but_not_the_one_resumed_from",
     ),
@@ -655,8 +729,8 @@ FAULTS = (
     ),
     Fault(
         "the folder is not locked",
-        "helios/startup/resume.py",
-        "    on_first(team, lock.acquire)\n",
+        "helios/startup/folder.py",
+        "        lock.acquire()\n",
         "",
         f"{TWO_RUNS}::test_a_second_fit_says_who_uses_the_folder_and_changes_nothing",
     ),

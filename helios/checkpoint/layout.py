@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from helios.core.files import TEMPORARY_SUFFIX
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError, CheckpointError, UsageError
+
+Found = TypeVar("Found")
 
 SCHEMA = 1
 """Version of the format; a file with a higher one is not read."""
@@ -33,6 +37,7 @@ KEY_OPTIONS = "options"
 KEY_LOG_PATH = "log_path"
 KEY_RUN_PATH = "run_path"
 KEY_EVENTS = "events"
+KEY_RESUMED_FROM = "resumed_from"
 KEY_MIGRATED_FROM = "migrated_from"
 
 SOURCE_DIGEST = "source_digest"
@@ -55,6 +60,7 @@ DAMAGED_SUFFIX = ".damaged"
 _NUMBERS = re.compile(r"epoch_([0-9]+)_iter_([0-9]+)")
 _SEPARATORS = ("/", "\\", "\0")
 _MAX_NAME_BYTES = 255
+_MAX_LISTINGS = 50
 
 
 def stem(name: str, epoch: int, iteration: int) -> str:
@@ -72,13 +78,17 @@ def stem(name: str, epoch: int, iteration: int) -> str:
         >>> stem("cifar10", 3, 100)
         'cifar10_epoch_3_iter_100'
     """
-    result = f"{name}_epoch_{epoch}_iter_{iteration}"
+    result = _join(name, epoch, iteration)
     if not _is_file_name(result):
         raise ArgumentError(
             "The name of a run must be usable as a file name, without path separators and not "
             f"too long, got {name!r}. Pass another run_name, or give the model another save_name."
         )
     return result
+
+
+def _join(name: str, epoch: int, iteration: int) -> str:
+    return f"{name}_epoch_{epoch}_iter_{iteration}"
 
 
 def apply_metadata(stem: str, returned: str) -> str:
@@ -148,6 +158,24 @@ def run_name(stem: str) -> str:
     return stem[: places[-1].start()].rstrip("_") if places else stem
 
 
+def belongs_to(path: Path, name: str) -> bool:
+    """Whether a checkpoint is one of the run of this name, judged by its own.
+
+    The name of a run, and its metadata, may hold the words themselves.
+
+    Example:
+        >>> belongs_to(Path("cifar10_epoch_3_iter_100_accuracy_0.89.pth"), "cifar10")
+        True
+        >>> belongs_to(Path("my_cifar10_epoch_3_iter_100.pth"), "cifar10")
+        False
+    """
+    place = parse(path)
+    if place is None:
+        return False
+    start = _join(name, *place)
+    return path.name.startswith(start) and not path.name[len(start)].isdigit()
+
+
 def sidecar_path(path: Path) -> Path:
     """Return where the sidecar of a checkpoint lies."""
     return path.with_suffix(SIDECAR_SUFFIX)
@@ -180,11 +208,78 @@ def is_damaged(path: Path) -> bool:
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
-    """Return the committed checkpoints directly in a folder, oldest first."""
-    if not folder.is_dir():
+    """Return the committed checkpoints directly in a folder, oldest first.
+
+    A run that goes on there commits a checkpoint and then deletes older ones: one listing of a
+    large folder may miss both. The folder is listed until nothing has changed in between.
+    """
+    found = _list_checkpoints(folder)
+    for _ in range(_MAX_LISTINGS):
+        before, found = found, _list_checkpoints(folder)
+        if found == before:
+            break
+    return found
+
+
+def _list_checkpoints(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            # What the listing itself says of a file: asked for later, it may be deleted.
+            names = [entry.name for entry in entries if entry.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [path for path in folder.iterdir() if is_checkpoint(path) and path.is_file()]
+    found = [path for path in map(folder.joinpath, names) if is_checkpoint(path)]
     return sorted(found, key=lambda path: (parse(path) or (0, 0), path.name))
+
+
+def listings(folder: Path) -> Iterator[list[Path]]:
+    """Yield the checkpoints of a folder, once more whenever the reader finds one of them gone.
+
+    Args:
+        folder: that of a run, which may go on and delete what is listed here.
+
+    Raises:
+        CheckpointError: if the reader has found one gone every time.
+    """
+    for _ in range(_MAX_LISTINGS):
+        yield find_checkpoints(folder)
+    raise CheckpointError(
+        f"The checkpoints in {folder} could not be read: each was deleted before its end was "
+        "reached, by a run that goes on there. Let that run save more rarely, or keep more with "
+        "CheckpointStore(keep_last=...)."
+    )
+
+
+def search(folder: Path, look: Callable[[Path], Found | None]) -> Found | None:
+    """Look at the checkpoints of a folder, newest first, until something is found.
+
+    Args:
+        folder: that of a run, which may go on and delete what is looked at here, behind a newer one
+            that it has committed: the search begins again then.
+        look: returns what it finds in a file, or ``None`` to go on with the next older one; raises
+            FileNotFoundError if the file is gone.
+
+    Raises:
+        CheckpointError: as :func:`listings`.
+    """
+    for paths in listings(folder):
+        try:
+            found = (look(path) for path in reversed(paths))
+            return next((each for each in found if each is not None), None)
+        except FileNotFoundError:
+            continue
+    return None
+
+
+def is_gone(path: Path) -> bool:
+    """Whether there is no such file any more; one that cannot be looked at is not gone."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def find_last_checkpoint(root: Path | None) -> Path | None:

@@ -73,9 +73,44 @@ def load(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> L
         DamagedCheckpointError: if it is damaged (DESIGN section 5).
         IncompatibleCheckpointError: if it is sound, but of a later version, of helios-ml, no
             checkpoint at all, or refers to types that are not allowed.
-        CheckpointError: if the file system does not give the file.
+        CheckpointError: if there is no file, or the file system does not give it.
         MemoryError: if its tensors do not fit into the memory.
     """
+    try:
+        return load_present(path, safe_types, maps=maps)
+    except FileNotFoundError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def load_present(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Loaded:
+    """Do as :func:`load`, for a file that a run which goes on may delete at any moment.
+
+    Args:
+        path: as for :func:`load`, like the next two.
+        safe_types: likewise.
+        maps: likewise.
+
+    Raises:
+        FileNotFoundError: if the file is gone, or goes while it is read.
+    """
+    try:
+        return _load(path, safe_types, maps=maps)
+    except CheckpointError as error:
+        # Half of a file that is gone may look like anything.
+        if layout.is_gone(path):
+            raise FileNotFoundError(gone_text(path)) from error
+        raise
+
+
+def gone_text(path: Path) -> str:
+    """Return what to say of a file that is not there, or not any more."""
+    return (
+        f"There is no file at {path}. A run that goes on may have deleted it in the meantime, if "
+        "it keeps some checkpoints only: take a newer one. Else correct the path."
+    )
+
+
+def _load(path: Path, safe_types: Iterable[Any], *, maps: bool) -> Loaded:
     try:
         sidecar = read_sidecar(path)
         is_verified = compare_bytes(path, sidecar)

@@ -8,6 +8,7 @@ another process.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -21,6 +22,7 @@ from helios.core.buffers import HostBuffers
 from helios.errors import SaveError
 
 _LOGGER = logging.getLogger(__name__)
+_START_SECONDS = 1.0
 
 
 class Saver:
@@ -41,6 +43,9 @@ class Saver:
         self._folder = folder
         self._buffers = HostBuffers(pins=pins) if folder.options.is_async else None
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         self._in_flight: tuple[int, int] | None = None
         self._refused: tuple[Path, OSError] | None = None
 
@@ -89,15 +94,30 @@ class Saver:
             self._do_without_copies(error)
             draft = draft_it()
         if draft.is_own:
-            self._in_flight = place
-            self._thread = threading.Thread(
-                target=self._write, args=(draft,), name="helios-checkpoint"
-            )
-            self._thread.start()
+            self._start(draft, place)
         else:
             self._write(draft)
             self.raise_failure()
         return draft.path
+
+    def _start(self, draft: Draft, place: tuple[int, int]) -> None:
+        has_begun = threading.Event()
+
+        def work() -> None:
+            has_begun.set()
+            self._write(draft)
+
+        self._in_flight = place
+        self._is_idle.clear()
+        self._thread = threading.Thread(target=work, name="helios-checkpoint")
+        try:
+            self._thread.start()
+        except BaseException:
+            # An interruption leaves open whether it was started.
+            if not has_begun.wait(_START_SECONDS):
+                self._thread = None
+                self._is_idle.set()
+            raise
 
     def _do_without_copies(self, error: MemoryError) -> None:
         self._buffers = None
@@ -121,17 +141,25 @@ class Saver:
             self._condemn(draft.path, error)
         finally:
             self._in_flight = None
+            self._is_idle.set()
 
     def _tolerate(self, path: Path, error: OSError) -> None:
         self._refused = (path, error)
         _LOGGER.error(
-            "The checkpoint %s was NOT saved: %s. Nothing half-written is left, older checkpoints "
-            "are as they were (newest: %s), and the training goes on; the next due save tries "
-            "again. Look at the disk (space, quota, permissions) meanwhile.",
+            "The checkpoint %s %s: %s. Older checkpoints are as they were (newest: %s), and the "
+            "training goes on; the next due save tries again. Look at the disk (space, quota, "
+            "permissions) meanwhile.",
             path,
+            self._describe_fate(path),
             error,
             "none" if self.newest is None else self.newest.name,
         )
+
+    def _describe_fate(self, path: Path) -> str:
+        if self._find(layout.parse(path) or (0, 0)) is None:
+            return "was NOT saved"
+        # Its name is there, and the disk has failed to say that it will stay.
+        return "was written, but the disk did not confirm it, and a power cut may lose it"
 
     def _condemn(self, path: Path, error: Exception) -> None:
         self.failure = error
@@ -158,6 +186,12 @@ class Saver:
 
     def wait(self) -> None:
         """Return when no save is in flight."""
+        if os.getpid() != self._pid:
+            # A forked process has no such thread, and would wait for ever.
+            self._thread = None
+            return
+        # A join that an interruption has cut off takes the thread for ended, before Python 3.13.
+        self._is_idle.wait()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -179,14 +213,27 @@ class Saver:
         if self._refused is not None:
             path, error = self._refused
             raise SaveError(
-                f"The last checkpoint, {path}, was not saved: {error}. What was trained since "
-                f"{'the start' if self.newest is None else self.newest.name} is not on the disk. "
-                "Make room or correct the permissions, and run the same command again: it repeats "
-                "that part, with the same bits."
+                f"The last checkpoint, {path}, {self._describe_fate(path)}: {error}. The newest "
+                f"safe one is {'none' if self.newest is None else self.newest.name}. Make room or "
+                "correct the permissions, and run the same command again: it repeats what is "
+                "missing, with the same bits."
             ) from error
 
     def close(self) -> None:
-        """Wait for the save in flight, and give the memory back."""
-        self.wait()
+        """Wait for the save in flight, and give the memory back.
+
+        An interruption does not cut the wait short: what writes into the folder must end before
+        another run may have it.
+        """
+        interruption: KeyboardInterrupt | None = None
+        has_waited = False
+        while not has_waited:
+            try:
+                self.wait()
+                has_waited = True
+            except KeyboardInterrupt as error:
+                interruption = error
         if self._buffers is not None:
             self._buffers.release()
+        if interruption is not None:
+            raise interruption

@@ -64,13 +64,29 @@ def warn_if_too_large(
     if num_bytes * kept > free and math.isfinite(kept):
         _LOGGER.warning(
             "The checkpoints of this run will not fit into %s: up to %d of about %s each, and %s "
-            "are free. Keep fewer, by store=CheckpointStore(keep_last=3), save less often, or "
-            "make room.",
+            "are free. %s",
             folder,
             math.ceil(kept),
             describe_size(num_bytes),
             describe_size(free),
+            _advise(options),
         )
+
+
+def _advise(options: CheckpointStore) -> str:
+    """Return what helps, beside what the rules say already."""
+    if options.keeps_all:
+        return "Keep fewer, by store=CheckpointStore(keep_last=3), save less often, or make room."
+    ways = []
+    if options.keep_every is not None:
+        ways.append(f"more than {options.keep_every} in keep_every")
+    if options.keep_best is not None and options.keep_best.count > 1:
+        ways.append(f"less than {options.keep_best.count} in keep_best")
+    if options.keep_last is not None and options.keep_last > 1:
+        ways.append(f"less than {options.keep_last} in keep_last")
+    if not ways:
+        return "The rules keep as few as they can: make room, or set chkpt_root to another disk."
+    return f"Keep fewer, with {' or '.join(ways)} of CheckpointStore, or make room."
 
 
 def _free_bytes(folder: Path) -> int | None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from helios.checkpoint import layout, loading, migrations
 from helios.checkpoint.sidecar import Sidecar, check_schema
-from helios.checkpoint.store import RunFolder
 from helios.core import codec
 from helios.errors import (
     CheckpointError,
@@ -214,6 +213,9 @@ class _Look:
             self._note(Condition.UNREADABLE, f"{self.path} could not be read: {what}.")
 
     def _note(self, condition: Condition, reason: str) -> None:
+        if layout.is_gone(self.path):
+            # Half of a file that is gone may look like anything.
+            condition, reason = Condition.UNREADABLE, loading.gone_text(self.path)
         self._fault = self._fault or (condition, reason)
 
     def measure(self) -> None:
@@ -322,14 +324,26 @@ def examine_folder(folder: Path, depth: Depth = Depth.GLANCE) -> FolderStatus:
     Args:
         folder: the folder of one run.
         depth: as in :func:`examine`. What a start would do is told as far as that look tells.
+
+    Raises:
+        CheckpointError: if a run deletes the checkpoints faster than they can be read.
     """
-    paths = [entry.path for entry in RunFolder(folder).entries()]
-    files = [examine(path, depth) for path in paths]
-    # Retention may have deleted one since its name was read.
-    files = [status for status in files if status.path.exists()]
+    files = _examine_all(folder, depth)
     aside = [_put_aside(path) for path in sorted(folder.iterdir()) if _is_put_aside(path)]
     start, outcome = _find_start(files, has_damaged=bool(aside))
     return FolderStatus(folder, (*files, *aside), start, outcome)
+
+
+def _examine_all(folder: Path, depth: Depth) -> list[Status]:
+    """Look at all checkpoints of a folder, and again where a run has deleted one meanwhile."""
+    known: dict[Path, Status] = {}
+    for paths in layout.listings(folder):
+        known |= {path: examine(path, depth) for path in paths if path not in known}
+        files = [known[path] for path in paths]
+        # What was whole when it was looked at was there, whatever has become of it since.
+        if all(status.is_good or not layout.is_gone(status.path) for status in files):
+            break
+    return files
 
 
 def _is_put_aside(path: Path) -> bool:
@@ -363,7 +377,7 @@ def survey(
         with_moved_aside: look also into folders below that hold what was moved aside.
 
     Raises:
-        CheckpointError: if a folder cannot be listed.
+        CheckpointError: if a folder cannot be listed, as well as in :func:`examine_folder`.
     """
 
     def refuse(error: OSError) -> None:

@@ -67,6 +67,8 @@ class RunFolder:
         self._options = options or CheckpointStore()
         self._retention = Retention(self._options)
         self._protected: set[Path] = set()
+        # What is known to be damaged, and could not be put aside.
+        self._left: set[Path] = set()
 
     @property
     def path(self) -> Path:
@@ -80,9 +82,10 @@ class RunFolder:
 
     def protect(self, path: Path) -> None:
         """Never delete this file: the run was resumed from it."""
-        # Spelled as entries() does, whatever way leads into the folder.
-        is_inside = path.parent.resolve() == self._path.resolve()
-        self._protected.add(self._path / path.name if is_inside else path)
+        # Spelled as entries() does, whatever way leads into the folder, also by a link to the file.
+        for place in (path, path.resolve()):
+            is_inside = place.parent.resolve() == self._path.resolve()
+            self._protected.add(self._path / place.name if is_inside else place)
 
     @property
     def options(self) -> CheckpointStore:
@@ -151,8 +154,16 @@ class RunFolder:
         """Write a draft, and delete what retention lets go; returns the file.
 
         Raises:
-            OSError: as :meth:`save`.
+            OSError: as :meth:`save`; it names a file.
         """
+        try:
+            return self._commit(draft)
+        except OSError as error:
+            # The system does not name a file that is open already.
+            error.filename = error.filename or str(draft.path)
+            raise
+
+    def _commit(self, draft: Draft) -> Path:
         files.make_folder(self._path)
         path, partial = draft.path, files.temporary_path(draft.path)
         try:
@@ -162,6 +173,7 @@ class RunFolder:
             )
             files.write_text_durably(layout.sidecar_path(path), filled.to_json())
             files.replace(partial, path)
+            self._left.discard(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 files.unlink(partial, missing_ok=True)
@@ -169,7 +181,7 @@ class RunFolder:
                     files.unlink(layout.sidecar_path(path), missing_ok=True)
             raise
         files.fsync_folder(self._path)
-        self._apply_retention(path)
+        self._apply_retention(path, draft.sidecar.run_name)
         return path
 
     def _write_payload(self, partial: Path, code: Any) -> str:
@@ -182,9 +194,10 @@ class RunFolder:
             files.fsync(handle)
         return digest
 
-    def _apply_retention(self, written: Path) -> None:
+    def _apply_retention(self, written: Path, run_name: str) -> None:
         try:
-            doomed = self._retention.plan(self.entries(), self._protected | {written})
+            own = [entry for entry in self.entries() if layout.belongs_to(entry.path, run_name)]
+            doomed = self._retention.plan(own, self._protected | {written})
         except OSError as error:
             _LOGGER.warning("Old checkpoints in %s were not deleted: %s.", self._path, error)
             return
@@ -200,9 +213,13 @@ class RunFolder:
         files.unlink(entry.sidecar_path, missing_ok=True)
 
     def find(self, epoch: int, iteration: int) -> Path | None:
-        """Return the committed checkpoint of this (epoch, iteration); ``None`` without one."""
+        """Return the committed checkpoint of this (epoch, iteration); ``None`` without one.
+
+        A damaged one that could not be put aside does not count: it is to be written again.
+        """
         for entry in self.entries():
-            if (entry.epoch, entry.iteration) == (epoch, iteration):
+            is_it = (entry.epoch, entry.iteration) == (epoch, iteration)
+            if is_it and entry.path not in self._left:
                 return entry.path
         return None
 
@@ -259,27 +276,43 @@ class RunFolder:
             CheckpointError: if the newest one is whole, but cannot be used here.
         """
         types = list(safe_types)
-        entries = self.entries()
-        for entry in reversed(entries):
-            try:
-                loaded = loading.load(entry.path, types, maps=True)
-            except DamagedCheckpointError as error:
-                _LOGGER.warning("%s Going on with the next older checkpoint.", error)
-                if renames_damaged:
-                    self.rename_damaged(entry.path)
-                continue
-            self.protect(loaded.path)
-            return loaded
-        self._refuse_silent_restart(entries)
-        return None
+        damaged: list[Path] = []
 
-    def _refuse_silent_restart(self, entries: list[Entry]) -> None:
-        damaged = [entry.path for entry in entries] + self._find_damaged()
+        def look(path: Path) -> Loaded | None:
+            try:
+                return loading.load_present(path, types, maps=True)
+            except DamagedCheckpointError as error:
+                if path not in damaged:
+                    damaged.append(path)
+                    _LOGGER.warning("%s Going on with the next older checkpoint.", error)
+                if renames_damaged:
+                    self._put_aside(path)
+                return None
+
+        loaded = layout.search(self._path, look)
+        if loaded is None:
+            self._refuse_silent_restart(damaged + self._find_damaged())
+            return None
+        self.protect(loaded.path)
+        return loaded
+
+    def _refuse_silent_restart(self, damaged: list[Path]) -> None:
         names = sorted({path.name for path in damaged if layout.SUFFIX in path.suffixes})
         if names:
             raise DamagedCheckpointError(
                 f"All checkpoints in {self._path} are damaged: {', '.join(names)}. To start anew, "
                 'pass resume="never", which moves them aside, or move them away yourself.'
+            )
+
+    def _put_aside(self, path: Path) -> None:
+        try:
+            self.rename_damaged(path)
+        except OSError as error:
+            self._left.add(path)
+            _LOGGER.warning(
+                "The damaged checkpoint %s could not be renamed (%s); this start passes over it.",
+                path,
+                error,
             )
 
     def rename_damaged(self, path: Path) -> Path:
@@ -302,8 +335,12 @@ class RunFolder:
     def clean(self) -> None:
         """Remove what a kill in the middle of a save left behind; other files are not touched."""
         for path in sorted(self._path.iterdir()) if self._path.is_dir() else ():
-            if layout.is_temporary(path) or self._is_orphan(path):
+            if not layout.is_temporary(path) and not self._is_orphan(path):
+                continue
+            try:
                 files.unlink(path, missing_ok=True)
+            except OSError as error:
+                _LOGGER.warning("What a kill has left in %s stays: %s.", self._path, error)
 
     def _is_orphan(self, path: Path) -> bool:
         is_named_so = path.suffix == layout.SIDECAR_SUFFIX and layout.parse(path) is not None

@@ -30,8 +30,8 @@ _ZIP_BEGINS = b"PK\x03\x04"
 _SCRIPT_WARNING = "'torch.load' received a zip file that looks like a TorchScript archive"
 # How torch begins the RuntimeError that it raises in place of a MemoryError.
 _ALLOCATOR = "DefaultCPUAllocator"
-# What torch's writer replaces by a RuntimeError of its own, about a position.
-_HIDDEN = (OSError, MemoryError, KeyboardInterrupt)
+# How torch's writer replaces whatever was raised while it wrote.
+_WRITER = "unexpected pos"
 
 
 class Writable(Protocol):
@@ -114,13 +114,16 @@ def write(handle: Writable, tree: Any) -> None:
     """Write an encoded tree, front to back.
 
     Raises:
-        OSError: what the handle raised; torch would hide it behind an error of its own.
-        MemoryError: likewise.
+        BaseException: what the handle raised, whatever it is; torch would hide it behind an error
+            of its own.
     """
     try:
         torch.save(tree, cast("IO[bytes]", handle))
     except RuntimeError as error:
-        raise _find_cause(error) from error
+        cause = _find_cause(error)
+        if cause is error:
+            raise
+        raise cause from error
 
 
 def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Any:
@@ -320,10 +323,9 @@ def _try_loading(value: Any, safe_types: list[Any]) -> None:
 
 
 def _find_cause(error: BaseException) -> BaseException:
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, _HIDDEN):
-        cause = cause.__cause__ or cause.__context__
-    return cause or error
+    while _WRITER in str(error) and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _reraise_os_error(error: Exception) -> None:

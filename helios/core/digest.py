@@ -6,7 +6,9 @@ A digest is text, ``sha256:`` and 64 hexadecimal digits, so that another algorit
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+import queue
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -17,6 +19,59 @@ _PREFIX = "sha256:"
 _CHUNK_BYTES = 1 << 20
 # Handing a chunk to the other thread costs about 50 us, the hash of so many bytes.
 _PARALLEL_BYTES = 1 << 18
+
+
+class _Helper:
+    """A thread that hashes one chunk after another; a chunk at a time is under way.
+
+    A thread of its own, since the standard library's pools take no work once the main thread has
+    ended, while a training in another one still goes on.
+    """
+
+    def __init__(self, update: Callable[[bytes | memoryview], None]) -> None:
+        self._update = update
+        self._chunks: queue.SimpleQueue[bytes | memoryview | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, data: bytes | memoryview) -> None:
+        """Begin with a chunk; where no thread can be had, it is hashed when this returns."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="helios-digest")
+            try:
+                thread.start()
+            except RuntimeError:
+                self._results.put(self._hash(data))
+                return
+            self._thread = thread
+        self._chunks.put(data)
+
+    def finish(self) -> None:
+        """Return when the chunk is hashed; raises what came in between."""
+        error = self._results.get()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._chunks.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (data := self._chunks.get()) is not None:
+            result = self._hash(data)
+            # Its memory is the caller's again; nothing here may hold on to it.
+            del data
+            self._results.put(result)
+
+    def _hash(self, data: bytes | memoryview) -> BaseException | None:
+        try:
+            self._update(data)
+        except BaseException as error:
+            return error
+        return None
 
 
 class DigestWriter:
@@ -36,7 +91,7 @@ class DigestWriter:
         self._handle = handle
         self._hash = hashlib.sha256() if hashes else None
         self._small = bytearray()
-        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="helios-digest")
+        self._helper = None if self._hash is None else _Helper(self._hash.update)
 
     def __enter__(self) -> DigestWriter:
         return self
@@ -47,7 +102,8 @@ class DigestWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._helper.shutdown()
+        if self._helper is not None:
+            self._helper.close()
 
     def write(self, data: bytes | memoryview) -> int:
         """Write and hash all of ``data``; return the number of bytes."""
@@ -58,12 +114,13 @@ class DigestWriter:
                 self.flush()
             return size
         self.flush()
-        hashed = None if self._hash is None else self._helper.submit(self._hash.update, data)
+        if self._helper is not None:
+            self._helper.begin(data)
         try:
             files.write(self._handle, data)
         finally:
-            if hashed is not None:
-                hashed.result()
+            if self._helper is not None:
+                self._helper.finish()
         return size
 
     def flush(self) -> None:

@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
@@ -33,6 +34,8 @@ LOCK_NAME = ".helios-lock"
 
 _HELD_BY_ANOTHER = frozenset((errno.EACCES, errno.EAGAIN))
 _MAX_BYTES = 4096
+_PATIENCE = 10.0
+_PAUSE = 0.1
 
 
 class _Held:
@@ -100,6 +103,37 @@ class FolderLock:
         except OSError as error:
             self._warn(error)
 
+    @property
+    def token(self) -> str:
+        """What the file says of its owner; empty where it is not held here, or says nothing."""
+        return "" if self._descriptor is None else _read(self._descriptor)
+
+    def is_shown(self, token: str) -> bool:
+        """Whether this process sees the folder in which another one, which holds it, has made it.
+
+        A network file system may show late what another machine has made: it is asked again for
+        some seconds.
+
+        Args:
+            token: that of the lock which the other process has taken.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while not self._shows(token):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE)
+        return True
+
+    def _shows(self, token: str) -> bool:
+        for folder in (self._folder.parent, self._folder):
+            # What was looked up in vain is remembered until the folder above it is opened.
+            with contextlib.suppress(OSError):
+                os.scandir(folder).close()
+        try:
+            return self.path.read_text() == token if token else self._folder.is_dir()
+        except (OSError, ValueError):
+            return False
+
     def renew(self) -> None:
         """Take the lock again where it was lost: the folder was deleted, or the file was.
 
@@ -125,12 +159,19 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        """Give the lock back, and remove its file; without a lock nothing happens."""
-        if self.is_held and self._key == _identify(self.path):
+        """Give the lock back, and remove its file; without a lock nothing happens.
+
+        A process that was forked from the one that holds it removes nothing.
+        """
+        if self._is_owned and self._key == _identify(self.path):
             # While it is locked: behind that, it may be the file of the next run.
             with contextlib.suppress(OSError):
                 files.unlink(self.path, missing_ok=True)
         self._let_go()
+
+    @property
+    def _is_owned(self) -> bool:
+        return self._key is not None and _Held.owners.get(self._key) == os.getpid()
 
     def _take(self) -> None:
         while not self.is_held:
@@ -215,11 +256,20 @@ def _write_owner(descriptor: int) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        # Other machines read it: kept back here, it would not say by whom.
+        os.fsync(descriptor)
+
+
+def _read(descriptor: int) -> str:
+    try:
+        return os.pread(descriptor, _MAX_BYTES, 0).decode()
+    except (OSError, ValueError):
+        return ""
 
 
 def _read_owner(descriptor: int) -> str:
     try:
-        owner = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
+        owner = json.loads(_read(descriptor))
         return f"process {owner['pid']} on {owner['host']} holds it since {owner['since']}"
     except (OSError, ValueError, TypeError, KeyError):
         return "another process holds it"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sized
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, Process
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
@@ -194,9 +194,10 @@ def _end_without_parent() -> None:
     PyTorch's own watch begins later, and would take whatever process has adopted the worker for the
     training; the worker would then wait for ever, and hold what it has inherited.
     """
-    parent = multiprocessing.parent_process()
+    parent, kind = multiprocessing.parent_process(), type(multiprocessing.current_process())
+    method = multiprocessing.get_start_method(allow_none=True) if kind is Process else ""
     # Under forkserver its server starts the worker, and ends with the training.
-    is_served = type(multiprocessing.current_process()).__name__ == "ForkServerProcess"
+    is_served = method == "forkserver" or kind.__name__ == "ForkServerProcess"
     if parent is not None and not is_served and os.getppid() != parent.pid:
         os._exit(1)
 

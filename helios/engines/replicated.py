@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helios.core import transfer
 from helios.core.group import DistributedInfo, collective, control_group
 from helios.engines.reduce import NumberReducer, TreeReducer
 
@@ -84,13 +85,16 @@ class Replicas:
         return tuple(map(bool, raised.tolist()))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return a small value of every process, in the order of ranks."""
+        """Return a small value of every process, in the order of ranks.
+
+        What shares memory in a value does so again; tensors of other processes lie on the CPU.
+        """
         if self.is_whole:
             return [value]
-        found: list[Any] = [None] * self.num_processes
+        found = [b""] * self.num_processes
         with collective("Replicas.gather_objects"):
-            dist.all_gather_object(found, value, group=control_group())
-        return found
+            dist.all_gather_object(found, transfer.dumps(value), group=control_group())
+        return [transfer.loads(data) for data in found]
 
     def barrier(self) -> None:
         """Wait until all processes are here."""

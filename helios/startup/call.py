@@ -1,15 +1,20 @@
-"""One call of a trainer, as plain data: what travels to every process that carries it out."""
+"""One call of a trainer, as plain data: what travels to every process that carries it out.
+
+A process carries out one call at a time: loggers, generators and signals are there once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from helios.core.group import DistributedInfo
 from helios.data.datamodule import DataModule
 from helios.engines.handover import LaunchQueue
+from helios.errors import UsageError
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session
@@ -18,6 +23,35 @@ from helios.startup.registration import PluginTable
 from helios.startup.roots import Roots
 from helios.startup.signals import Listener
 from helios.state import Phase
+
+
+class _Running:
+    """The call that each process carries out: what is forked from it has begun none."""
+
+    calls: ClassVar[dict[int, object]] = {}
+
+
+@contextmanager
+def only_call() -> Iterator[None]:
+    """Carry out a call in the block; to be entered before anything of the call is done.
+
+    Raises:
+        UsageError: if this process carries out one already, of whatever trainer and in whatever
+            thread; that one is not disturbed.
+    """
+    own, pid = object(), os.getpid()
+    # One step, so that of two threads that begin at once one is refused.
+    if _Running.calls.setdefault(pid, own) is not own:
+        raise UsageError(
+            "A process must run one call at a time, but fit, validate, test or predict was called "
+            "while another one runs in it: inside of a hook, or in another thread. Set "
+            "valid_frequency to validate inside of fit, wait until the first one has ended, or "
+            "start a process for the second one."
+        )
+    try:
+        yield
+    finally:
+        del _Running.calls[pid]
 
 
 class Footprint:

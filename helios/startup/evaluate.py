@@ -10,9 +10,10 @@ import torch
 
 from helios.engines.engine import numerics
 from helios.model.model import Model
-from helios.startup import outputs, resume
+from helios.startup import outputs
 from helios.startup.call import Call
 from helios.startup.mapped import detach
+from helios.startup.newest import find_newest
 from helios.startup.processes import Plan
 from helios.startup.run import Run
 from helios.state import Cursor, TrainingState
@@ -29,7 +30,7 @@ class EvaluationRun(Run):
 
     def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
-        loaded = resume.find_newest(
+        loaded = find_newest(
             self.arguments,
             self.model.save_name,
             self.model.types_for_safe_load(),

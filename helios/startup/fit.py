@@ -17,6 +17,7 @@ from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup import banner, outputs, resume
 from helios.startup.call import Call
+from helios.startup.folder import lock_folder
 from helios.startup.mapped import detach
 from helios.startup.migrated import find_cursor
 from helios.startup.own_parts import take_own_parts
@@ -45,13 +46,14 @@ class FitRun(Run):
     def _run(self, stack: ExitStack) -> bool:
         self._prepare_data()
         name = self.model.save_name
-        lock = resume.lock_folder(self.arguments, name, stack, team=self.replicas)
+        lock = lock_folder(self.arguments, name, stack, team=self.replicas)
         self._start = resume.find_start(
             self.arguments, name, self.model.types_for_safe_load(), replicas=self.replicas
         )
         self._start.lock = lock
         if self._is_finished():
-            # A script that uses the model after fit must find it as after the run's own end.
+            # A script that uses the model after fit finds the weights and values of the run's end;
+            # what only a training needs, such as optimizers, is as setup makes it.
             assert self._start.loaded is not None
             self._restore(detach(self._start.loaded.payload, self.model))
             return True

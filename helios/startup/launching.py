@@ -18,7 +18,7 @@ from helios.core.progress import Display, NullDisplay
 from helios.engines.children import end_with_launcher
 from helios.engines.handover import LaunchQueue
 from helios.engines.launch import spawn
-from helios.startup.call import Call
+from helios.startup.call import Call, only_call
 from helios.startup.evaluate import EvaluationRun
 from helios.startup.fit import FitRun
 from helios.startup.processes import Place, Plan, Stored, choose_processes, choose_replicas
@@ -121,7 +121,7 @@ def run_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
     plan = Plan(num_replicas, place.info.world_size, place.info, has_prepared=True)
     run = _make_run(call, plan, place)
     run.collects = True
-    with call.plugins.used(), _listening(call):
+    with only_call(), call.plugins.used(), _listening(call):
         value = run.execute()
     return Outcome(value, run.collected)
 

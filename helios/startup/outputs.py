@@ -182,6 +182,7 @@ class FitRecorder:
             **snapshot,
             "options": self._options,
             "machine": self._machine,
+            layout.KEY_RESUMED_FROM: self._start.origin,
             **self._log_places(),
         }
         stem = layout.stem(self.name, epoch, iteration)
@@ -214,20 +215,28 @@ class FitRecorder:
             on_first(self._replicas, self._saver.raise_failure)
 
     def _sidecar(self, snapshot: dict[str, Any], level: str) -> Sidecar:
-        epoch = snapshot["training_state"]["global_epoch"]
-        iteration = snapshot["training_state"]["global_iteration"]
+        state = snapshot["training_state"]
+        epoch, iteration = state["global_epoch"], state["global_iteration"]
         return Sidecar(
             run_name=self.name,
             num_replicas=self._replicas.num_replicas,
             epoch=epoch,
             iteration=iteration,
-            metrics=as_numbers(self._model.metrics),
+            metrics=self._scores_of(state),
             level=level,
             resumed_from=self._start.origin,
             changes=self._start.changes,
             options=self._options,
             count=self._count_units(snapshot),
         )
+
+    def _scores_of(self, state: dict[str, Any]) -> dict[str, float]:
+        """Return the scores of the validation at this safe point; none if there was none.
+
+        Those of an earlier one are not of these weights.
+        """
+        has_validated = state["validation_cycles"] > 0 and state["running_iter"] == 0
+        return as_numbers(self._model.metrics) if has_validated else {}
 
     def _count_units(self, snapshot: dict[str, Any]) -> int | None:
         """Return how many epochs or steps are complete; ``None`` inside of an epoch."""
@@ -275,7 +284,8 @@ class FitRecorder:
             SaveError: if the disk refused the last checkpoint, in all processes.
         """
         saver, folder = self._saver, self._start.folder
-        if saver is None or folder is None:
+        # Who only loads has trained on beside the checkpoint, which is not the end of its run.
+        if saver is None or folder is None or not self._arguments.can_save:
             return
 
         def conclude() -> None:

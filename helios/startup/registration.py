@@ -33,19 +33,6 @@ class PluginTable(UserDict[str, Plugin]):
         finally:
             self._is_in_use = False
 
-    def check_idle(self) -> None:
-        """Check that no run is under way: it and a second one would set up the same objects.
-
-        Raises:
-            UsageError: if one is.
-        """
-        if self._is_in_use:
-            raise UsageError(
-                "A Trainer must run one call at a time, but fit, validate, test or predict was "
-                "called inside of another one. Set valid_frequency, or use a second Trainer with "
-                "a model of its own."
-            )
-
     def __setitem__(self, name: str, plugin: Plugin) -> None:
         """Register a plugin under its id.
 

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint.store import CheckpointStore, Loaded, RunFolder
+from helios.checkpoint import layout, loading
+from helios.checkpoint.store import Loaded, RunFolder
 from helios.core.lock import FolderLock
 from helios.engines.engine import Engine
 from helios.engines.replicated import Replicas
 from helios.errors import (
-    ArgumentError,
     CheckpointError,
     DamagedCheckpointError,
     RunMismatchError,
 )
 from helios.startup.arguments import Arguments
+from helios.startup.folder import SHARING, open_folder
 from helios.startup.processes import Stored
 from helios.startup.together import on_each, on_first
 from helios.state import Cursor, TrainingState
@@ -60,21 +61,31 @@ class Start:
             self.loaded = replace(self.loaded, payload={})
 
 
-def open_folder(arguments: Arguments, save_name: str) -> RunFolder | None:
-    """Return the folder of a run, or ``None`` without ``chkpt_root``.
+@dataclass(frozen=True)
+class _Word:
+    """What a checkpoint says of its run: it, and not its age, tells whether a run goes on."""
 
-    Raises:
-        ArgumentError: if a file is in its place.
-    """
-    if arguments.chkpt_root is None:
+    path: Path
+    num_replicas: int
+    origin: str | None
+
+
+def _ask(path: Path, *, safe_types: list[Any]) -> _Word | None:
+    """Ask a checkpoint's sidecar, or its content if it has none; ``None`` if it is damaged."""
+    try:
+        sidecar = loading.read_sidecar(path)
+        if sidecar is not None:
+            return _Word(path, sidecar.num_replicas, sidecar.resumed_from)
+        payload = loading.load_present(path, safe_types, maps=True).payload
+    except DamagedCheckpointError:
+        # An older one says the same; who loads the run tells of it.
         return None
-    path = arguments.chkpt_root / save_name
-    if path.exists() and not path.is_dir():
-        raise ArgumentError(
-            f"The run's place, chkpt_root/<save_name>, must be a folder, got the file {path}. "
-            "Move the file away, or give the model another save_name."
-        )
-    return RunFolder(path, arguments.store or CheckpointStore())
+    return _Word(path, payload["num_replicas"], payload.get(layout.KEY_RESUMED_FROM))
+
+
+def _find_word(folder: RunFolder, safe_types: list[Any]) -> _Word | None:
+    """Ask the newest checkpoint that is not damaged."""
+    return layout.search(folder.path, partial(_ask, safe_types=safe_types))
 
 
 def find_stored(
@@ -94,89 +105,31 @@ def find_stored(
     folder = open_folder(arguments, save_name)
     if folder is None or (is_fit and arguments.resume == "never"):
         return None
-    paths = [entry.path for entry in reversed(folder.entries())]
+    word = _find_word(folder, safe_types)
     if is_fit and arguments.resume != "auto":
         origin: Path = arguments.resume
-        newest = folder.read_sidecar(paths[0]) if paths else None
-        if newest is None or newest.resumed_from != str(origin.absolute()):
-            paths = [origin] if origin.is_file() else []
-    for path in paths:
-        try:
-            sidecar = folder.read_sidecar(path)
-            known = sidecar or Stored(folder.load(path, safe_types).payload["num_replicas"], path)
-            # A migrated file does not say how many processes had trained.
-            return Stored(known.num_replicas, path) if known.num_replicas else None
-        except DamagedCheckpointError:
-            # An older one says the same; who loads the run tells of it.
-            continue
-    return None
+        if word is None or word.origin != str(origin.absolute()):
+            word = _ask(origin, safe_types=safe_types) if origin.is_file() else None
+    # A migrated file does not say how many processes had trained.
+    return Stored(word.num_replicas, word.path) if word is not None and word.num_replicas else None
 
 
-def find_newest(
-    arguments: Arguments, save_name: str, safe_types: list[Any], *, team: Replicas
-) -> Loaded | None:
-    """Load the newest checkpoint that is whole, the same one in all processes of a team.
-
-    Raises:
-        CheckpointError: if a checkpoint is there that cannot be used.
-    """
-    folder = open_folder(arguments, save_name)
-    if folder is None:
-        return None
-    own: list[Loaded | None] = []
-
-    def look() -> str | None:
-        own.append(folder.load_newest(safe_types, renames_damaged=False))
-        return None if own[0] is None else own[0].path.name
-
-    name = on_first(team, look)
-    path = None if name is None else folder.path / name
-    on_each(team, lambda: None if own else own.append(_follow(folder, path, safe_types, team)))
-    return own[0]
-
-
-def _follow(
+def follow(
     folder: RunFolder, path: Path | None, safe_types: list[Any], team: Replicas
 ) -> Loaded | None:
-    """Load the file that rank 0 has found."""
+    """Load the file that rank 0 has found.
+
+    Raises:
+        CheckpointError: if this process does not see it.
+    """
     if path is None:
         return None
     if not path.is_file():
         raise CheckpointError(
             f"Rank 0 of {team.num_processes} goes on from {path}, but rank {team.rank} finds no "
-            "such file. All processes must see the folder chkpt_root: put it on a file system that "
-            "the machines share, at the same place."
+            f"such file. {SHARING}"
         )
     return folder.load(path, safe_types)
-
-
-def lock_folder(
-    arguments: Arguments, save_name: str, stack: ExitStack, *, team: Replicas
-) -> FolderLock | None:
-    """Take the folder of a run for this call, before anything in it is looked at.
-
-    A run that only loads makes no folder, and locks the one that is there: it puts damaged files
-    aside, too.
-
-    Args:
-        arguments: the options of the trainer.
-        save_name: names the folder of the run.
-        stack: releases the lock.
-        team: the processes; rank 0 holds the lock.
-
-    Returns:
-        The lock, ``None`` without ``chkpt_root``.
-
-    Raises:
-        FolderInUseError: in all processes, if another run holds it.
-    """
-    folder = open_folder(arguments, save_name)
-    if folder is None:
-        return None
-    lock = FolderLock(folder.path, makes_folder=arguments.can_save)
-    stack.callback(lock.release)
-    on_first(team, lock.acquire)
-    return lock
 
 
 def find_start(
@@ -201,18 +154,16 @@ def find_start(
         name = None if start.loaded is None else start.loaded.path.name
         return name, replace(start, folder=None, loaded=None)
 
-    def follow() -> None:
+    def load_too() -> None:
         if own:
             return
         path = None if name is None else folder.path / name
         if path is not None and found.is_branch:
             path = arguments.resume
-        own.append(
-            replace(found, folder=folder, loaded=_follow(folder, path, safe_types, replicas))
-        )
+        own.append(replace(found, folder=folder, loaded=follow(folder, path, safe_types, replicas)))
 
     name, found = on_first(replicas, look)
-    on_each(replicas, follow)
+    on_each(replicas, load_too)
     return own[0]
 
 
@@ -237,6 +188,9 @@ def _look(folder: RunFolder, arguments: Arguments, save_name: str, safe_types: l
     if start.loaded is not None:
         _check_name(start.loaded, arguments.run_name or save_name, folder)
         _inherit(start, start.loaded)
+    if start.origin is not None:
+        # The user's command names it: without it, the same command would end in an error.
+        folder.protect(Path(start.origin))
     return start
 
 
@@ -248,10 +202,17 @@ def _move_aside(folder: RunFolder, *, keep: Path | None) -> None:
 
 def _start_from_path(folder: RunFolder, path: Path, safe_types: list[Any]) -> Start:
     origin = str(path.absolute())
-    entries = folder.entries()
-    newest = folder.read_sidecar(entries[-1].path) if entries else None
-    if newest is not None and newest.resumed_from == origin:
-        return Start(folder, folder.load_newest(safe_types), origin)
+    word = _find_word(folder, safe_types)
+    if word is None or word.origin == origin:
+        try:
+            newest = folder.load_newest(safe_types)
+            if newest is not None:
+                return Start(folder, newest, origin)
+        except DamagedCheckpointError as error:
+            # The file that they came of is the next older one.
+            if not path.is_file():
+                raise
+            _LOGGER.warning("%s Here the run goes back to %s.", error, path)
     if not path.is_file():
         raise CheckpointError(
             f'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
@@ -274,9 +235,11 @@ def _check_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
 
 
 def _inherit(start: Start, loaded: Loaded) -> None:
-    if loaded.sidecar is not None:
-        start.changes = list(loaded.sidecar.changes)
-        start.origin = start.origin or loaded.sidecar.resumed_from
+    sidecar = loaded.sidecar
+    origin = loaded.payload.get(layout.KEY_RESUMED_FROM)
+    if sidecar is not None:
+        start.changes, origin = list(sidecar.changes), sidecar.resumed_from
+    start.origin = start.origin or origin
 
 
 def identity(

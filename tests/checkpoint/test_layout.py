@@ -140,3 +140,25 @@ def test_a_damaged_file_never_takes_the_name_of_an_earlier_one(tmp_path: Path) -
         assert not layout.is_checkpoint(target)
         seen.add(target)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "expected"),
+    [
+        ("run_epoch_3_iter_100.pth", "run", True),
+        ("run_epoch_3_iter_100_accuracy_0.89.pth", "run", True),
+        ("run_epoch_3_iter_100-best_epoch_3_iter_100.pth", "run", True),
+        ("epoch_1_iter_2_epoch_3_iter_4.pth", "epoch_1_iter_2", True),
+        ("my_epoch_run_epoch_3_iter_4.pth", "my_epoch_run", True),
+        ("my_run_epoch_3_iter_100.pth", "run", False),
+        ("run2_epoch_3_iter_100.pth", "run", False),
+        ("run_epoch_3_iter_100.pth", "run2", False),
+        ("runs_epoch_3_iter_100_run_epoch_3_iter_100.pth", "run", False),
+        ("run_epoch_1_iter_2_epoch_3_iter_4.pth", "run", False),
+        ("run_epoch_3_iter_10_x_epoch_3_iter_1.pth", "run", False),
+        ("run_epoch_03_iter_1.pth", "run", False),
+        ("run.pth", "run", False),
+    ],
+)
+def test_a_file_belongs_to_the_run_whose_name_it_has(file: str, name: str, expected: bool) -> None:
+    assert layout.belongs_to(Path(file), name) == expected

@@ -274,3 +274,41 @@ def test_a_metric_that_no_checkpoint_has_is_warned_about_once(
     assert record.levelname == "WARNING"
     assert "'acuracy'" in record.message
     assert "'accuracy', 'loss'" in record.message
+
+
+@pytest.mark.parametrize(
+    "rules", [{"keep_last": 2}, {"keep_every": 4}, {"keep_best": KeepBest(1, "score")}]
+)
+def test_files_of_others_are_neither_deleted_nor_counted(
+    tmp_path: Path, rules: dict[str, Any]
+) -> None:
+    others = RunFolder(tmp_path)
+    for iteration in (2, 99):
+        others.save(
+            make_payload(0, iteration),
+            stem=layout.stem("pretrained", 0, iteration),
+            sidecar=make_sidecar(0, iteration, run_name="pretrained", metrics={"score": 9.0}),
+        )
+    (tmp_path / "mine_epoch_0_iter_1.pth").touch()
+    (tmp_path / "mine_epoch_9_iter_9.pth").touch()
+    foreign = {path.name for path in tmp_path.iterdir()}
+    folder = RunFolder(tmp_path, CheckpointStore(**rules))
+    for iteration in range(1, 6):
+        save_scored(folder, iteration, count=iteration, metrics={"score": -iteration})
+    own = {path for path in tmp_path.iterdir() if path.name not in foreign}
+    assert {path.name for path in tmp_path.iterdir()} >= foreign
+    assert len(own) == 4, "two checkpoints of the run and their sidecars"
+    assert tmp_path / "run_epoch_1_iter_5.pth" in own
+
+
+def test_metadata_and_a_name_that_hold_the_words_are_no_others(tmp_path: Path) -> None:
+    name = "epoch_9_iter_9"
+    folder = RunFolder(tmp_path, CheckpointStore(keep_last=1))
+    for iteration in (1, 2, 3):
+        stem = layout.stem(name, 1, iteration)
+        folder.save(
+            make_payload(1, iteration),
+            stem=layout.apply_metadata(stem, f"best_epoch_1_iter_{iteration}"),
+            sidecar=make_sidecar(1, iteration, run_name=name),
+        )
+    assert iterations(folder) == [3]

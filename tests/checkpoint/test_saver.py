@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -192,7 +194,7 @@ def test_a_refused_last_save_is_raised_at_the_end(
     saver = make(is_async=is_async)
     disk.error = OSError(errno.EIO, "Input/output error")
     save(saver, 1)
-    with pytest.raises(SaveError, match=r"iter_1\.pth, was not saved: .*Input/output") as caught:
+    with pytest.raises(SaveError, match=r"iter_1\.pth, was NOT saved: .*Input/output") as caught:
         saver.finish()
     assert isinstance(caught.value, OSError)
     assert caught.value.__cause__ is disk.error
@@ -285,3 +287,42 @@ def test_a_copy_that_fails_in_the_middle_costs_no_save(
     path = save(saver, 1, large=torch.ones(1000))
     assert "too little memory" in caplog.text
     assert load_model(path)["large"].sum() == 1000
+
+
+def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
+    make: Callable[..., Saver], gate: Gate
+) -> None:
+    """A second Ctrl-C, or one in a notebook: the folder may be another run's when fit has left."""
+    saver = make()
+    path = save(saver, 1)
+    assert gate.has_come.wait(30)
+    main = threading.main_thread().ident
+    assert main is not None
+    for act in (saver.finish, saver.close):
+        interrupter = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+        opener = threading.Timer(0.3, gate.is_open.set if act == saver.close else str)
+        interrupter.start()
+        opener.start()
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        interrupter.join()
+        opener.join()
+    assert path.exists()
+    assert not [thread for thread in threading.enumerate() if thread.name == "helios-checkpoint"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs fork")
+def test_a_process_that_is_forked_meanwhile_does_not_wait_for_the_writer(
+    make: Callable[..., Saver], gate: Gate
+) -> None:
+    saver = make()
+    path = save(saver, 1)
+    assert gate.has_come.wait(30)
+    child = os.fork()
+    if child == 0:
+        saver.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.is_open.set()
+    saver.finish()
+    assert path.exists()

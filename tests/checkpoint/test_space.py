@@ -75,3 +75,27 @@ def test_a_run_that_cannot_fit_is_warned_about(
     if expected:
         assert re.search(expected, messages[0])
         assert str(folder) in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "Keep fewer, by store=CheckpointStore(keep_last=3), save less often, or make room."),
+        ({"keep_last": 2}, "Keep fewer, with less than 2 in keep_last of CheckpointStore"),
+        (
+            {"keep_every": 3, "keep_last": 1, "keep_best": KeepBest(2, "score")},
+            "with more than 3 in keep_every or less than 2 in keep_best of CheckpointStore",
+        ),
+        ({"keep_last": 1}, "make room, or set chkpt_root to another disk."),
+    ],
+)
+def test_the_advice_is_none_that_the_rules_follow_already(
+    options: dict[str, Any],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(5000, 4900, 100))
+    warn_if_too_large(tmp_path, num_bytes=100, num_saves=20, options=CheckpointStore(**options))
+    assert expected in caplog.text

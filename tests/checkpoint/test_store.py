@@ -227,6 +227,66 @@ def test_cleaning_removes_what_a_kill_left_and_nothing_else(folder: RunFolder) -
     assert path.exists()
 
 
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.EROFS, "Read-only file system", str(args[0]))
+
+
+def test_what_a_kill_left_on_a_read_only_disk_is_told_of_and_stays(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(folder, 1, 1)
+    (folder.path / "run_epoch_1_iter_2.pth.tmp").write_bytes(b"half")
+    (folder.path / "run_epoch_1_iter_3.json.tmp").write_bytes(b"{")
+    present = names(folder.path)
+    monkeypatch.setattr(files, "unlink", _refuse)
+    folder.clean()
+    assert names(folder.path) == present
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "iter_2.pth.tmp" in caplog.text
+    assert folder.load_newest() is not None
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over_and_written_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(folder, 1, 1)
+    path = save(folder, 1, 2)
+    path.write_bytes(path.read_bytes()[:-100])
+    present = names(folder.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "replace", _refuse)
+        loaded = folder.load_newest()
+    assert loaded is not None
+    assert layout.parse(loaded.path) == (1, 1)
+    assert names(folder.path) == present
+    assert "iter_2.pth could not be renamed" in caplog.text
+    assert folder.find(1, 2) is None
+    assert save(folder, 1, 2) == folder.find(1, 2) == path
+    assert is_same(folder.load(path).payload, make_payload(1, 2))
+
+
+def test_where_all_are_damaged_and_none_can_be_renamed_no_start_begins_afresh(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, 1, 1).write_bytes(b"")
+    monkeypatch.setattr(files, "replace", _refuse)
+    with pytest.raises(DamagedCheckpointError, match=r"iter_1\.pth"):
+        folder.load_newest()
+
+
+def test_what_is_protected_by_any_way_that_leads_to_it_stays(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    paths = [save(folder, 1, iteration) for iteration in (1, 2, 3)]
+    (tmp_path / "link.pth").symlink_to(paths[0])
+    (tmp_path / "folder").symlink_to(folder.path)
+    keeping = RunFolder(folder.path, CheckpointStore(keep_last=1))
+    keeping.protect(tmp_path / "link.pth")
+    keeping.protect(tmp_path / "folder" / paths[1].name)
+    save(keeping, 1, 4)
+    assert [entry.iteration for entry in keeping.entries()] == [1, 2, 4]
+
+
 def test_everything_of_the_run_is_moved_aside_and_nothing_else(folder: RunFolder) -> None:
     save(folder, 1, 1)
     save(folder, 1, 2)
@@ -281,3 +341,17 @@ def test_saving_many_checkpoints_says_nothing(
             save(folder, 1, iteration)
         folder.load_newest()
     assert caplog.text == ""
+
+
+def test_an_error_of_the_disk_names_the_checkpoint_and_keeps_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        # As the system does for a file that is open.
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(files, "fsync", refuse)
+    with pytest.raises(OSError, match=r"run_epoch_1_iter_2\.pth") as caught:
+        save(RunFolder(tmp_path), 1, 2)
+    assert type(caught.value) is OSError
+    assert caught.value.errno == errno.EDQUOT

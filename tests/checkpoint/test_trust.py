@@ -370,6 +370,7 @@ READERS = {
 ALLOWED = {
     "core/codec.py": "torch.load",
     "core/utils.py": "torch.load",
+    "core/transfer.py": "pickle.loads",
     "engines/children.py": "pickle.loads",
     "engines/handover.py": "pickle.Unpickler",
     "engines/supervisor.py": "pickle.loads",

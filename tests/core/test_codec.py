@@ -82,6 +82,37 @@ def test_a_full_disk_is_reported_as_such(size: int) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, KeyboardInterrupt, MemoryError])
+def test_whatever_a_handle_raises_is_not_hidden(kind: type[BaseException]) -> None:
+    class Broken(Recorder):
+        """Fails behind its first bytes, as a thread that cannot be started does."""
+
+        def write(self, data: bytes | memoryview) -> int:
+            if len(self.data) > 20_000:
+                raise kind("the true cause")
+            return super().write(data)
+
+    with pytest.raises(kind, match=r"^the true cause$"):
+        codec.write(Broken(), {"a": torch.zeros(100_000), "b": torch.zeros(5000)})
+
+
+def test_an_error_of_the_tree_is_not_taken_for_one_that_was_handled_before() -> None:
+    class Broken:
+        """Cannot be pickled."""
+
+        def __reduce__(self) -> Any:
+            raise RuntimeError("the true cause")
+
+    def write_after_an_error() -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            codec.write(Recorder(), Broken())
+
+    with pytest.raises(RuntimeError, match=r"^the true cause$"):
+        write_after_an_error()
+
+
 def test_what_is_read_is_what_was_encoded(tmp_path: Path) -> None:
     path = write(tmp_path / "file", {"a": np.arange(3), b"k": (1, {2})})
     loaded = codec.read(path)

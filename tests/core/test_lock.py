@@ -184,6 +184,53 @@ def test_a_forked_child_neither_holds_the_lock_nor_takes_it_away(tmp_path: Path)
     lock.release()
 
 
+def test_a_forked_child_that_unwinds_leaves_the_lock_of_its_parent(tmp_path: Path) -> None:
+    with FolderLock(tmp_path) as lock:
+        child = _FORK.Process(target=lock.release)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        child.close()
+        assert lock.path.exists()
+        assert try_in_another_process(tmp_path)
+
+
+def test_what_another_process_sees_of_a_folder_is_told_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "_PATIENCE", 0.0)
+    (tmp_path / "run").mkdir()
+    other = FolderLock(tmp_path / "run")
+    assert other.token == ""
+    assert other.is_shown("")
+    assert not FolderLock(tmp_path / "nowhere").is_shown("")
+    with FolderLock(tmp_path / "run") as lock:
+        assert str(os.getpid()) in lock.token
+        token = lock.token
+        with monkeypatch.context() as patch:
+            # A look from here would give up the lock, as closing the file does.
+            patch.setattr(Path, "read_text", lambda path: token)
+            assert other.is_shown(token)
+            assert not other.is_shown(token + " of another")
+    assert not other.is_shown(token), "the file of the lock is gone"
+
+
+def test_a_folder_that_is_shown_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = FolderLock(tmp_path / "run")
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            (tmp_path / "run").mkdir()
+
+    monkeypatch.setattr(lock_module.time, "sleep", pause)
+    assert lock.is_shown("")
+    assert len(pauses) == 3
+
+
 def test_a_child_that_trains_itself_does_not_mistake_the_lock_for_its_own(tmp_path: Path) -> None:
     with FolderLock(tmp_path):
         assert f"process {os.getpid()} on " in try_in_another_process(tmp_path)

@@ -19,18 +19,25 @@ from tests.support.ranks import run_ranks
 
 
 class Counting(ElasticModel):
-    """Keeps a running loss of its own in each process, and scales the loss by it."""
+    """Keeps a running loss of its own in each process, and scales the loss by it.
+
+    Two tensors share memory, so that what happens to one is seen in the other.
+    """
 
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
         self.level = 1.0
+        base = torch.zeros(8)
+        self.low, self.high = base[:5], base[3:]
         self.meter = _Meter()
 
     def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
         loss = super().train_step(batch, state)
         self.level = 0.5 * self.level + 0.5 * float(loss.detach())
         self.meter.total += float(loss.detach())
-        return loss * (self.level + 0.01 * self.meter.total)
+        self.low += 0.01 * loss.detach()
+        self.high *= 0.9
+        return loss * (self.level + 0.01 * self.meter.total + self.low[4] + self.high[0])
 
 
 class _Meter:
@@ -114,7 +121,10 @@ def _go_on(rank: int, folder: Path) -> list[str]:
 def test_another_number_of_processes_goes_on_with_a_warning(tmp_path: Path) -> None:
     run_ranks(_train, 3, tmp_path / "cut", "counting", 3)
     texts, *_ = run_ranks(_go_on, 2, tmp_path / "cut")
-    assert "3 processes went on each with its own level, meter, and now there are 2" in texts[0]
+    assert (
+        "3 processes went on each with its own high, level, low, meter, and now there are 2"
+        in texts[0]
+    )
     newest = helios.find_last_checkpoint(tmp_path / "cut" / "elastic")
     assert newest is not None
     sidecar = json.loads(newest.with_suffix(".json").read_text())

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import helios
+from helios.core import lock
 from helios.core.distributed import TORCHRUN_VARIABLES, get_global_rank
 from helios.core.group import DistributedInfo, control_group, membership
 from helios.errors import CheckpointError, RankError, RunMismatchError, UsageError
@@ -243,6 +244,7 @@ def fail_in_group(rank: int, *line: str) -> tuple[str, str, str, str]:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("helios").addHandler(handler)
     own = [text.format(rank=rank) for text in line]
+    lock._PATIENCE = 0.0
     try:
         train_script.main(own)
     except Exception as error:
@@ -269,32 +271,37 @@ def test_data_that_cannot_be_prepared_is_told_once_and_nobody_waits() -> None:
     assert second[3] == "Training ends because another process has ended."
 
 
-def test_a_folder_that_is_not_shared_is_an_error_that_names_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_folder_that_is_not_shared_is_an_error_that_names_it(tmp_path: Path, saves: bool) -> None:
     undisturbed(folder=tmp_path / "0", replicas=2, steps=2)
     (tmp_path / "1").mkdir()
-    line = (f"--folder={tmp_path}/{{rank}}", "--replicas=2")
+    line = (f"--folder={tmp_path}/{{rank}}", "--replicas=2", *(() if saves else ("--reads",)))
     first, second = run_ranks(fail_in_group, 2, *line)
     assert first[0] == second[0] == CheckpointError.__name__
     assert first[1] == second[1]
-    path = tmp_path / "1" / "net" / "net_epoch_1_iter_2.pth"
-    assert re.match(rf"Rank 0 of 2 goes on from {path}, but rank 1 finds no such file", first[1])
+    path = tmp_path / "1" / "net"
+    said = (
+        rf"Rank 0 of 2 saves into {path}, but rank 1 does not see that folder"
+        if saves
+        else rf"Rank 0 of 2 goes on from {path}/net_epoch_1_iter_2.pth, but rank 1 finds no such"
+    )
+    assert re.match(said, first[1])
 
 
-def write_in_group(rank: int, folder: Path) -> list[str]:
+def write_in_group(rank: int, folder: Path) -> None:
     done = train_script.main([f"--folder={folder}", "--replicas=2", "--profile"])
     again = train_script.main([f"--folder={folder}", "--replicas=2"])
     assert (done["weights"], done["fit"]) == (again["weights"], True)
     assert get_global_rank() == rank
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def test_rank_0_writes_and_a_finished_run_is_loaded_by_all(tmp_path: Path) -> None:
-    first, second = run_ranks(write_in_group, 2, tmp_path)
-    assert first == second
-    assert len([name for name in first if name.endswith(".log")]) == 1
-    assert len([name for name in first if name.endswith(".pth")]) == 4
-    assert [name for name in first if name.endswith(".csv")] == ["rows_0.csv"]
-    assert [name.split("/")[0] for name in first if name.startswith("traces")] == ["traces_0"]
+    run_ranks(write_in_group, 2, tmp_path)
+    found = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert len([name for name in found if name.endswith(".log")]) == 1
+    assert len([name for name in found if name.endswith(".pth")]) == 4
+    assert [name for name in found if name.endswith(".csv")] == ["rows_0.csv"]
+    assert [name.split("/")[0] for name in found if name.startswith("traces")] == ["traces_0"]
 
 
 def train_and_leave(rank: int, meeting: str) -> None:

@@ -151,6 +151,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--prepared", type=Path)
     parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--reads", action="store_true")
     return parser.parse_args(arguments)
 
 
@@ -169,7 +170,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
         train_unit="iteration",
         total_steps=options.steps,
         valid_frequency=4,
-        chkpt_frequency=None if folder is None else 2,
+        chkpt_frequency=None if folder is None or options.reads else 2,
         print_frequency=1,
         chkpt_root=folder,
         log_path=folder,

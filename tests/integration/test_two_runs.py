@@ -9,7 +9,8 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from typing import Any
 import pytest
 
 import helios
+from helios.core import lock
 from helios.core.lock import LOCK_NAME
-from helios.errors import FolderInUseError
+from helios.errors import CheckpointError, FolderInUseError, UsageError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support import elastic
@@ -128,15 +130,78 @@ def test_a_kill_frees_the_folder_while_the_workers_live_on(tmp_path: Path) -> No
     assert_equal(resumed, whole, since=4)
 
 
-def test_a_fit_in_a_fit_of_the_same_folder_is_refused(tmp_path: Path) -> None:
-    class Nested(Plugin):
-        def setup(self) -> None:
-            train(tmp_path, setting)
+class CallAt(Plugin):
+    """Calls something of its own at an iteration, and keeps the error that it raises."""
 
-    setting = Setting(total_steps=2)
-    with pytest.raises(FolderInUseError, match="in this same process"):
-        train(tmp_path, setting, Nested("nested"))
-    assert train(tmp_path, setting).has_ended
+    unsaved = ("call", "error")
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__("call-at")
+        self.call, self.error = call, ""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        if state.global_iteration == 3:
+            with pytest.raises(UsageError) as caught:
+                self.call()
+            self.error = str(caught.value)
+
+
+def call_other_trainer(method: str, folder: Path, setting: Setting) -> Any:
+    """Call a method of a trainer that knows nothing of others."""
+    trainer = helios.Trainer(chkpt_root=folder, total_steps=9, use_cpu=True, print_banner=False)
+    return getattr(trainer, method)(SmallModel(setting), IndexModule(setting))
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("place", ["run", "other"])
+def test_a_call_of_another_trainer_inside_of_a_fit_leaves_that_fit_as_it_was(
+    tmp_path: Path, method: str, place: str
+) -> None:
+    setting = Setting(total_steps=6, chkpt_frequency=2, options=_SYNC)
+    whole = train(tmp_path / "whole", setting)
+    plugin = CallAt(lambda: call_other_trainer(method, tmp_path / place, setting))
+    called = train(tmp_path / "run", setting, plugin)
+    assert "must run one call at a time" in plugin.error
+    assert not (tmp_path / "other").exists()
+    assert_equal(called, whole, since=0)
+    assert train(tmp_path / "run", setting).records == {}, "the next call is free to run"
+
+
+def test_a_fit_in_another_thread_is_refused_and_disturbs_nobody(tmp_path: Path) -> None:
+    setting = Setting(total_steps=6, chkpt_frequency=2, options=_SYNC)
+    whole = train(tmp_path / "whole", setting)
+
+    def call_in_thread() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call_other_trainer, "fit", tmp_path / "other", setting).result()
+
+    plugin = CallAt(call_in_thread)
+    called = train(tmp_path / "run", setting, plugin)
+    assert "must run one call at a time" in plugin.error
+    assert_equal(called, whole, since=0)
+
+
+def test_a_process_that_is_forked_from_a_fit_may_train(tmp_path: Path) -> None:
+    """A second run is kept out by its folder, and by nothing else."""
+    setting = Setting(total_steps=4, chkpt_frequency=2, options=_SYNC)
+    codes: list[int | None] = []
+
+    class Fork(Plugin):
+        """Trains in a child."""
+
+        def setup(self) -> None:
+            child = _FORK.Process(target=train, args=(tmp_path / "other", setting))
+            child.start()
+            child.join()
+            codes.append(child.exitcode)
+            child.close()
+
+    assert train(tmp_path / "run", setting, Fork("fork")).has_ended
+    assert codes == [0]
+    assert helios.find_last_checkpoint(tmp_path / "other" / "small") is not None
 
 
 def test_fit_after_fit_and_after_an_error_finds_the_folder_free(tmp_path: Path) -> None:
@@ -189,3 +254,24 @@ def test_all_ranks_are_told_and_go_on_after_a_kill(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     assert run_ranks(train_on_rank, 3, folder) == ["", "", ""]
     assert_same(read_bits(folder), read_bits(tmp_path / "whole"))
+
+
+def train_where_rank_0_sees_it(rank: int, folder: Path) -> str:
+    """The path is the same on all ranks, and on one of them another disk."""
+    place = folder / ("elsewhere" if rank == 1 else "here")
+    place.mkdir(exist_ok=True)
+    os.chdir(place)
+    lock._PATIENCE = 0.0
+    try:
+        elastic.train(Path("run"), _ELASTIC)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_one_rank_does_not_see_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+    texts = run_ranks(train_where_rank_0_sees_it, 3, tmp_path)
+    (text,) = set(texts)
+    assert "rank 1 does not see that folder as rank 0 does" in text
+    assert "All processes must see the folder chkpt_root" in text
+    assert helios.find_last_checkpoint(tmp_path / "here" / "run" / "elastic") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import helios
+from helios.core import files
 from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError
 from tests.support.resume import assert_equal, copy_checkpoint
 from tests.support.runs import IndexModule, Setting, SmallModel, train
@@ -74,6 +76,115 @@ def test_a_path_in_the_runs_own_folder_moves_the_others_aside(tmp_path: Path) ->
     origin = tmp_path / "small" / "small_epoch_1_iter_3.pth"
     resumed = train(tmp_path, _changed(options={"resume": origin}))
     assert sorted(resumed.records) == [4, 5, 6, 7, 8]
+
+
+def _branch(folder: Path, total_steps: int, **options: Any) -> Setting:
+    """Train a first run, and return the setting of one that goes back to its third step."""
+    train(folder / "first", _changed(total_steps=4))
+    origin = folder / "first" / "small" / "small_epoch_1_iter_3.pth"
+    return _changed(total_steps=total_steps, options={"resume": origin, **options})
+
+
+@pytest.mark.parametrize("harm", ["sidecar damaged", "sidecar missing", "damaged"])
+def test_what_came_of_a_path_is_gone_on_from_whatever_has_become_of_its_newest_file(
+    harm: str, tmp_path: Path
+) -> None:
+    setting = _branch(tmp_path, 6)
+    whole = train(tmp_path / "whole", _changed(total_steps=10))
+    folder = tmp_path / "second" / "small"
+    train(tmp_path / "second", setting)
+    newest = folder / "small_epoch_1_iter_6.pth"
+    sidecar = newest.with_suffix(".json")
+    if harm == "sidecar damaged":
+        sidecar.write_text(sidecar.read_text().replace("small", "large", 1))
+    elif harm == "sidecar missing":
+        sidecar.unlink()
+    else:
+        newest.write_bytes(newest.read_bytes()[:-100])
+    since = 6 if harm == "sidecar missing" else 5
+    again = train(tmp_path / "second", dataclasses.replace(setting, total_steps=10))
+    assert_equal(again, whole, since=since)
+    assert not list(folder.glob("before-*"))
+    assert newest.with_name(newest.name + ".damaged").exists() == (since == 5)
+
+
+def test_without_any_sidecar_a_run_still_knows_the_path_that_it_came_of(tmp_path: Path) -> None:
+    setting = _branch(tmp_path, 5)
+    folder = tmp_path / "second" / "small"
+    train(tmp_path / "second", setting)
+    for path in folder.glob("*.json"):
+        path.unlink()
+    train(tmp_path / "second", _changed(total_steps=6))
+    again = train(tmp_path / "second", dataclasses.replace(setting, total_steps=8))
+    assert sorted(again.records) == [7, 8]
+    assert helios.load_checkpoint(folder / "small_epoch_2_iter_8.pth")["resumed_from"] == str(
+        setting.options["resume"]
+    )
+
+
+@pytest.mark.parametrize("harm", ["newest", "all", "all with their sidecars"])
+def test_where_all_that_came_of_a_path_is_damaged_the_run_goes_back_to_it_loudly(
+    harm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = _branch(tmp_path, 5)
+    folder = tmp_path / "second" / "small"
+    train(tmp_path / "second", setting)
+    for path in sorted(folder.glob("*.pth"))[-1 if harm == "newest" else 0 :]:
+        path.write_bytes(path.read_bytes()[:-100])
+        if harm == "all with their sidecars":
+            path.with_suffix(".json").write_text("{}")
+    again = train(tmp_path / "second", dataclasses.replace(setting, total_steps=6))
+    assert min(again.records) == (5 if harm == "newest" else 4)
+    shown = capsys.readouterr().err
+    assert "Going on with the next older" in shown
+    assert ("goes back to" in shown) == (harm != "newest")
+
+
+def test_where_the_path_is_gone_too_no_start_begins_afresh(tmp_path: Path) -> None:
+    setting = _branch(tmp_path, 5)
+    train(tmp_path / "second", setting)
+    setting.options["resume"].unlink()
+    for path in (tmp_path / "second" / "small").glob("*.pth"):
+        path.write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpointError, match="All checkpoints"):
+            train(tmp_path / "second", setting)
+
+
+def test_the_file_that_the_command_names_outlives_every_start(tmp_path: Path) -> None:
+    store = helios.CheckpointStore(keep_last=2)
+    train(tmp_path, _SETTING)
+    origin = tmp_path / "small" / "small_epoch_1_iter_3.pth"
+    setting = _changed(options={"resume": origin, "store": store}, total_steps=6)
+    for total in (6, 10):
+        train(tmp_path, dataclasses.replace(setting, total_steps=total))
+    train(tmp_path, _changed(options={"store": store}, total_steps=14))
+    kept = _files(tmp_path / "small", "*.pth")
+    assert [name.split("_iter_")[1] for name in kept] == ["3.pth", "10.pth", "13.pth", "14.pth"]
+    assert origin.with_suffix(".json").exists()
+
+
+def test_a_fit_that_only_loads_passes_over_what_it_cannot_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, _changed(total_steps=4))
+    folder = tmp_path / "small"
+    newest = folder / "small_epoch_1_iter_4.pth"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    (folder / "small_epoch_1_iter_5.pth.tmp").write_bytes(b"half")
+    present = _files(folder)
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    for operation in ("create", "unlink", "replace"):
+        monkeypatch.setattr(files, operation, refuse)
+    resumed = train(tmp_path, _changed(total_steps=6, chkpt_frequency=None))
+    assert sorted(resumed.records) == [4, 5, 6]
+    assert [name for name in _files(folder) if name != ".helios-lock"] == present
+    shown = capsys.readouterr().err
+    assert "iter_4.pth could not be renamed" in shown
+    assert "iter_5.pth.tmp" in shown
 
 
 def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:

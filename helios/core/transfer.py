@@ -1,0 +1,72 @@
+"""Values that travel between the processes of one job; what shares memory does so again there.
+
+``pickle`` copies the memory of every tensor, so that two views of one tensor would arrive as two
+tensors. Only what the processes of a job send each other is read here, never a file.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class _Memory:
+    """The bytes of a storage; ``pickle`` sends an object once, however often it occurs."""
+
+    def __init__(self, content: np.ndarray[Any, Any]) -> None:
+        self.content = content
+        self.storage = torch.from_numpy(content).untyped_storage()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Memory, (self.content,)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._memories: dict[tuple[str, int], _Memory] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or not _is_plain(value):
+            return NotImplemented
+        storage = value.untyped_storage()
+        place = (str(value.device), storage.data_ptr())
+        if place not in self._memories:
+            flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
+            self._memories[place] = _Memory(flat.cpu().numpy())
+        shape = (value.storage_offset(), tuple(value.shape), value.stride())
+        return _view, (self._memories[place], value.dtype, shape, value.requires_grad)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    is_odd = tensor.is_conj() or tensor.is_neg() or tensor.is_meta or not tensor.is_leaf
+    return is_dense and not is_odd and tensor.untyped_storage().nbytes() > 0
+
+
+def _view(
+    memory: _Memory, dtype: torch.dtype, shape: tuple[Any, ...], requires_grad: bool
+) -> Tensor:
+    tensor = torch.empty(0, dtype=dtype).set_(memory.storage, *shape)
+    return tensor.requires_grad_(requires_grad)
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as bytes for another process of this job; tensors arrive on the CPU.
+
+    Raises:
+        Exception: whatever ``pickle`` raises for what it cannot take.
+    """
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """Return the value that another process of this job has packed by :func:`dumps`."""
+    return pickle.loads(data)

@@ -1,0 +1,84 @@
+"""The folder of a run: where it is, whom it belongs to, and whether all processes see it.
+
+One run writes to a folder at a time. Rank 0 writes, and every process reads at the next start.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from helios.checkpoint.store import CheckpointStore, RunFolder
+from helios.core.lock import FolderLock
+from helios.engines.replicated import Replicas
+from helios.errors import ArgumentError, CheckpointError
+from helios.startup.arguments import Arguments
+from helios.startup.together import on_each, on_first
+
+SHARING = (
+    "All processes must see the folder chkpt_root: put it on a file system that the machines "
+    "share, at the same place."
+)
+"""What helps where a process does not see what another one has written."""
+
+
+def open_folder(arguments: Arguments, save_name: str) -> RunFolder | None:
+    """Return the folder of a run, or ``None`` without ``chkpt_root``.
+
+    Raises:
+        ArgumentError: if a file is in its place.
+    """
+    if arguments.chkpt_root is None:
+        return None
+    path = arguments.chkpt_root / save_name
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"The run's place, chkpt_root/<save_name>, must be a folder, got the file {path}. "
+            "Move the file away, or give the model another save_name."
+        )
+    return RunFolder(path, arguments.store or CheckpointStore())
+
+
+def lock_folder(
+    arguments: Arguments, save_name: str, stack: ExitStack, *, team: Replicas
+) -> FolderLock | None:
+    """Take the folder of a run for this call, before anything in it is looked at.
+
+    A run that only loads makes no folder, and locks the one that is there: it puts damaged files
+    aside, too.
+
+    Args:
+        arguments: the options of the trainer.
+        save_name: names the folder of the run.
+        stack: releases the lock.
+        team: the processes; rank 0 holds the lock.
+
+    Returns:
+        The lock, ``None`` without ``chkpt_root``.
+
+    Raises:
+        FolderInUseError: in all processes, if another run holds it.
+        CheckpointError: in all processes, if one of them does not see the folder for saving.
+    """
+    folder = open_folder(arguments, save_name)
+    if folder is None:
+        return None
+    lock = FolderLock(folder.path, makes_folder=arguments.can_save)
+    stack.callback(lock.release)
+
+    def take() -> str | None:
+        lock.acquire()
+        return lock.token if folder.path.is_dir() else None
+
+    token = on_first(team, take)
+    if arguments.can_save and token is not None:
+        on_each(team, lambda: _require_sight(lock, token, team))
+    return lock
+
+
+def _require_sight(lock: FolderLock, token: str, team: Replicas) -> None:
+    """Check that a process sees the folder that rank 0 has locked: it will have to resume there."""
+    if team.rank != 0 and not lock.is_shown(token):
+        raise CheckpointError(
+            f"Rank 0 of {team.num_processes} saves into {lock.path.parent}, but rank {team.rank} "
+            f"does not see that folder as rank 0 does. {SHARING}"
+        )

@@ -1,0 +1,83 @@
+"""The newest checkpoint, for who only looks at it while a training may go on in the same folder.
+
+That training deletes what its rules let go. A file that goes while it is loaded, in one process or
+between two of them, is no error: a newer one was committed before, and is looked for then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint import layout, loading
+from helios.checkpoint.store import Loaded, RunFolder
+from helios.engines.replicated import Replicas
+from helios.startup.arguments import Arguments
+from helios.startup.folder import open_folder
+from helios.startup.resume import follow
+from helios.startup.together import on_each, on_first
+
+
+def find_newest(
+    arguments: Arguments, save_name: str, safe_types: list[Any], *, team: Replicas
+) -> Loaded | None:
+    """Load the newest checkpoint that is whole, the same one in all processes of a team.
+
+    Args:
+        arguments: the options of the trainer.
+        save_name: names the folder of the run.
+        safe_types: types that may be built.
+        team: the processes; rank 0 looks.
+
+    Raises:
+        CheckpointError: if a checkpoint is there that cannot be used.
+    """
+    folder = open_folder(arguments, save_name)
+    if folder is None:
+        return None
+    search = _Search(folder, safe_types, team)
+    for _ in layout.listings(folder.path):
+        if search.succeeds():
+            break
+    return search.found
+
+
+class _Search:
+    """The search of one process of a team; all of them do the same at the same time."""
+
+    def __init__(self, folder: RunFolder, safe_types: list[Any], team: Replicas) -> None:
+        self.found: Loaded | None = None
+        self._folder = folder
+        self._types = safe_types
+        self._team = team
+
+    def succeeds(self) -> bool:
+        """Look, and load; returns whether all processes have it, or there is none."""
+        name = on_first(self._team, self._look)
+        if name is None:
+            return True
+        path = self._folder.path / name
+        if not any(on_each(self._team, lambda: self._misses(path))):
+            return True
+        if on_first(self._team, lambda: layout.is_gone(path)):
+            return False
+        # Rank 0 sees it still: the folder is not shared.
+        on_each(self._team, lambda: self._insist(path))
+        return True
+
+    def _look(self) -> str | None:
+        self.found = self._folder.load_newest(self._types, renames_damaged=False)
+        return None if self.found is None else self.found.path.name
+
+    def _misses(self, path: Path) -> bool:
+        if self._team.rank == 0:
+            return False
+        try:
+            self.found = loading.load_present(path, self._types, maps=True)
+        except FileNotFoundError:
+            return True
+        return False
+
+    def _insist(self, path: Path) -> None:
+        if self._team.rank != 0:
+            self.found = follow(self._folder, path, self._types, self._team)
