@@ -295,11 +295,16 @@ def test_a_worker_whose_training_was_killed_while_it_started_ends_by_itself(
         os.close(alive_write)
         if is_orphan:
             os.read(alive_read, 1)
+            # Its files are closed a moment before its children are given to another process.
+            while os.getppid() == trainings[0]:
+                os.sched_yield()
         WorkerInit(None)(0)
         os.write(told_write, b"it lives")
 
+    trainings: list[int] = []
     training = os.fork()
     if training == 0:
+        trainings.append(os.getpid())
         worker = multiprocessing.get_context("fork").Process(target=work)
         worker.start()
         if not is_orphan:
