@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 WIDTH, LAYERS, BATCH = 2236, 8, 24
-STEPS, FIRST, EVERY = 36, 4, 8
+STEPS, FIRST, EVERY = 60, 4, 20
 MIB = 1 << 20
 
 
