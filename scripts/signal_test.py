@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -160,6 +162,8 @@ def run(way: str, count: int, seed: int, folder: Path) -> int:
 
 def main() -> None:
     """Try all ways; exit with 1 if anything was not as it must be."""
+    # As the trainings that it starts: the number of threads belongs to what defines a run.
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=20, help="moments for each way to start")
     parser.add_argument("--seed", type=int, default=1)
