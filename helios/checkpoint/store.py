@@ -92,35 +92,6 @@ class RunFolder:
         """How checkpoints are written and kept."""
         return self._options
 
-    def save(
-        self,
-        payload: dict[str, Any],
-        *,
-        stem: str,
-        sidecar: Sidecar,
-        safe_types: Iterable[Any] = (),
-    ) -> Path:
-        """Write a checkpoint, commit it, and delete what retention lets go (H20, H21, H28).
-
-        Args:
-            payload: the content; encoded here, in one piece, so that aliases stay.
-            stem: name of the file without suffix.
-            sidecar: what is known of it; digest, schema and version are filled in.
-            safe_types: types that may be built when the file is loaded.
-
-        Returns:
-            The file; the one that is there if this (epoch, iteration) is committed already.
-
-        Raises:
-            StateError: for a value that could not be loaded again, or a payload that disagrees
-                with its name or sidecar.
-            OSError: if the disk fails; the partial files are removed, older checkpoints stay.
-        """
-        committed = self.find(*(layout.parse(stem) or (0, 0)))
-        if committed is not None:
-            return committed
-        return self.commit(self.draft(payload, stem=stem, sidecar=sidecar, safe_types=safe_types))
-
     def draft(
         self,
         payload: dict[str, Any],
@@ -133,14 +104,15 @@ class RunFolder:
         """Prepare a checkpoint for :meth:`commit`; no file is touched.
 
         Args:
-            payload: as for :meth:`save`, like the next three.
-            stem: likewise.
-            sidecar: likewise.
-            safe_types: likewise.
+            payload: the content; encoded here, in one piece, so that aliases stay.
+            stem: name of the file without suffix (H21).
+            sidecar: what is known of it; digest, schema and version are filled in later.
+            safe_types: types that may be built when the file is loaded.
             buffers: take copies of all tensors, so that the training may go on before the commit.
 
         Raises:
-            StateError: as :meth:`save`.
+            StateError: for a value that could not be loaded again, or a payload that disagrees
+                with its name or sidecar.
         """
         path = self._path / f"{stem}{layout.SUFFIX}"
         _check_consistency(path, payload, sidecar)
@@ -151,10 +123,11 @@ class RunFolder:
         return Draft(path, captured.code, sidecar, is_own=captured.is_own)
 
     def commit(self, draft: Draft) -> Path:
-        """Write a draft, and delete what retention lets go; returns the file.
+        """Write a draft, and delete what retention lets go (H20, H28); returns the file.
 
         Raises:
-            OSError: as :meth:`save`; it names a file.
+            OSError: if the disk fails; it names a file. The partial files are removed, older
+                checkpoints stay.
         """
         try:
             return self._commit(draft)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,22 @@ def make_sidecar(epoch: int, iteration: int, **changes: Any) -> Sidecar:
     )
 
 
+def save_payload(
+    folder: RunFolder,
+    payload: dict[str, Any],
+    *,
+    stem: str,
+    sidecar: Sidecar,
+    safe_types: Iterable[Any] = (),
+) -> Path:
+    """Save a payload as a run does that waits for the disk."""
+    return folder.commit(folder.draft(payload, stem=stem, sidecar=sidecar, safe_types=safe_types))
+
+
 def save(folder: RunFolder, epoch: int, iteration: int, **model: Any) -> Path:
     """Save the payload of (epoch, iteration)."""
-    return folder.save(
+    return save_payload(
+        folder,
         make_payload(epoch, iteration, **model),
         stem=layout.stem("run", epoch, iteration),
         sidecar=make_sidecar(epoch, iteration),

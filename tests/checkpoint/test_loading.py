@@ -18,7 +18,15 @@ from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
 from helios.core import codec, files
 from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 from helios.state import TrainingState
-from tests.checkpoint.helpers import is_same, make_payload, make_sidecar, names, save, swap
+from tests.checkpoint.helpers import (
+    is_same,
+    make_payload,
+    make_sidecar,
+    names,
+    save,
+    save_payload,
+    swap,
+)
 
 
 @pytest.fixture
@@ -228,7 +236,8 @@ class Own:
 
 
 def test_a_type_that_is_not_allowed_is_an_error_with_its_remedy(folder: RunFolder) -> None:
-    folder.save(
+    save_payload(
+        folder,
         make_payload(2, 4, own=Own()),
         stem="run_epoch_2_iter_4",
         sidecar=make_sidecar(2, 4),
@@ -328,7 +337,7 @@ def test_a_run_folder_that_was_copied_loads_there(folder: RunFolder, tmp_path: P
 def test_a_single_file_is_loaded_with_its_counters_as_an_object(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     payload = make_payload(1, 7)
-    path = folder.save(payload, stem="run_epoch_1_iter_7", sidecar=make_sidecar(1, 7))
+    path = save_payload(folder, payload, stem="run_epoch_1_iter_7", sidecar=make_sidecar(1, 7))
     loaded = load_checkpoint(str(path))
     assert loaded["training_state"] == TrainingState(global_epoch=1, global_iteration=7)
     assert set(loaded) == set(payload)

@@ -13,7 +13,7 @@ from helios.checkpoint import layout, loading
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.retention import Entry, Retention, complete, plan
 from helios.checkpoint.store import RunFolder
-from tests.checkpoint.helpers import make_payload, make_sidecar, save
+from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 
 
 def make(*places: tuple[int, int]) -> list[Entry]:
@@ -180,7 +180,8 @@ def test_the_sidecar_lies_beside_its_checkpoint() -> None:
 
 
 def save_scored(folder: RunFolder, iteration: int, **changes: Any) -> Path:
-    return folder.save(
+    return save_payload(
+        folder,
         make_payload(1, iteration),
         stem=layout.stem("run", 1, iteration),
         sidecar=make_sidecar(1, iteration, **changes),
@@ -284,7 +285,8 @@ def test_files_of_others_are_neither_deleted_nor_counted(
 ) -> None:
     others = RunFolder(tmp_path)
     for iteration in (2, 99):
-        others.save(
+        save_payload(
+            others,
             make_payload(0, iteration),
             stem=layout.stem("pretrained", 0, iteration),
             sidecar=make_sidecar(0, iteration, run_name="pretrained", metrics={"score": 9.0}),
@@ -306,7 +308,8 @@ def test_metadata_and_a_name_that_hold_the_words_are_no_others(tmp_path: Path) -
     folder = RunFolder(tmp_path, CheckpointStore(keep_last=1))
     for iteration in (1, 2, 3):
         stem = layout.stem(name, 1, iteration)
-        folder.save(
+        save_payload(
+            folder,
             make_payload(1, iteration),
             stem=layout.apply_metadata(stem, f"best_epoch_1_iter_{iteration}"),
             sidecar=make_sidecar(1, iteration, run_name=name),

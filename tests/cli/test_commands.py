@@ -20,7 +20,7 @@ from helios.checkpoint import layout
 from helios.checkpoint.store import RunFolder
 from helios.cli import commands, main, output
 from tests.checkpoint import hostile
-from tests.checkpoint.helpers import make_payload, make_sidecar, save
+from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.cli import helps
 
 COMMANDS = {
@@ -352,7 +352,7 @@ def test_no_name_in_a_file_reaches_the_terminal_unescaped(
     payload = make_payload(1, 1, **{evil: torch.zeros(1), "text": evil})
     payload["cursor"][evil] = evil
     sidecar = make_sidecar(1, 1, run_name=evil, metrics={evil: 1.0})
-    path = RunFolder(tmp_path).save(payload, stem="run_epoch_1_iter_1", sidecar=sidecar)
+    path = save_payload(RunFolder(tmp_path), payload, stem="run_epoch_1_iter_1", sidecar=sidecar)
     for words in (["ls", tmp_path], ["inspect", path], ["verify", path]):
         ran = Ran(capsys, *words)
         assert ran.code == 0
@@ -364,7 +364,9 @@ def test_numbers_that_json_has_not_become_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sidecar = make_sidecar(1, 1, metrics={"loss": float("nan"), "best": float("inf")})
-    RunFolder(tmp_path).save(make_payload(1, 1), stem="run_epoch_1_iter_1", sidecar=sidecar)
+    save_payload(
+        RunFolder(tmp_path), make_payload(1, 1), stem="run_epoch_1_iter_1", sidecar=sidecar
+    )
     (folder,) = Ran(capsys, "ls", tmp_path, "--json").json["folders"]
     assert folder["files"][0]["metrics"] == {"loss": "nan", "best": "inf"}
 
