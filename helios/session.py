@@ -25,12 +25,12 @@ from helios.engines.turns import Turns
 from helios.errors import UsageError
 from helios.hooks.bus import Bus, naming
 from helios.hooks.context import Context
-from helios.model.alike import check_alike
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
 from helios.protocols import Recorder
 from helios.requests import Requests
+from helios.run_state.consistency import check_alike
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 
@@ -344,7 +344,7 @@ class Session:
         """Check that all processes have the same weights; a ``UsageError`` if they have not."""
         if not self.replicas.is_whole:
             gather = self.replicas.gather_objects
-            check_alike(self.model, gather, ignored=self.unshared)
+            check_alike(self.model.discovery, gather, ignored=self.unshared)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state, by reference: plain dictionaries of tensors, numbers, strings."""

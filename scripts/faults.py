@@ -163,7 +163,7 @@ FAULTS = (
     ),
     Fault(
         "schedulers are not loaded",
-        "helios/model/discovery.py",
+        "helios/run_state/discovery.py",
         '            if path in state["objects"]:',
         '            if path in state["objects"] and "scheduler" not in path:',
         f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
@@ -184,14 +184,14 @@ FAULTS = (
     ),
     Fault(
         "frozen layers stay frozen after a resume",
-        "helios/model/discovery.py",
+        "helios/run_state/discovery.py",
         '            load_flags(state["flags"], scene.found, parameters)',
         "            pass",
         f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
     ),
     Fault(
         "open gradients are lost",
-        "helios/model/discovery.py",
+        "helios/run_state/discovery.py",
         '            load_grads(state["grads"], parameters)',
         "            pass",
         f"{RESUME}::test_every_safe_point_inside_an_epoch_resumes[manual with open gradients]",

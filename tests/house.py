@@ -18,7 +18,7 @@ PACKAGE = ROOT / "helios"
 LAYERS: dict[str, int] = {
     **dict.fromkeys(("errors", "state", "schedule", "protocols", "version"), 0),
     "core": 1,
-    **dict.fromkeys(("data", "engines", "checkpoint", "ledger", "hooks"), 2),
+    **dict.fromkeys(("data", "engines", "checkpoint", "run_state", "ledger", "hooks"), 2),
     **dict.fromkeys(("session", "requests", "model", "plugins"), 3),
     "loops": 4,
     "house": 5,

@@ -19,8 +19,8 @@ from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.events import silent
-from helios.model.discovery import Discovery
 from helios.model.processor import BatchProcessor, Processed
+from helios.run_state.discovery import Discovery
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.data.keyed import KeyedDataset
 from helios.errors import UsageError
-from helios.model.values import ATOMS, storage_of
+from helios.run_state.values import ATOMS, storage_of
 
 Restore: TypeAlias = Callable[[], object]
 
@@ -38,7 +38,7 @@ _MACHINERY = ("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib"
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.distributed")
 _HOUSE = (
     *("helios.trainer", "helios.startup", "helios.session", "helios.loops", "helios.hooks"),
-    *("helios.checkpoint", "helios.data.datamodule", "helios.model.discovery"),
+    *("helios.checkpoint", "helios.data.datamodule", "helios.run_state.discovery"),
 )
 """What a model or plugin refers to without owning it."""
 

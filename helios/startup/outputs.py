@@ -19,7 +19,7 @@ from helios.core.scalars import as_numbers
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.model.model import Model
-from helios.model.size import storage_sizes
+from helios.run_state.size import storage_sizes
 from helios.schedule import count_saves
 from helios.startup.arguments import Arguments
 from helios.startup.banner import machine

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from helios.model.values import LIMIT
-from tests.model.owners import (
+from helios.run_state.values import LIMIT
+from tests.run_state.owners import (
     Owner,
     bits,
     changed,

@@ -11,7 +11,7 @@ import torch.nn.utils.prune
 from torch import nn
 
 from helios.errors import StateError
-from tests.model.owners import Owner, bits, network, started
+from tests.run_state.owners import Owner, bits, network, started
 
 
 def _swap_optimizer(owner: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.core import codec
-from helios.model.values import LIMIT, Identities, plain_parts, take_digest, tensors_in
+from helios.run_state.values import LIMIT, Identities, plain_parts, take_digest, tensors_in
 
 
 class Colour(Enum):

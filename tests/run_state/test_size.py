@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from helios.model.size import storage_sizes
+from helios.run_state.size import storage_sizes
 
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 

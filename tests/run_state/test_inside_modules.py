@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from tests.model.owners import Owner, bits, resumed, started, through_a_file
+from tests.run_state.owners import Owner, bits, resumed, started, through_a_file
 
 
 class Noisy(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.core import codec
-from helios.model.discovery import Discovery
+from helios.run_state.discovery import Discovery
 
 
 class Owner:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.model.bits import bit_sum
-from helios.model.parts import parameters_of
-from helios.model.values import Identities, Surroundings, plain_parts, take_digest
-from helios.model.walk import Found, Slot
+from helios.run_state.bits import bit_sum
+from helios.run_state.parts import parameters_of
+from helios.run_state.values import Identities, Surroundings, plain_parts, take_digest
+from helios.run_state.walk import Found, Slot
 
 
 class Scene(Surroundings, Protocol):

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from helios.errors import ArgumentTypeError, StateError, UsageError
-from helios.model.discovery import Discovery
-from tests.model.owners import Average, Owner, bits, network, resumed, started, through_a_file
+from helios.run_state.discovery import Discovery
+from tests.run_state.owners import Average, Owner, bits, network, resumed, started, through_a_file
 
 
 class Counter:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from helios.errors import StateError
-from helios.model.parts import state_of
-from tests.model.owners import Owner, bits, network, resumed, started, through_a_file
+from helios.run_state.parts import state_of
+from tests.run_state.owners import Owner, bits, network, resumed, started, through_a_file
 
 
 def _compiled(module: nn.Module) -> nn.Module:
@@ -98,7 +98,7 @@ def test_discovery_does_not_import_the_compiler(tmp_path: Path) -> None:
 
     code = (
         "import sys, torch; from torch import nn; known = set(sys.modules)\n"
-        "from helios.model.discovery import Discovery\n"
+        "from helios.run_state.discovery import Discovery\n"
         "class Owner: net = None\n"
         "owner = Owner(); owner.net = nn.Linear(2, 2)\n"
         "found = Discovery(owner); found.take_baseline(); found.restore(found.capture())\n"

@@ -21,9 +21,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentTypeError, StateError, UsageError
-from helios.model.changes import changes_since, digests_of, places_in, restore_values
-from helios.model.effects import StepWatch
-from helios.model.parts import (
+from helios.protocols import Stateful
+from helios.run_state.changes import changes_since, digests_of, places_in, restore_values
+from helios.run_state.effects import StepWatch
+from helios.run_state.parts import (
     Parameters,
     Shape,
     complete_groups,
@@ -39,8 +40,8 @@ from helios.model.parts import (
     storages_of,
     structure_since,
 )
-from helios.model.values import LIMIT, Digest, Identities, storage_of
-from helios.model.walk import (
+from helios.run_state.values import LIMIT, Digest, Identities, storage_of
+from helios.run_state.walk import (
     Found,
     Slot,
     SlotKey,
@@ -49,7 +50,6 @@ from helios.model.walk import (
     settled_in,
     walk,
 )
-from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.model.owners import Recorded
+from tests.run_state.owners import Recorded
 
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     """What discovery says, text by text."""
-    logger = logging.getLogger("helios.model.discovery")
+    logger = logging.getLogger("helios.run_state.discovery")
     recorded = Recorded()
     logger.addHandler(recorded)
     yield recorded.texts

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from helios.core import wrappers
 from helios.core.wrappers import BareNames
 from helios.errors import StateError
-from helios.model.values import ATOMS
 from helios.protocols import Stateful
+from helios.run_state.values import ATOMS
 
 Container: TypeAlias = dict[Any, Any] | list[Any] | nn.Module
 SlotKey: TypeAlias = tuple[str, Any]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from helios.model.values import (
+from helios.run_state.values import (
     LIMIT,
     Digest,
     Identities,
@@ -23,7 +23,7 @@ from helios.model.values import (
     take_digest,
     tensors_in,
 )
-from helios.model.walk import Container, Found, Slot, SlotKey
+from helios.run_state.walk import Container, Found, Slot, SlotKey
 
 
 class _Value(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helios.model.discovery import Discovery
+from helios.run_state.discovery import Discovery
 from tests.support.sums import bits
 
 

@@ -8,24 +8,24 @@ from typing import Any
 from torch import Tensor
 
 from helios.errors import UsageError
-from helios.model.bits import bit_sum
-from helios.model.model import Model
+from helios.run_state.bits import bit_sum
+from helios.run_state.discovery import Discovery
 
 
 def check_alike(
-    model: Model, gather: Callable[[Any], list[Any]], *, ignored: Collection[str] = ()
+    discovery: Discovery, gather: Callable[[Any], list[Any]], *, ignored: Collection[str] = ()
 ) -> None:
     """Check that weights, buffers and learning rates are the same on all processes.
 
     Args:
-        model: the model.
+        discovery: finds the networks and optimizers of the model.
         gather: returns the values of all processes, in the order of ranks.
         ignored: what is known to differ, by path.
 
     Raises:
         UsageError: if they are not; the same on all processes.
     """
-    first, *others = gather(_marks_of(model))
+    first, *others = gather(_marks_of(discovery))
     for rank, found in enumerate(others, 1):
         names = [
             name
@@ -41,9 +41,8 @@ def check_alike(
             )
 
 
-def _marks_of(model: Model) -> dict[str, Any]:
+def _marks_of(discovery: Discovery) -> dict[str, Any]:
     """Return by name what is the same where numbers are the same, and differs where they do not."""
-    discovery = model.discovery
     tensors: dict[str, Tensor] = {}
     for path, network in discovery.modules().items():
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
