@@ -70,3 +70,15 @@ def _left_out_of_module(module: nn.Module) -> list[tuple[str, Any]]:
             if f"{key}_orig" not in parameters and f"{key}_v" not in parameters
         ),
     ]
+
+
+_HOUSE = (
+    *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
+    *("helios.engines", "helios.plugins", "helios.checkpoint", "helios.data", "helios.run_state"),
+    *("helios.core.logging", "helios.core.progress", "helios.core.tensorboard"),
+)
+
+
+def is_of_the_house(value: object) -> bool:
+    """Return whether a value is a part of Helios that an owner refers to, such as its trainer."""
+    return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)

@@ -19,7 +19,7 @@ from helios.core import wrappers
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.generators import Generator, is_generator
-from helios.run_state.members import left_out, tells_too_little
+from helios.run_state.members import is_of_the_house, left_out, tells_too_little
 from helios.run_state.names import KeyedByObjects, Names, has_odd_keys
 from helios.run_state.values import ATOMS
 
@@ -217,7 +217,7 @@ class _Walker:
             elif is_generator(value):
                 self._add(slot, self.found.generators)
                 return True
-            elif _is_of_the_house(value):
+            elif is_of_the_house(value):
                 return True
         self._slots.append(slot)
         return False
@@ -372,18 +372,6 @@ def has_state(value: object) -> bool:
     """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     # Asking the class costs a hundredth of asking the object, and a class itself has no state.
     return issubclass(type(value), Stateful)
-
-
-_HOUSE = (
-    *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
-    *("helios.engines", "helios.plugins", "helios.checkpoint", "helios.data", "helios.run_state"),
-    *("helios.core.logging", "helios.core.progress", "helios.core.tensorboard"),
-)
-
-
-def _is_of_the_house(value: object) -> bool:
-    """Return whether a value is a part of Helios that an owner refers to, such as its trainer."""
-    return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)
 
 
 def _has_attributes(value: object) -> bool:
