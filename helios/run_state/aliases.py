@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from helios.run_state.found import Container, Found, SlotKey
 from helios.run_state.names import KeyedByObjects, Names
-from helios.run_state.walk import Container, Found, SlotKey
 
 _OF_TUPLE = "another object in a tuple: keep objects that change in a list"
 

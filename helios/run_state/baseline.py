@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from helios.run_state.changes import digests_of
 from helios.run_state.classes import class_marks
+from helios.run_state.found import Found, SlotKey
 from helios.run_state.hooks import hooks_of
 from helios.run_state.parts import Shape, shape_of
 from helios.run_state.scene import Scene
 from helios.run_state.values import Digest, Identities, take_digest
-from helios.run_state.walk import Found, SlotKey, settled_in, unwrap
+from helios.run_state.walk import settled_in, unwrap
 
 _UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from helios.run_state.found import Found
 from helios.run_state.values import Identities, Surroundings, take_digest
-from helios.run_state.walk import Found
 
 _DATA = (
     *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, deque),

@@ -18,11 +18,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
 from helios.run_state.aliases import changed_aliases, changed_orders
-from helios.run_state.baseline import Baseline, mark_of_state, take_baseline
+from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
 from helios.run_state.changes import Changes, changes_since, digests_of, places_in
 from helios.run_state.classes import class_marks
 from helios.run_state.coverage import Coverage
+from helios.run_state.data_members import keep_data_only, large_members
 from helios.run_state.effects import StepWatch
+from helios.run_state.found import Found, Rules
 from helios.run_state.generators import kind_of_generator, state_of_generator
 from helios.run_state.hooks import hooks_of
 from helios.run_state.losses import Losses
@@ -36,7 +38,7 @@ from helios.run_state.parts import (
 from helios.run_state.restoring import Restoring
 from helios.run_state.scene import Scene
 from helios.run_state.values import ATOMS, Identities
-from helios.run_state.walk import Found, Rules, walk
+from helios.run_state.walk import walk
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,6 +54,10 @@ class Discovery:
             to be saved: neither saved nor warned of, whatever they hold.
         name: how messages call the owner.
         outside: returns the objects that other owners save, by name.
+        is_strict: whether all objects must be created in ``setup``; what else is created in an
+            event of the start is created by every start.
+        is_data: whether only generators and plain values count, as in a data set: what else it
+            holds is data, caches and open files.
 
     Raises:
         ArgumentTypeError: if ``unsaved`` is a single string.
@@ -65,6 +71,8 @@ class Discovery:
         unsaved: tuple[str, ...] = (),
         name: str = "model",
         outside: Callable[[], Mapping[str, object]] = dict,
+        is_strict: bool = True,
+        is_data: bool = False,
     ) -> None:
         if isinstance(unsaved, str):
             raise ArgumentTypeError(
@@ -76,6 +84,8 @@ class Discovery:
         self._unsaved = frozenset(unsaved)
         self._name = name
         self._outside = outside
+        self._is_strict = is_strict
+        self._is_data = is_data
         self._identities = Identities()
         self._baseline: Baseline | None = None
         self._named: dict[str, str] = {}
@@ -128,6 +138,8 @@ class Discovery:
         for where, digest in digests_of(scene.found, scene, self._identities).items():
             if not digest.is_plain:
                 baseline.digests[where] = digest
+        for path in _late(scene.found, baseline):
+            baseline.marks[path] = mark_of_object(scene.found.objects[path], self._identities)
         baseline.hooks = hooks_of(scene.found)
         baseline.classes = class_marks(self._owner, scene.found, scene, self._identities)
 
@@ -148,7 +160,8 @@ class Discovery:
             that only other objects hold and whose ``state_dict`` leaves them out;
             ``generators``: states of generators; ``aliases``, ``orders``: which object a place
             names, and the order of keys, where training changed it; ``missing``: what training
-            changed and this state lacks, with the reason, by path.
+            changed and this state lacks, with the reason, by path; ``is_partial``: whether objects
+            may be absent.
 
         Raises:
             UsageError: before :meth:`take_baseline`.
@@ -166,9 +179,15 @@ class Discovery:
         )
         _drop_copies(changes, covers)
         groups, misfits = structure_since(baseline.shapes, found, scene.parameters)
-        if own is None:
-            misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
         aliases, lost = changed_aliases(baseline.aliases, found, scene.names)
+        if self._is_strict:
+            misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
+        else:
+            for path in _late(found, baseline):
+                if self._mark(objects.pop(path)) != baseline.marks.get(path):
+                    lost[path] = _LATE
+        if self._is_data:
+            changes.others.clear()
         self._note_losses(changes, misfits, lost, scene)
         return {
             "objects": self._uncovered(objects, covers) if own is not None else objects,
@@ -186,6 +205,7 @@ class Discovery:
             "aliases": aliases,
             "orders": changed_orders(baseline.orders, found),
             "missing": dict(self._named),
+            "is_partial": own is not None or not self._is_strict,
         }
 
     def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
@@ -231,8 +251,12 @@ class Discovery:
         return {} if self._baseline is None else self._baseline.known()
 
     def _look(self, settled: Mapping[str, Mapping[str, Any]] | None = None) -> Scene:
-        rules = Rules(self._exclude, self._unsaved, self._known(), self._outside())
-        return Scene(self._owner, rules, settled or {})
+        exclude = self._exclude | (large_members(self._owner) if self._is_data else set())
+        rules = Rules(exclude, self._unsaved, self._known(), self._outside)
+        scene = Scene(self._owner, rules, settled or {})
+        if self._is_data:
+            keep_data_only(scene.found)
+        return scene
 
     def _mark(self, value: Any) -> bytes:
         return mark_of_state(value, self._identities)
@@ -293,10 +317,16 @@ class Discovery:
             )
 
 
+_LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
 _HOOK = "a hook that was registered or removed after the start: register it in setup()"
 _OF_CLASS = (
     "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
 )
+
+
+def _late(found: Found, baseline: Baseline) -> list[str]:
+    """Return the paths of objects that were created after setup."""
+    return [path for path in found.objects if path not in baseline.paths]
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], reason: str) -> dict[str, str]:

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.run_state.bits import bit_sum
 from helios.run_state.classes import class_marks
+from helios.run_state.found import Found, Slot
 from helios.run_state.generators import state_of_generator
 from helios.run_state.scene import Scene
 from helios.run_state.values import Identities, take_digest
-from helios.run_state.walk import Found, Slot
 
 
 @final

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core.wrappers import BareNames
-from helios.run_state.walk import Found
+from helios.run_state.found import Found
 
 _OF_MODULES = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),

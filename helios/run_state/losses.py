@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import final
 
+from helios.run_state.found import Slot
 from helios.run_state.values import LIMIT
-from helios.run_state.walk import Slot
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property
 from typing import Any, final
 
@@ -20,12 +20,14 @@ class Names:
 
     Args:
         objects: objects with state by path; one that is added later has a name too.
-        outside: names of what other owners save, by identity.
+        name_outside: returns the name of what another owner saves.
     """
 
-    def __init__(self, objects: Mapping[str, object], outside: Mapping[int, str]) -> None:
+    def __init__(
+        self, objects: Mapping[str, object], name_outside: Callable[[object], str | None]
+    ) -> None:
         self._objects = objects
-        self._outside = outside
+        self._name_outside = name_outside
 
     @cached_property
     def _table(self) -> dict[str, object]:
@@ -51,7 +53,7 @@ class Names:
 
     def of(self, value: object) -> str | None:
         """Return the name of an object; ``None`` if it has none."""
-        return self._ids.get(id(value)) or self._outside.get(id(value))
+        return self._ids.get(id(value)) or self._name_outside(value)
 
     def objects(self) -> Mapping[str, object]:
         """Return all named objects of this owner."""

@@ -16,6 +16,7 @@ from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
 from helios.run_state.changes import restore_values
+from helios.run_state.found import Container
 from helios.run_state.generators import kind_of_generator, load_generator, make_generator
 from helios.run_state.parts import (
     complete_groups,
@@ -25,7 +26,7 @@ from helios.run_state.parts import (
     load_state,
 )
 from helios.run_state.scene import Scene
-from helios.run_state.walk import Container, is_declared
+from helios.run_state.walk import is_declared
 
 _LOGGER = logging.getLogger(__name__)
 _TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)

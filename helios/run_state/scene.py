@@ -9,9 +9,10 @@ from typing import Any, final
 from torch import Tensor
 
 from helios.core.wrappers import BareNames
+from helios.run_state.found import Rules
 from helios.run_state.parts import Parameters, parameters_of, storages_of
 from helios.run_state.values import storage_of
-from helios.run_state.walk import Rules, walk_all
+from helios.run_state.walk import walk_all
 
 
 @final
@@ -51,7 +52,7 @@ class Scene:
             bare = BareNames(module)
             for name, part in module.named_modules():
                 names.setdefault(id(part), f"{path}.{bare.of(name)}")
-        outside = {id(part): name for name, part in self._rules.outside.items()}
+        outside = {id(part): name for name, part in self._rules.outside().items()}
         return {**outside, **names, id(self._owner): "itself"}
 
     def paths(self) -> frozenset[str]:
@@ -65,7 +66,7 @@ class Scene:
     def find(self, name: str) -> object | None:
         """Return the object, of this owner or of another one, that has a name."""
         found = self.names.find(name)
-        return found if found is not None else self._rules.outside.get(name)
+        return found if found is not None else self._rules.outside().get(name)
 
     def name_of_storage(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter or buffer whose storage a tensor shares."""

@@ -8,96 +8,21 @@ aliases do. Of objects with a ``state_dict`` their attributes are entered too, b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from functools import cached_property
 from types import FunctionType
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core import wrappers
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.run_state.generators import Generator, is_generator
+from helios.run_state.found import Found, Rules, Slot, is_flat, members_of
+from helios.run_state.generators import is_generator
 from helios.run_state.members import is_of_the_house, left_out, tells_too_little
 from helios.run_state.names import KeyedByObjects, Names, has_odd_keys
 from helios.run_state.values import ATOMS
-
-Container: TypeAlias = dict[Any, Any] | list[Any] | nn.Module | KeyedByObjects
-SlotKey: TypeAlias = tuple[str, Any]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place that holds something without a state of its own.
-
-    Attributes:
-        parent: path of the container that it lies in; empty for an attribute of the owner. That of
-            an object ends with a slash.
-        key: attribute name, key or index in that container.
-        path: where it lies, as messages say it, e.g. ``stuff.count``.
-        value: what it holds.
-        is_settable: whether the container is mutable.
-    """
-
-    parent: str
-    key: Any
-    path: str
-    value: Any
-    is_settable: bool
-
-
-@dataclass
-class Found:
-    """What one pass has found.
-
-    Attributes:
-        objects: objects with state by path, each once.
-        inner: objects with state that only other objects hold, by path, each once.
-        generators: generators of random numbers by path, each once.
-        slots: all other places, by parent and key.
-        containers: the mutable containers and objects that slots lie in, by path; the owner's own
-            attributes under the empty path.
-        aliases: which object or generator a place names, by parent and key.
-        orders: the keys of dicts that hold objects, and of ``ModuleDict``, by path.
-    """
-
-    objects: dict[str, Stateful] = field(default_factory=dict)
-    inner: dict[str, Stateful] = field(default_factory=dict)
-    generators: dict[str, Generator] = field(default_factory=dict)
-    slots: dict[SlotKey, Slot] = field(default_factory=dict)
-    containers: dict[str, Container] = field(default_factory=dict)
-    aliases: dict[SlotKey, str] = field(default_factory=dict)
-    orders: dict[str, list[Any]] = field(default_factory=dict)
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Return the modules by path."""
-        return {path: part for path, part in self.objects.items() if isinstance(part, nn.Module)}
-
-    def leaves(self) -> dict[str, Tensor]:
-        """Return the leaf tensors by path, those inside of plain containers too."""
-        leaves: dict[str, Tensor] = {}
-        for slot in self.slots.values():
-            _collect_leaves(slot.path, slot.value, leaves, set())
-        return leaves
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What a walk leaves out, and what it knows beforehand.
-
-    Attributes:
-        exclude: attributes of the owner that never count.
-        unsaved: attributes, and paths below them, that are declared as not to be saved.
-        known: the paths that objects had before, so that an object keeps its path when another
-            place comes to name it.
-        outside: objects that other owners save, by name.
-    """
-
-    exclude: frozenset[str] = frozenset()
-    unsaved: frozenset[str] = frozenset()
-    known: Mapping[int, str] = field(default_factory=dict)
-    outside: Mapping[str, object] = field(default_factory=dict)
 
 
 def unwrap(value: object) -> object:
@@ -141,7 +66,7 @@ def walk_all(
         What was found, and the names of all objects.
     """
     walker = _walk(owner, rules)
-    names = Names(walker.found.objects, walker.outside)
+    names = Names(walker.found.objects, walker.name_outside)
     walker.enter_objects(names, settled or {})
     walker.name_parameters(names)
     return walker.found, names
@@ -162,9 +87,7 @@ def settled_in(found: Found) -> dict[str, dict[str, Any]]:
     settled: dict[str, dict[str, Any]] = {}
     for slot in found.slots.values():
         kind = type(slot.value)
-        if slot.parent.endswith("/") and (
-            kind in ATOMS or (kind is tuple and _is_flat(slot.value))
-        ):
+        if slot.parent.endswith("/") and (kind in ATOMS or (kind is tuple and is_flat(slot.value))):
             settled.setdefault(slot.parent, {})[slot.key] = slot.value
     return settled
 
@@ -178,7 +101,6 @@ class _Walker:
         self._prefixes = {
             path[:end] for path in rules.unsaved for end, mark in enumerate(path) if mark == "."
         }
-        self.outside = {id(part): name for name, part in rules.outside.items()}
         self._paths: dict[int, str] = {id(owner): ""}
         self._entered: set[int] = set()
         self._objects = self.found.objects
@@ -205,22 +127,35 @@ class _Walker:
             return True
         value = slot.value
         if type(value) not in ATOMS:
-            if (name := self.outside.get(id(value))) is not None:
-                self._name(slot, name)
-                return True
-            if has_state(value):
-                self._add(slot, self._objects)
-                return True
-            if isinstance(value, list | tuple | dict):
+            if isinstance(value, list | tuple | dict) and not has_state(value):
                 if id(value) not in self._entered:
                     return self._visit_container(slot)
-            elif is_generator(value):
-                self._add(slot, self.found.generators)
-                return True
-            elif is_of_the_house(value):
+            elif self._visit_object(slot):
                 return True
         self._slots.append(slot)
         return False
+
+    def _visit_object(self, slot: Slot) -> bool:
+        """Sort an object; return whether it has a name or a state, or is a part of Helios."""
+        is_stateful = has_state(slot.value)
+        is_known = is_stateful or is_of_the_house(slot.value)
+        if is_known and (name := self.name_outside(slot.value)) is not None:
+            self._name(slot, name)
+        elif is_stateful:
+            self._add(slot, self._objects)
+        elif is_generator(slot.value):
+            self._add(slot, self.found.generators)
+        else:
+            return is_known
+        return True
+
+    @cached_property
+    def _outside(self) -> dict[int, str]:
+        return {id(part): name for name, part in self._rules.outside().items()}
+
+    def name_outside(self, value: object) -> str | None:
+        """Return the name of what another owner saves."""
+        return self._outside.get(id(value))
 
     def _visit_container(self, slot: Slot) -> bool:
         value = slot.value
@@ -229,10 +164,10 @@ class _Walker:
             self._late.append(slot)
             return True
         begin = len(self._slots)
-        if slot.path in self._prefixes or not _is_flat(value):
+        if slot.path in self._prefixes or not is_flat(value):
             self._entered.add(id(value))
             is_settable = not isinstance(value, tuple)
-            is_mixed = self.enter(slot.path, _members(value), is_settable=is_settable)
+            is_mixed = self.enter(slot.path, members_of(value), is_settable=is_settable)
             self._entered.discard(id(value))
             if is_mixed:
                 self._note_container(slot.path, value)
@@ -376,20 +311,3 @@ def has_state(value: object) -> bool:
 
 def _has_attributes(value: object) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict)
-
-
-def _members(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items() if isinstance(value, dict) else enumerate(value))
-
-
-def _is_flat(value: Any) -> bool:
-    return ATOMS.issuperset(map(type, value.values() if isinstance(value, dict) else value))
-
-
-def _collect_leaves(path: str, value: Any, leaves: dict[str, Tensor], entered: set[int]) -> None:
-    if isinstance(value, Tensor):
-        if value.is_leaf:
-            leaves[path] = value
-    elif isinstance(value, list | tuple | dict) and id(value) not in entered:
-        for key, member in () if _is_flat(value) else _members(value):
-            _collect_leaves(f"{path}.{key}", member, leaves, entered | {id(value)})
