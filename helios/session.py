@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from helios import schedule as due
+from helios.checkpoint.capture import NoStates, States, capture
+from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.progress import Display
 from helios.core.scalars import as_number, as_numbers
@@ -23,11 +23,12 @@ from helios.engines.engine import Engine
 from helios.engines.replicated import Replicas
 from helios.engines.turns import Turns
 from helios.errors import UsageError
-from helios.hooks.bus import Bus, naming
+from helios.hooks.bus import Bus
 from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
+from helios.plugins.states import PluginStates
 from helios.protocols import Recorder
 from helios.requests import Requests
 from helios.run_state.consistency import check_alike
@@ -37,17 +38,8 @@ from helios.state import Cursor, Phase, TrainingState
 _LOGGER = logging.getLogger(__name__)
 
 
-def as_plain(table: dict[str, Any]) -> dict[str, Any]:
-    """Return a table without graphs and tensor subclasses: only its numbers are state."""
-    return {
-        name: value.detach().as_subclass(torch.Tensor) if isinstance(value, torch.Tensor) else value
-        for name, value in table.items()
-    }
-
-
-def _state_of(plugin: Plugin) -> dict[str, Any]:
-    with naming(plugin, "state_dict"):
-        return plugin.state_dict()
+def _do_nothing() -> None:
+    return
 
 
 @dataclass
@@ -66,7 +58,8 @@ class Session:
         schedulers: the learning-rate schedulers; ``None`` outside of fit.
         recorder: where checkpoints and scalars go; ``None`` outside of fit.
         can_save: whether checkpoints are written at all.
-        loop_states: gives the state of the loops, by role path.
+        loop_states: those of the loops, by role path.
+        note_last_safe_point: called at a safe point that no batch follows, before it saves.
         requests: what was asked for in this process.
         agreed: what all processes know that any of them has asked for.
         outside: gives the reason for which the run is to break off, if it came from outside.
@@ -75,13 +68,12 @@ class Session:
         phase: what the session is doing.
         is_resumed: whether the training goes on from a checkpoint.
         is_manual: whether the model steps its optimizers itself; known after the first step.
-        carried_plugins: states of plugins that are gone, by id; saved again, unread.
-        carried_loops: states of loops that are gone, by role path; saved again, unread.
         turns: whose random numbers and buffers are in place.
         obstacles: what training has found that binds the run to its number of processes.
         unshared: paths of what every replica changes in the model on its own.
         saved_randomness: the generators of the checkpoint, until the training goes on.
         is_sanity_check: whether a trial validation runs, which must leave no trace (C17).
+        plugin_states: those of the plugins, by id.
         context: what hooks may see of all this.
     """
 
@@ -96,7 +88,8 @@ class Session:
     schedulers: Schedulers | None = None
     recorder: Recorder | None = None
     can_save: bool = False
-    loop_states: Callable[[], dict[str, Any]] = dict
+    loop_states: States = field(default_factory=NoStates)
+    note_last_safe_point: Callable[[], None] = _do_nothing
     state: TrainingState = field(default_factory=TrainingState)
     cursor: Cursor = field(default_factory=Cursor)
     requests: Requests = field(default_factory=Requests)
@@ -105,11 +98,10 @@ class Session:
     phase: Phase = Phase.TRAINING
     is_resumed: bool = False
     is_manual: bool | None = None
-    carried_plugins: dict[str, Any] = field(default_factory=dict)
-    carried_loops: dict[str, Any] = field(default_factory=dict)
     saved_randomness: dict[str, Any] | None = None
     is_sanity_check: bool = False
     context: Context = field(init=False)
+    plugin_states: PluginStates = field(init=False)
     turns: Turns = field(init=False)
     obstacles: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
@@ -117,6 +109,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.context = Context(self)
+        # Without a training no plugin that is gone is missed.
+        self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
         self.turns = Turns(self.replicas, self.seed)
         if self.replicas.is_lone:
             self.agreed = self.requests
@@ -336,7 +330,9 @@ class Session:
         # Where a poll behind the save ends the run, the checkpoint is there already.
         if not self.recorder.has_saved(self.state):
             self.check_alike()
-            snapshot = self.snapshot()
+            if self.is_leaving:
+                self.note_last_safe_point()
+            snapshot = self.capture().snapshot()
             self.hooks.emit("on_save_checkpoint", snapshot)
             self.recorder.save(snapshot)
 
@@ -346,46 +342,11 @@ class Session:
             gather = self.replicas.gather_objects
             check_alike(self.model.discovery, gather, ignored=self.unshared)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the whole state, by reference: plain dictionaries of tensors, numbers, strings."""
-        source = self.training_source
-        model = self.model.state_dict()
-        return {
-            "training_state": self.state.dict(),
-            "cursor": self.cursor.dict(),
-            "model": model,
-            "by_rank": self._gather_unshared(model),
-            "tables": {name: as_plain(table) for name, table in self.model.tables.items()},
-            "is_manual": self.is_manual,
-            "plugins": self.carried_plugins
-            | {name: _state_of(plugin) for name, plugin in self.plugins.items()},
-            "loops": self.carried_loops | self.loop_states(),
-            "data": {"description": source.description, "state": source.state_dict()},
-            "engine": self.engine.state_dict(),
-            "rng": rng.get_rng_state_dict(),
-            "num_threads": torch.get_num_threads(),
-            "num_replicas": self.replicas.num_replicas,
-            "obstacles": list(self.obstacles),
-            "unshared": list(self.unshared),
-        }
+    def capture(self) -> Record:
+        """Return the whole state, by reference; all processes call this together."""
+        return capture(self)
 
-    def _gather_unshared(self, model: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what differs between processes of the same run, by rank; empty for one process.
-
-        A start with as many processes gives each its own again.
-        """
-        source = self.training_source
-        if self.replicas.is_whole or not (self.unshared or source.state_is_per_process):
-            return []
-        # A model with a state_dict of its own is taken at its word.
-        is_ours = type(self.model).state_dict is Model.state_dict
-        objects = model["objects"] if is_ours else {}
-        own = {
-            "values": model["values"] if is_ours and self.unshared else None,
-            "objects": {path: state for path, state in objects.items() if self._is_unshared(path)},
-            "data": source.state_dict() if source.state_is_per_process else None,
-        }
-        return self.replicas.gather_objects(own)
-
-    def _is_unshared(self, path: str) -> bool:
-        return any(name == path or name.startswith(f"{path}.") for name in self.unshared)
+    @property
+    def is_discovered(self) -> bool:
+        """Whether Helios takes the model's state; one of its own is taken at its word."""
+        return type(self.model).state_dict is Model.state_dict

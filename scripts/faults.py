@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "a sidecar holds the scores of other weights",
         "helios/startup/outputs.py",
-        "        return as_numbers(self._model.metrics) if has_validated else {}",
-        "        return as_numbers(self._model.metrics)",
+        "as_numbers(self._model.metrics) if record.has_validated else {}",
+        "as_numbers(self._model.metrics)",
         "tests/startup/test_outputs.py::test_a_sidecar_holds_scores_of_its_own_weights_only",
     ),
     Fault(
@@ -170,9 +170,9 @@ FAULTS = (
     ),
     Fault(
         "tables are not loaded",
-        "helios/startup/run.py",
-        "            table.update(tables[name])",
-        "            pass",
+        "helios/checkpoint/capture.py",
+        "        table.update(tables[name])",
+        "        pass",
         f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
     ),
     Fault(
@@ -259,7 +259,7 @@ FAULTS = (
     Fault(
         "event files are not cut back",
         "helios/startup/outputs.py",
-        '            marks=stored.get("events", {}) if is_training else None,',
+        "            marks=record.events if is_training else None,",
         "            marks=None,",
         "tests/integration/test_logs.py",
     ),
@@ -550,15 +550,15 @@ FAULTS = (
     ),
     Fault(
         "a process does not get its own parts back",
-        "helios/startup/own_parts.py",
-        "    own = by_rank[replicas.rank]",
-        "    own = by_rank[0]",
+        "helios/checkpoint/capture.py",
+        "    own = record.by_rank[replicas.rank]",
+        "    own = record.by_rank[0]",
         "tests/distributed/test_own_parts.py",
     ),
     Fault(
         "weights are not compared over processes",
         "helios/session.py",
-        "            check_alike(self.model, gather, ignored=self.unshared)",
+        "            check_alike(self.model.discovery, gather, ignored=self.unshared)",
         "            gather(None)",
         "tests/loops/test_replicas.py",
     ),
@@ -685,9 +685,9 @@ FAULTS = (
     ),
     Fault(
         "mapped tensors are kept",
-        "helios/startup/mapped.py",
-        "    return payload | copy.deepcopy(kept)",
-        "    return payload",
+        "helios/checkpoint/capture.py",
+        "    return dataclasses.replace(record, **copy.deepcopy(parts))",
+        "    return record",
         "tests/startup/test_mapped.py",
     ),
     Fault(

@@ -43,16 +43,6 @@ KEY_MIGRATED_FROM = "migrated_from"
 SOURCE_DIGEST = "source_digest"
 """The entry of a migrated file's sidecar that tells the file that it was made from."""
 
-REQUIRED_KEYS = (
-    KEY_SCHEMA,
-    KEY_VERSION,
-    KEY_TRAINING_STATE,
-    KEY_CURSOR,
-    KEY_MODEL,
-    KEY_RNG,
-    KEY_NUM_REPLICAS,
-)
-
 SUFFIX = ".pth"
 SIDECAR_SUFFIX = ".json"
 DAMAGED_SUFFIX = ".damaged"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import layout, migrations
+from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
 from helios.core import codec
 from helios.core.digest import digest_file
@@ -39,6 +40,11 @@ class Loaded:
     path: Path
     payload: dict[str, Any]
     sidecar: Sidecar | None
+
+    @property
+    def record(self) -> Record:
+        """The content, by name."""
+        return Record.from_payload(self.payload)
 
 
 def read_sidecar(path: Path) -> Sidecar | None:

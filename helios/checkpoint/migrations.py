@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from helios.checkpoint import layout, old_files
+from helios.checkpoint.record import REQUIRED
 from helios.core import rng
 from helios.errors import IncompatibleCheckpointError
 from helios.state import Cursor, TrainingState
@@ -164,7 +165,8 @@ def refuse_missing_keys(path: Path, payload: Mapping[str, Any]) -> None:
     Raises:
         IncompatibleCheckpointError: naming the keys.
     """
-    missing = [key for key in layout.REQUIRED_KEYS if key not in payload]
+    required = (layout.KEY_SCHEMA, layout.KEY_VERSION, *REQUIRED)
+    missing = [key for key in required if key not in payload]
     state = payload.get(layout.KEY_TRAINING_STATE)
     counters = state if isinstance(state, Mapping) else {}
     missing += [key for key in _COUNTERS if key not in counters]

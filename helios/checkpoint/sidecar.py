@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helios.checkpoint.layout import SCHEMA
+from helios.checkpoint.record import Record
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
 _CHECK = "check"
@@ -76,6 +77,41 @@ class Sidecar:
     is_migrated: bool = False
     count: int | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        record: Record,
+        *,
+        run_name: str,
+        level: str,
+        metrics: dict[str, float],
+        changes: list[Any],
+        is_by_epoch: bool,
+    ) -> Sidecar:
+        """Return the sidecar of a record.
+
+        Args:
+            record: what is written.
+            run_name: the run that it belongs to.
+            level: the level of reproducibility that it keeps.
+            metrics: scores of the validation that ended at its safe point.
+            changes: what the user allowed to change.
+            is_by_epoch: whether the run counts epochs.
+        """
+        epoch, iteration = record.place
+        return cls(
+            run_name=run_name,
+            num_replicas=record.num_replicas,
+            epoch=epoch,
+            iteration=iteration,
+            metrics=metrics,
+            level=level,
+            resumed_from=record.resumed_from,
+            changes=changes,
+            options=record.options,
+            count=record.count_units(is_by_epoch=is_by_epoch),
+        )
 
     def to_json(self) -> str:
         """Return the text of the file."""

@@ -17,6 +17,7 @@ from typing import Any
 from helios.checkpoint import layout, loading
 from helios.checkpoint.loading import Loaded, load_checkpoint
 from helios.checkpoint.options import CheckpointStore
+from helios.checkpoint.record import Record
 from helios.checkpoint.retention import Entry, Retention
 from helios.checkpoint.sidecar import Sidecar
 from helios.core import codec, files
@@ -358,12 +359,7 @@ class RunFolder:
 
 
 def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) -> None:
-    missing = [key for key in layout.REQUIRED_KEYS if key not in payload]
-    if missing:
-        raise StateError(
-            f"The checkpoint {path.name} cannot be saved: it lacks {', '.join(map(repr, missing))}."
-            " Do not remove keys of the checkpoint in on_save_checkpoint."
-        )
+    Record.from_payload(payload)
     if layout.parse(path) is None:
         raise StateError(f"The checkpoint {path.name} must name its epoch and iteration.")
     try:

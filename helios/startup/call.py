@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from helios.checkpoint.capture import Trained
 from helios.core.group import DistributedInfo
 from helios.data.datamodule import DataModule
 from helios.engines.handover import LaunchQueue
@@ -155,7 +156,7 @@ class Call:
     standing: Standing
     passed_through: tuple[type[BaseException], ...] = ()
     is_trained: bool = dataclasses.field(init=False)
-    handed: dict[str, Any] | None = None
+    handed: Trained | None = None
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING

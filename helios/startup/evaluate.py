@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from helios.checkpoint.capture import Trained, apply_tables
 from helios.engines.engine import numerics
 from helios.model.model import Model
 from helios.startup import outputs
 from helios.startup.call import Call
-from helios.startup.mapped import detach
 from helios.startup.newest import find_newest
 from helios.startup.processes import Plan
 from helios.startup.run import Run
@@ -36,44 +36,44 @@ class EvaluationRun(Run):
             self.model.types_for_safe_load(),
             team=self.team,
         )
-        payload = None if loaded is None else detach(loaded.payload, self.model)
+        record = None if loaded is None else self._detach(loaded.record)
         stack.enter_context(
             numerics(
                 is_deterministic=self.arguments.enable_deterministic,
                 use_cudnn_benchmark=False,
-                num_threads=None if payload is None else payload["num_threads"],
+                num_threads=None if record is None else record.num_threads,
             )
         )
         name = self.arguments.run_name or self.model.save_name
-        outputs.open_logs(self.arguments, name, payload, is_training=False)
-        state = self.call.handed if payload is None else payload
-        self._set_up_for(state, is_handed=payload is None)
+        outputs.open_logs(self.arguments, name, record, is_training=False)
+        trained = self.call.handed if record is None else Trained.of(record)
+        self._set_up_for(trained, is_handed=record is None)
         phase = self.call.phase
         if self._open_source(phase) is None:
             _LOGGER.warning("%s has nothing to do: the data module has no data for it.", self.verb)
         self._require_alike_setup()
         session = self._make_inference_session(phase)
         self._take_session(session)
-        if loaded is not None:
-            session.state = TrainingState(**loaded.payload["training_state"])
-            session.cursor = Cursor(**loaded.payload["cursor"])
+        if loaded is not None and record is not None:
+            session.state = TrainingState(**record.training_state)
+            session.cursor = Cursor(**record.cursor)
             _LOGGER.info("%s of %s.", self.verb, loaded.path.name)
-        if state is not None:
-            self._load_known_plugins(state["plugins"])
+        if trained is not None:
+            session.plugin_states.restore(trained.plugins)
         return self.loop.run()
 
-    def _set_up_for(self, state: dict[str, Any] | None, *, is_handed: bool) -> None:
-        if state is None and self.call.is_trained:
+    def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> None:
+        if trained is None and self.call.is_trained:
             _LOGGER.info("%s of the model as it was trained in this process.", self.verb)
             self._tell_place()
             self.datamodule.setup()
             return
         self._set_up(is_inference=True)
-        if state is not None:
-            self.model.load_state_dict(state["model"], fast_init=True)
+        if trained is not None:
+            self.model.load_state_dict(trained.model, fast_init=True)
             if is_handed:
                 _LOGGER.info("%s of the model as it was trained before.", self.verb)
-                self._load_tables(state["tables"])
+                apply_tables(trained.tables, self.model)
             return
         if type(self.model).load_for_testing is Model.load_for_testing:
             _LOGGER.warning(

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
+from helios.checkpoint.capture import Trained, apply
+from helios.checkpoint.record import Record
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
-from helios.hooks.bus import naming
+from helios.loops.states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup import banner, outputs, resume
 from helios.startup.call import Call
 from helios.startup.folder import lock_folder
-from helios.startup.mapped import detach
 from helios.startup.migrated import find_cursor
-from helios.startup.own_parts import take_own_parts
 from helios.startup.processes import Plan, describe_processes
 from helios.startup.promise import find_promise
 from helios.startup.registration import log_order
@@ -55,7 +55,7 @@ class FitRun(Run):
             # A script that uses the model after fit finds the weights and values of the run's end;
             # what only a training needs, such as optimizers, is as setup makes it.
             assert self._start.loaded is not None
-            self._restore(detach(self._start.loaded.payload, self.model))
+            self._restore(Trained.of(self._detach(self._start.loaded.record)))
             return True
         self._prepare(stack)
         # Its tensors are copied where they belong; kept, they would double the state's memory.
@@ -82,21 +82,21 @@ class FitRun(Run):
         return True
 
     def _prepare(self, stack: ExitStack) -> None:
-        payload = self._payload
-        stack.enter_context(self._numerics(payload))
+        record = self._record
+        stack.enter_context(self._numerics(record))
         # Another run's logs are not this run's to cut back: a branch begins its own.
-        logged = None if self._start.is_branch else payload
+        logged = None if self._start.is_branch else record
         outputs.open_logs(self.arguments, self._name, logged, is_training=True)
         self._set_up(is_inference=False)
         session = self._build()
         self._take_session(session)
         log_order(self.plugins, self.hooks)
-        if payload is not None:
-            self._load(session, payload)
+        if record is not None:
+            self._load(session, record)
 
     @property
-    def _payload(self) -> dict[str, Any] | None:
-        return None if self._start.loaded is None else self._start.loaded.payload
+    def _record(self) -> Record | None:
+        return None if self._start.loaded is None else self._start.loaded.record
 
     @property
     def _name(self) -> str:
@@ -106,15 +106,15 @@ class FitRun(Run):
         loaded = self._start.loaded
         if loaded is None or loaded.sidecar is None or not loaded.sidecar.finished:
             return False
-        stored = loaded.payload["options"]
+        stored = loaded.record.options
         is_other_unit = stored.get("train_unit") != self.arguments.unit.name.lower()
         if is_other_unit or resume.is_extended(self.arguments, stored):
             return False
         resume.report_finished(self._name, loaded, loaded.sidecar.finished)
         return True
 
-    def _numerics(self, payload: dict[str, Any] | None) -> Any:
-        threads = None if payload is None else payload["num_threads"]
+    def _numerics(self, record: Record | None) -> Any:
+        threads = None if record is None else record.num_threads
         if threads not in (None, torch.get_num_threads()):
             _LOGGER.info(
                 "Threads of this process: %d, as at the run's first start (%d were set), since "
@@ -143,7 +143,7 @@ class FitRun(Run):
             source,
             model=self.model,
             loop=self.loop,
-            payload=self._payload,
+            record=self._record,
         )
         self._recorder = outputs.FitRecorder(
             self.arguments,
@@ -179,15 +179,10 @@ class FitRun(Run):
             schedulers=Schedulers(self.model.discovery.schedulers(), self.model.scheduler_interval),
             recorder=self._recorder,
             can_save=self.arguments.can_save,
-            loop_states=self._collect_loops,
+            loop_states=LoopStates(self.loop, _LOOP_PATH),
+            note_last_safe_point=self.call.standing.listener.note_safe_point,
             outside=partial(self.call.standing.listener.ask, saves=self.arguments.can_save),
         )
-
-    def _collect_loops(self) -> dict[str, Any]:
-        """Return the state of the loops, which is asked for at safe points only."""
-        if self.session is not None and self.session.is_leaving:
-            self.call.standing.listener.note_safe_point()
-        return self.loop.collect_states(_LOOP_PATH)
 
     def _open_training_source(self) -> Source:
         source = self._open_source(Phase.TRAINING)
@@ -205,55 +200,29 @@ class FitRun(Run):
             )
         return source
 
-    def _load(self, session: Session, payload: dict[str, Any]) -> None:
-        is_shown = session.hooks.is_heard("on_load_checkpoint")
-        payload = detach(payload, self.model, is_shown=is_shown)
-        state = TrainingState(**payload["training_state"])
+    def _load(self, session: Session, record: Record) -> None:
+        record = self._detach(record, is_shown=session.hooks.is_heard("on_load_checkpoint"))
+        state = TrainingState(**record.training_state)
         source = session.training_source
-        cursor = find_cursor(payload, source.description, session.replicas)
-        if resume.is_extended(self.arguments, payload["options"]):
+        cursor = find_cursor(record, source.description, session.replicas)
+        if resume.is_extended(self.arguments, record.options):
             cursor.go_on()
         self._start.changes += resume.reconcile(
-            payload["options"],
+            record.options,
             resume.identity(self.arguments, source.description, self.engine),
             tuple(self.arguments.allow_changes),
             state=state,
             cursor=cursor,
         )
-        self._start.changes += resume.note_limits(self.arguments, payload["options"])
-        banner.warn_of_other_machine(payload.get("machine", {}), self.engine)
+        self._start.changes += resume.note_limits(self.arguments, record.options)
+        banner.warn_of_other_machine(record.machine, self.engine)
+        payload = record.to_payload()
         session.hooks.emit("on_load_checkpoint", payload)
-        payload = take_own_parts(payload, session.replicas)
-        session.state, session.cursor, session.is_resumed = state, cursor, True
+        apply(Record.from_payload(payload), session, state=state, cursor=cursor)
         session.requests.stop_reason = cursor.stop_reason
-        session.is_manual = payload["is_manual"]
-        session.obstacles += payload.get("obstacles", [])
-        session.unshared += payload.get("unshared", [])
-        self.engine.load_state_dict(payload["engine"])
-        self.model.load_state_dict(payload["model"])
-        self._load_tables(payload["tables"])
-        source.load_state_dict(payload["data"]["state"])
-        self._load_plugins(session, payload["plugins"])
-        self._load_loops(session, payload["loops"])
-        session.saved_randomness = payload["rng"]
         if session.schedulers is not None:
             session.schedulers.remember()
         session.hooks.emit("on_checkpoint_loaded")
-
-    def _load_plugins(self, session: Session, states: dict[str, Any]) -> None:
-        for name, state in states.items():
-            if name in self.plugins:
-                with naming(self.plugins[name], "load_state_dict"):
-                    self.plugins[name].load_state_dict(state)
-            elif state:
-                session.carried_plugins[name] = state
-        _warn_of_left_over("plugin", list(session.carried_plugins))
-
-    def _load_loops(self, session: Session, states: dict[str, Any]) -> None:
-        left = dict(states)
-        self.loop.spread_states(_LOOP_PATH, left)
-        session.carried_loops.update(left)
-        _warn_of_left_over("loop", list(left))
 
     def _describe_rescue(self) -> str:
         loaded = self._start.loaded
@@ -263,13 +232,3 @@ class FitRun(Run):
         if newest is not None:
             return f"The same command goes on from {newest.name}."
         return "No checkpoint was saved."
-
-
-def _warn_of_left_over(kind: str, names: list[str]) -> None:
-    if names:
-        _LOGGER.warning(
-            "The checkpoint holds the state of a %s that is not there: %s. It is carried along "
-            "unread; register it again to use it.",
-            kind,
-            ", ".join(names),
-        )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from helios.checkpoint.capture import Trained
 from helios.core.progress import Display, NullDisplay
 from helios.engines.children import end_with_launcher
 from helios.engines.handover import LaunchQueue
@@ -161,12 +162,12 @@ class LauncherRun(Run):
                 self._restore(pickle.loads(outcome.state))
         return outcome.value
 
-    def _hand_over(self) -> dict[str, Any]:
+    def _hand_over(self) -> Trained:
         """Return the state of the trained model, which ranks set up anew."""
         self._collect()
         assert self.collected is not None
-        state: dict[str, Any] = pickle.loads(self.collected)
-        return state
+        trained: Trained = pickle.loads(self.collected)
+        return trained
 
     def _spawn(self) -> Outcome:
         call, standing, count = self.call, self.call.standing, self._launch.num_processes

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from helios.checkpoint import layout
+from helios.checkpoint.record import Record
 from helios.checkpoint.saver import Saver
 from helios.checkpoint.space import warn_if_too_large
 from helios.checkpoint.store import Sidecar
@@ -28,7 +30,6 @@ from helios.startup.resume import Start
 from helios.startup.together import on_first
 from helios.startup.watch import PluginWatch
 from helios.state import TrainingState
-from helios.version import __version__
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -54,31 +55,41 @@ def _is_of_windows(stored: str) -> bool:
     return os.name != "nt" and bool(PureWindowsPath(stored).drive)
 
 
-def open_logs(
-    arguments: Arguments, name: str, payload: dict[str, Any] | None, *, is_training: bool
-) -> None:
+def open_logs(arguments: Arguments, name: str, record: Record | None, *, is_training: bool) -> None:
     """Open the log file and the event files, or go on with those of a checkpoint (H24).
 
     Args:
         arguments: the options of the trainer.
         name: the name of the run.
-        payload: the checkpoint; ``None`` for new files.
+        record: the checkpoint; ``None`` for new files.
         is_training: whether events behind the checkpoint are cut off: training repeats them.
     """
-    stored = payload or {}
-    log_path = _find_again(arguments.log_path, stored.get("log_path"))
-    run_path = _find_again(arguments.run_path, stored.get("run_path"))
+    log_path = run_path = None
+    if record is not None:
+        log_path = _find_again(arguments.log_path, record.log_path)
+        run_path = _find_again(arguments.run_path, record.run_path)
     log.setup_default_loggers(
         name,
         log_root=arguments.log_path if arguments.enable_file_logging and log_path is None else None,
         runs_root=arguments.run_path if arguments.enable_tensorboard and run_path is None else None,
     )
-    if payload is not None:
+    if record is not None:
         log.restore_default_loggers(
             log_path=log_path if arguments.enable_file_logging else None,
             run_path=run_path if arguments.enable_tensorboard else None,
-            marks=stored.get("events", {}) if is_training else None,
+            marks=record.events if is_training else None,
         )
+
+
+def _log_places() -> dict[str, Any]:
+    places: dict[str, Any] = {}
+    log_file = log.get_root_logger().log_file
+    if log_file is not None:
+        places["log_path"] = str(log_file)
+    writer = log.get_tensorboard_writer()
+    if writer is not None:
+        places |= {"run_path": str(writer.run_path), "events": writer.mark()}
+    return places
 
 
 class FitRecorder:
@@ -169,29 +180,35 @@ class FitRecorder:
                 "run again: it goes on from the newest checkpoint."
             )
         self._watch.look()
-        self._newest = on_first(self._replicas, lambda: self._write(saver, snapshot))
+        self._newest = on_first(
+            self._replicas, lambda: self._write(saver, Record.from_payload(snapshot))
+        )
 
-    def _write(self, saver: Saver, snapshot: dict[str, Any]) -> Path:
+    def _write(self, saver: Saver, record: Record) -> Path:
         if self._start.lock is not None:
             self._start.lock.renew()
-        state = snapshot["training_state"]
-        epoch, iteration = state["global_epoch"], state["global_iteration"]
-        payload = {
-            "schema": layout.SCHEMA,
-            "version": __version__,
-            **snapshot,
-            "options": self._options,
-            "machine": self._machine,
-            layout.KEY_RESUMED_FROM: self._start.origin,
-            **self._log_places(),
-        }
-        stem = layout.stem(self.name, epoch, iteration)
+        record = replace(
+            record,
+            options=self._options,
+            machine=self._machine,
+            resumed_from=self._start.origin,
+            **_log_places(),
+        )
+        stem = layout.stem(self.name, *record.place)
         stem = layout.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
-        level = self._promise.level_after(snapshot)
+        sidecar = Sidecar.of(
+            record,
+            run_name=self.name,
+            level=self._promise.level_after(record),
+            # Scores of an earlier validation are not of these weights.
+            metrics=as_numbers(self._model.metrics) if record.has_validated else {},
+            changes=self._start.changes,
+            is_by_epoch=self._arguments.schedule.is_by_epoch,
+        )
         return saver.save(
-            payload,
+            record.to_payload(),
             stem=stem,
-            sidecar=self._sidecar(snapshot, level),
+            sidecar=sidecar,
             safe_types=self._model.types_for_safe_load(),
         )
 
@@ -213,48 +230,6 @@ class FitRecorder:
         """Raise the error of a failed save in all processes."""
         if self._saver is not None:
             on_first(self._replicas, self._saver.raise_failure)
-
-    def _sidecar(self, snapshot: dict[str, Any], level: str) -> Sidecar:
-        state = snapshot["training_state"]
-        epoch, iteration = state["global_epoch"], state["global_iteration"]
-        return Sidecar(
-            run_name=self.name,
-            num_replicas=self._replicas.num_replicas,
-            epoch=epoch,
-            iteration=iteration,
-            metrics=self._scores_of(state),
-            level=level,
-            resumed_from=self._start.origin,
-            changes=self._start.changes,
-            options=self._options,
-            count=self._count_units(snapshot),
-        )
-
-    def _scores_of(self, state: dict[str, Any]) -> dict[str, float]:
-        """Return the scores of the validation at this safe point; none if there was none.
-
-        Those of an earlier one are not of these weights.
-        """
-        has_validated = state["validation_cycles"] > 0 and state["running_iter"] == 0
-        return as_numbers(self._model.metrics) if has_validated else {}
-
-    def _count_units(self, snapshot: dict[str, Any]) -> int | None:
-        """Return how many epochs or steps are complete; ``None`` inside of an epoch."""
-        if not self._arguments.schedule.is_by_epoch:
-            steps: int = snapshot["training_state"]["current_iteration"]
-            return steps
-        cursor = snapshot["cursor"]
-        return None if cursor["batch"] else cursor["epoch"]
-
-    def _log_places(self) -> dict[str, Any]:
-        places: dict[str, Any] = {}
-        log_file = log.get_root_logger().log_file
-        if log_file is not None:
-            places["log_path"] = str(log_file)
-        writer = log.get_tensorboard_writer()
-        if writer is not None:
-            places |= {"run_path": str(writer.run_path), "events": writer.mark()}
-        return places
 
     @property
     def logs_scalars(self) -> bool:

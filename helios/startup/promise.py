@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
+from helios.checkpoint.record import Record
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.engines.replicated import Replicas
@@ -32,9 +32,9 @@ class Promise:
     level: str
     text: str
 
-    def level_after(self, snapshot: Mapping[str, Any]) -> str:
+    def level_after(self, record: Record) -> str:
         """Return the level, lowered by what the training has found until a checkpoint."""
-        is_bound = snapshot.get("obstacles") or snapshot.get("is_manual")
+        is_bound = record.obstacles or record.is_manual
         return "restart" if is_bound and self.level == "elastic" else self.level
 
 
@@ -45,7 +45,7 @@ def find_promise(
     *,
     model: Model,
     loop: Loop,
-    payload: Mapping[str, Any] | None,
+    record: Record | None,
 ) -> Promise:
     """Find the level that a training reaches.
 
@@ -55,12 +55,12 @@ def find_promise(
         source: the training data.
         model: after its setup.
         loop: the root of all loops.
-        payload: the checkpoint that the run goes on from, if there is one.
+        record: the checkpoint that the run goes on from, if there is one.
 
     Raises:
         UsageError: if the run needs a process for each replica and has fewer.
     """
-    bound = list(_find_bound(engine.replicas, model, loop, payload or {}))
+    bound = list(_find_bound(engine.replicas, model, loop, record))
     if source.level == "none":
         return Promise("none", "the training loader can neither seek nor be saved")
     if engine.device.type != "cpu" and not arguments.enable_deterministic:
@@ -75,12 +75,12 @@ def find_promise(
 
 
 def _find_bound(
-    replicas: Replicas, model: Model, loop: Loop, payload: Mapping[str, Any]
+    replicas: Replicas, model: Model, loop: Loop, record: Record | None
 ) -> Iterator[str]:
     """Yield what binds a run of several replicas to its number of processes."""
     if replicas.is_lone:
         return
-    if payload.get("is_manual"):
+    if record is not None and record.is_manual:
         _check_one_each(replicas, f"{_MANUAL}, which", "Return the loss")
         yield _MANUAL
     if any(isinstance(part, YieldLoop) for part in _all_loops(loop)):
@@ -90,7 +90,8 @@ def _find_bound(
     if names:
         _check_one_each(replicas, f"SyncBatchNorm ({', '.join(names)})", "Use BatchNorm")
         yield f"SyncBatchNorm ({', '.join(names)}) adds in an order of its own"
-    yield from payload.get("obstacles", [])
+    if record is not None:
+        yield from record.obstacles
 
 
 def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:

@@ -76,11 +76,11 @@ def _ask(path: Path, *, safe_types: list[Any]) -> _Word | None:
         sidecar = loading.read_sidecar(path)
         if sidecar is not None:
             return _Word(path, sidecar.num_replicas, sidecar.resumed_from)
-        payload = loading.load_present(path, safe_types, maps=True).payload
+        record = loading.load_present(path, safe_types, maps=True).record
     except DamagedCheckpointError:
         # An older one says the same; who loads the run tells of it.
         return None
-    return _Word(path, payload["num_replicas"], payload.get(layout.KEY_RESUMED_FROM))
+    return _Word(path, record.num_replicas, record.resumed_from)
 
 
 def _find_word(folder: RunFolder, safe_types: list[Any]) -> _Word | None:
@@ -168,9 +168,9 @@ def find_start(
 
 
 def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
-    if loaded is not None and loaded.payload["num_replicas"] not in (0, num_replicas):
+    if loaded is not None and loaded.record.num_replicas not in (0, num_replicas):
         raise RunMismatchError(
-            f"{loaded.path} was saved with {loaded.payload['num_replicas']} replicas, but newer "
+            f"{loaded.path} was saved with {loaded.record.num_replicas} replicas, but newer "
             f"files of the run say {num_replicas}. Move one of both kinds out of the folder."
         )
 
@@ -236,7 +236,7 @@ def _check_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
 
 def _inherit(start: Start, loaded: Loaded) -> None:
     sidecar = loaded.sidecar
-    origin = loaded.payload.get(layout.KEY_RESUMED_FROM)
+    origin = loaded.record.resumed_from
     if sidecar is not None:
         start.changes, origin = list(sidecar.changes), sidecar.resumed_from
     start.origin = start.origin or origin

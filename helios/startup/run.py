@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
+from helios.checkpoint.record import Record
 from helios.core import logging as log
 from helios.core import rng
 from helios.core.group import is_lost_peer
@@ -33,7 +35,8 @@ from helios.hooks.bus import Bus, naming
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.session import Session, as_plain
+from helios.plugins.states import PluginStates
+from helios.session import Session
 from helios.startup import outputs
 from helios.startup.alike import describe_setup, describe_start, require_alike
 from helios.startup.arguments import Arguments
@@ -209,14 +212,11 @@ class Run(ABC):
 
         All processes build it, since a plugin may gather its state; rank 0 keeps it.
         """
-        state = {
-            "model": self.model.state_dict(),
-            "tables": {name: as_plain(table) for name, table in self.model.tables.items()},
-            "plugins": {name: plugin.state_dict() for name, plugin in self.plugins.items()},
-        }
+        plugins = PluginStates(self.plugins, carries=False)
+        trained = capture_trained(self.model, plugins)
         if self.plan.info.rank != 0:
             return
-        on_cpu = move_to_device(state, torch.device("cpu"))
+        on_cpu = move_to_device(trained, torch.device("cpu"))
         self.collected = pack(on_cpu, "The state of model and plugins", "state")
 
     def _require_alike_setup(self) -> None:
@@ -234,18 +234,17 @@ class Run(ABC):
         if not self.plan.has_prepared:
             on_each(self.team, prepare)
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        """Set everything up for inference, with the state of a training that has ended."""
+    def _restore(self, trained: Trained) -> None:
+        """Set everything up for inference, with what a training that has ended made."""
         self._set_up(is_inference=True)
-        self._take_session(self._make_inference_session())
-        self.model.load_state_dict(state["model"], fast_init=True)
-        self._load_tables(state["tables"])
-        self._load_known_plugins(state["plugins"])
+        session = self._make_inference_session()
+        self._take_session(session)
+        apply_trained(trained, self.model, session.plugin_states)
 
-    def _load_tables(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
-        for name, table in self.model.tables.items():
-            table.clear()
-            table.update(tables[name])
+    def _detach(self, record: Record, *, is_shown: bool = False) -> Record:
+        """Return a record of whose file nothing is kept; ``is_shown``: user code sees the whole."""
+        keeps_nothing = type(self.model).load_state_dict is Model.load_state_dict and not is_shown
+        return detach(record, keeps_model=not keeps_nothing)
 
     def _take_session(self, session: Session) -> None:
         """Hand the session to all who may see it."""
@@ -267,13 +266,6 @@ class Run(ABC):
             plugins=self.plugins,
             phase=phase,
         )
-
-    def _load_known_plugins(self, states: dict[str, Any]) -> None:
-        """Load the plugins that are there; without a training others are not missed."""
-        for name, state in states.items():
-            if name in self.plugins:
-                with naming(self.plugins[name], "load_state_dict"):
-                    self.plugins[name].load_state_dict(state)
 
     def _forget_session(self) -> None:
         for plugin in self.plugins.values():

@@ -14,6 +14,7 @@ import torch
 
 from helios.checkpoint import layout, loading, migrations, old_files
 from helios.checkpoint.migrating import BACKUP_FOLDER, Migration, Report, Result, find
+from helios.checkpoint.record import REQUIRED
 from helios.checkpoint.store import RunFolder
 from helios.core import codec, rng
 from helios.core.lock import FolderLock
@@ -83,7 +84,7 @@ def test_a_migrated_file_is_an_ordinary_one_that_says_where_it_comes_from(
     path = old.lay_out(tmp_path, name)
     report = migrate(path)
     loaded = loading.load(path)
-    assert set(layout.REQUIRED_KEYS) <= loaded.payload.keys()
+    assert set(REQUIRED) <= loaded.payload.keys()
     release = name.split("/")[0]
     says_so = release >= "0.3"
     assert loaded.payload["migrated_from"] == (release if says_so else "")

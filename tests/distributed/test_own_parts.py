@@ -113,7 +113,7 @@ def _go_on(rank: int, folder: Path) -> list[str]:
             self.texts.append(record.getMessage())
 
     catch = Catch()
-    logging.getLogger("helios.startup.own_parts").addHandler(catch)
+    logging.getLogger("helios.checkpoint.capture").addHandler(catch)
     _train(rank, folder, "counting", None)
     return catch.texts
 

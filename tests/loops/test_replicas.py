@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.engines.replicated import Replicas
 from helios.errors import UsageError
@@ -497,7 +498,7 @@ def _change_alone(rank: int) -> tuple[list[str], list[str]]:
         model = Late({1} if rank else set())
         model.discovery.take_baseline()
         session = run_sums(model, replicas=here, rows=[[1.0, 2.0]] * 2)
-        session.snapshot()
+        session.capture()
         return session.obstacles, session.unshared
 
 
@@ -579,32 +580,32 @@ class Follower(Sums):
         return super().train_step(batch, state)
 
 
-def _snapshot(rank: int) -> dict[str, Any]:
+def _capture(rank: int) -> Record:
     with replicas_on(rank, 2, 2) as here:
         model = Follower()
         model.discovery.take_baseline()
         session = run_sums(model, replicas=here, rows=[[1.0, 2.0], [10.0, 20.0]])
-        return session.snapshot()
+        return session.capture()
 
 
-def test_a_snapshot_holds_what_differs_between_processes() -> None:
+def test_a_record_holds_what_differs_between_processes() -> None:
     """Those of a start with as many processes get their own again."""
-    for snapshot in run_ranks(_snapshot, 2):
-        assert snapshot["unshared"] == ["history", "teacher.weight"]
-        assert snapshot["obstacles"] == ["train_step changes history, teacher.weight"]
-        assert snapshot["num_replicas"] == 2
-        for rank, own in enumerate(snapshot["by_rank"]):
+    for record in run_ranks(_capture, 2):
+        assert record.unshared == ["history", "teacher.weight"]
+        assert record.obstacles == ["train_step changes history, teacher.weight"]
+        assert record.num_replicas == 2
+        for rank, own in enumerate(record.by_rank):
             assert own["values"]["changed"][""]["history"] == [1.0 + rank, 10.0 * (1 + rank)]
             assert own["objects"]["teacher"]["weight"].tolist() == [[11.0 * (1 + rank)]]
             assert own["data"] is None
 
 
-def test_a_snapshot_of_one_process_holds_nothing_by_rank() -> None:
+def test_a_record_of_one_process_holds_nothing_by_rank() -> None:
     model = Follower()
     model.discovery.take_baseline()
-    snapshot = run_sums(model).snapshot()
-    assert snapshot["by_rank"] == []
-    assert snapshot["num_replicas"] == 3
+    record = run_sums(model).capture()
+    assert record.by_rank == []
+    assert record.num_replicas == 3
 
 
 class Manual(Model):
@@ -626,16 +627,16 @@ class Manual(Model):
         self.optimizer.zero_grad()
 
 
-def _snapshot_manual(rank: int) -> tuple[Any, ...]:
+def _capture_manual(rank: int) -> tuple[Any, ...]:
     with replicas_on(rank, 2, 2) as here:
         model = Manual()
         model.discovery.take_baseline()
-        snapshot = run_sums(model, replicas=here, rows=[[1.0, 2.0], [10.0, 20.0]]).snapshot()
-        return snapshot["is_manual"], snapshot["obstacles"], snapshot["by_rank"]
+        record = run_sums(model, replicas=here, rows=[[1.0, 2.0], [10.0, 20.0]]).capture()
+        return record.is_manual, record.obstacles, record.by_rank
 
 
 def test_what_manual_steps_leave_on_each_process_is_saved_too() -> None:
-    for is_manual, obstacles, by_rank in run_ranks(_snapshot_manual, 2):
+    for is_manual, obstacles, by_rank in run_ranks(_capture_manual, 2):
         assert is_manual is True
         assert obstacles == [], "manual steps bind a run by themselves"
         histories = [own["values"]["changed"][""]["history"] for own in by_rank]
@@ -709,18 +710,18 @@ class Remembering(Yielding):
         yield from super().train_step(batch, state)
 
 
-def _snapshot_yields(rank: int) -> list[Any]:
+def _capture_yields(rank: int) -> list[Any]:
     with replicas_on(rank, 2, 2) as here:
         model = Remembering()
         model.discovery.take_baseline()
         rows = [[1.0, 2.0], [10.0, 20.0]]
         session = run_sums(model, replicas=here, rows=rows, loop=make_fit_loop(YieldLoop()))
-        snapshot = session.snapshot()
-        return [own["values"]["changed"][""]["history"] for own in snapshot["by_rank"]]
+        record = session.capture()
+        return [own["values"]["changed"][""]["history"] for own in record.by_rank]
 
 
 def test_what_a_yield_loop_leaves_on_each_process_is_saved_too() -> None:
-    assert run_ranks(_snapshot_yields, 2) == [[[1.0, 10.0], [2.0, 20.0]]] * 2
+    assert run_ranks(_capture_yields, 2) == [[[1.0, 10.0], [2.0, 20.0]]] * 2
 
 
 class Twice(BatchLoop):
@@ -1029,7 +1030,7 @@ def _train_unevenly(rank: int, unit: Any) -> tuple[Any, ...]:
             total_steps=2 if unit is EPOCH else 7,
         )
         fit(session)
-        data = [own["data"] for own in session.snapshot()["by_rank"]]
+        data = [own["data"] for own in session.capture().by_rank]
         return model.net.weight.item(), session.state.global_iteration, session.cursor.epoch, data
 
 

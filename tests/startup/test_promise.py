@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import helios
+from helios.checkpoint.record import Record
 from helios.errors import UsageError
 from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
@@ -107,11 +109,11 @@ def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
 
 @pytest.mark.parametrize(("name", "value"), [("is_manual", True), ("obstacles", ["a thing"])])
 def test_what_a_training_finds_lowers_elastic_only(name: str, value: object) -> None:
-    clean: dict[str, Any] = {"is_manual": False, "obstacles": []}
+    clean = Record(training_state={}, cursor={}, model={}, rng={}, num_replicas=2)
     for level, lowered in (("elastic", "restart"), ("order", "order"), ("none", "none")):
         promise = Promise(level, "")
         assert promise.level_after(clean) == level
-        assert promise.level_after(clean | {name: value}) == lowered
+        assert promise.level_after(dataclasses.replace(clean, **{name: value})) == lowered
 
 
 def test_synchronised_batch_norm_needs_a_process_for_each_replica(tmp_path: Path) -> None:

@@ -1,0 +1,145 @@
+"""What is in a checkpoint: every key once, with what stands there in a file that lacks it.
+
+A record holds plain dictionaries, as the file does. Who fills and empties it is
+:mod:`helios.checkpoint.capture`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from helios.checkpoint import layout
+from helios.errors import StateError
+from helios.version import __version__
+
+# Of a field that is filled in when the record is written: hooks do not see it.
+_STAMP = {"is_stamp": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The content of a checkpoint.
+
+    Attributes:
+        schema: version of the format.
+        version: version of the package that wrote it.
+        training_state: the counters.
+        cursor: the place in the data.
+        model: what the model's ``state_dict`` returned.
+        by_rank: what each process has of its own, by rank: ``values`` and ``objects`` of the model,
+            and the state of its ``data``; empty where nothing differs.
+        tables: the model's tables of losses and scores.
+        is_manual: whether the model steps its optimizers itself; ``None`` before the first step.
+        plugins: states by id.
+        loops: states by role path.
+        data: ``description`` of the training data, and the ``state`` of its loader.
+        engine: micro-batches of the open window; the scaler.
+        rng: the generators, which are the same in all processes.
+        num_threads: intra-op threads of the run; ``None`` if unknown.
+        num_replicas: replicas of the run; 0 if unknown.
+        obstacles: what training has found that binds the run to its number of processes.
+        unshared: paths of what every replica changes in the model on its own.
+        options: what defines the run and what ends it.
+        machine: PyTorch and the device.
+        resumed_from: the path of ``resume=<path>`` that the run goes back to.
+        log_path: the log file.
+        run_path: the folder of the event files.
+        events: how far the event files had come; ``None`` where they are never cut back.
+        migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
+        extra: what hooks have added.
+    """
+
+    schema: int = field(default=layout.SCHEMA, metadata=_STAMP)
+    version: str = field(default=__version__, metadata=_STAMP)
+    training_state: dict[str, Any]
+    cursor: dict[str, Any]
+    model: dict[str, Any]
+    by_rank: list[dict[str, Any]] = field(default_factory=list)
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)
+    is_manual: bool | None = None
+    plugins: dict[str, Any] = field(default_factory=dict)
+    loops: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    rng: dict[str, Any]
+    num_threads: int | None = None
+    num_replicas: int
+    obstacles: list[str] = field(default_factory=list)
+    unshared: list[str] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict, metadata=_STAMP)
+    machine: dict[str, str] = field(default_factory=dict, metadata=_STAMP)
+    resumed_from: str | None = field(default=None, metadata=_STAMP)
+    log_path: str | None = field(default=None, metadata=_STAMP)
+    run_path: str | None = field(default=None, metadata=_STAMP)
+    events: dict[str, Any] | None = field(default_factory=dict, metadata=_STAMP)
+    migrated_from: str | None = field(default=None, metadata=_STAMP)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> Record:
+        """Return the record of a dictionary; no part of it is copied.
+
+        Raises:
+            StateError: if it lacks what every checkpoint has.
+        """
+        lacking = [key for key in REQUIRED if key not in payload]
+        if lacking:
+            raise StateError(
+                "A checkpoint must hold the whole state, but this one lacks "
+                f"{', '.join(map(repr, lacking))}. Do not remove keys in on_save_checkpoint or "
+                "on_load_checkpoint."
+            )
+        known = {key: payload[key] for key in KEYS if key in payload}
+        extra = {key: value for key, value in payload.items() if key not in known}
+        return cls(**known, extra=extra)
+
+    def to_payload(self) -> dict[str, Any]:
+        """Return the dictionary that is written; keys that say nothing are left out."""
+        found = {key: getattr(self, key) for key in KEYS}
+        absent = [key for key, value in _LEFT_OUT.items() if found[key] == value]
+        return {key: value for key, value in found.items() if key not in absent} | self.extra
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return what hooks see of it, and may add to, before it is written."""
+        return {key: getattr(self, key) for key in _CAPTURED} | self.extra
+
+    @property
+    def is_migrated(self) -> bool:
+        """Whether it was made from a checkpoint of helios-ml."""
+        return self.migrated_from is not None
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, iteration) of its safe point."""
+        state = self.training_state
+        return state["global_epoch"], state["global_iteration"]
+
+    @property
+    def has_validated(self) -> bool:
+        """Whether a validation has ended at its safe point, so that scores are of these weights."""
+        state = self.training_state
+        return bool(state["validation_cycles"] > 0 and state["running_iter"] == 0)
+
+    def count_units(self, *, is_by_epoch: bool) -> int | None:
+        """Return how many epochs or steps are complete; ``None`` inside of an epoch."""
+        if not is_by_epoch:
+            steps: int = self.training_state["current_iteration"]
+            return steps
+        epochs: int = self.cursor["epoch"]
+        return None if self.cursor["batch"] else epochs
+
+
+_FIELDS = [each for each in fields(Record) if each.name != "extra"]
+_CAPTURED = [each.name for each in _FIELDS if not each.metadata.get("is_stamp")]
+# Where a key is absent, nothing was logged there, or nothing was migrated.
+_LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} | {
+    "migrated_from": None
+}
+KEYS = tuple(each.name for each in _FIELDS)
+"""The keys of a checkpoint."""
+REQUIRED = tuple(
+    each.name for each in _FIELDS if each.default is MISSING and each.default_factory is MISSING
+)
+"""The keys of the state that a file of every schema has."""

@@ -1,0 +1,52 @@
+"""The states of a run's plugins, with those of plugins that are gone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, final
+
+from helios.hooks.bus import naming
+from helios.plugins.plugin import Plugin
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@final
+class PluginStates:
+    """Takes and gives back the states of plugins.
+
+    Args:
+        plugins: by id.
+        carries: whether the state of a plugin that is gone is saved again, unread; without a
+            training none is missed.
+    """
+
+    def __init__(self, plugins: Mapping[str, Plugin], *, carries: bool) -> None:
+        self._plugins = plugins
+        self._carries = carries
+        self._carried: dict[str, Any] = {}
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states by id."""
+        return self._carried | {name: _state_of(part) for name, part in self._plugins.items()}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give each plugin its state."""
+        for name, state in states.items():
+            if name in self._plugins:
+                with naming(self._plugins[name], "load_state_dict"):
+                    self._plugins[name].load_state_dict(state)
+            elif state and self._carries:
+                self._carried[name] = state
+        if self._carried:
+            _LOGGER.warning(
+                "The checkpoint holds the state of a plugin that is not there: %s. It is carried "
+                "along unread; register it again to use it.",
+                ", ".join(self._carried),
+            )
+
+
+def _state_of(plugin: Plugin) -> dict[str, Any]:
+    with naming(plugin, "state_dict"):
+        return plugin.state_dict()
