@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any, final
 
-import numpy as np
 from torch import Tensor
 
 from helios.run_state.values import ATOMS, storage_of
 
-_DEPTH = 3
-
 
 @final
 class Coverage:
-    """The content of a state: the very objects in it, and on request equal ones.
+    """The content of a state: the very objects in it, and copies under their names.
 
     Args:
         state: what ``state_dict`` returned.
@@ -39,20 +35,21 @@ class Coverage:
             return True
         return id(value) in self._parts
 
-    @cached_property
-    def _marks(self) -> set[bytes]:
-        return {self._mark(part) for part in _upper_parts(self._state, _DEPTH)}
+    def has_copy(self, key: Any, value: Any) -> bool:
+        """Return whether the state holds an equal value under the same key.
 
-    def has_equal(self, value: Any) -> bool:
-        """Return whether the state holds an equal value, such as a copy."""
-        return self._mark(value) in self._marks
+        An equal value under another key may be equal by chance.
+        """
+        names = {key, key.lstrip("_")} if isinstance(key, str) else {key}
+        known = [self._state[name] for name in names if name in self._state]
+        return any(self._mark(part) == self._mark(value) for part in known)
 
-    def has_state(self, state: Any) -> bool:
-        """Return whether the state of another object is a part of this one."""
+    def has_state(self, key: str, state: Any) -> bool:
+        """Return whether the state of an attribute's object is a part of this one."""
         tensors = [part for _, part in _parts_of(state, {}) if isinstance(part, Tensor)]
         if tensors and {storage_of(part) for part in tensors} <= self._storages:
             return True
-        return self.has_equal(state)
+        return self.has_copy(key, state)
 
 
 def _parts_of(value: Any, seen: dict[int, Any]) -> Iterator[tuple[int, Any]]:
@@ -68,14 +65,3 @@ def _parts_of(value: Any, seen: dict[int, Any]) -> Iterator[tuple[int, Any]]:
             waiting += part.values()
         elif isinstance(part, list | tuple) and not ATOMS.issuperset(map(type, part)):
             waiting += part
-
-
-def _upper_parts(value: Any, depth: int) -> Iterator[Any]:
-    """Yield the containers, tensors and arrays in a state, down to a depth."""
-    if isinstance(value, dict | list | tuple | set | Tensor | np.ndarray):
-        yield value
-    if depth and isinstance(value, dict | list | tuple):
-        members = value.values() if isinstance(value, dict) else value
-        for member in members:
-            if type(member) not in ATOMS:
-                yield from _upper_parts(member, depth - 1)

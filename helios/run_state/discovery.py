@@ -173,11 +173,11 @@ class Discovery:
         objects = {path: _state_of(path, part) for path, part in found.objects.items()}
         inner = {path: _state_of(path, part) for path, part in found.inner.items()}
         covers = self._coverages(found, objects | inner, own)
-        self._leave_out_covered(found, covers)
+        shared = self._leave_out_covered(found, covers)
         changes = changes_since(
             baseline.digests, found, scene, self._identities, frozenset(self._named)
         )
-        _drop_copies(changes, covers)
+        _drop_copies(changes, covers, shared)
         groups, misfits = structure_since(baseline.shapes, found, scene.parameters)
         aliases, lost = changed_aliases(baseline.aliases, found, scene.names)
         if self._is_strict:
@@ -274,20 +274,24 @@ class Discovery:
             covers[""] = Coverage(own, self._mark)
         return covers
 
-    def _leave_out_covered(self, found: Found, covers: Mapping[str, Coverage]) -> None:
-        """Drop places whose very value is in the state of what holds them."""
-        holders: dict[int, int] = {}
+    def _leave_out_covered(self, found: Found, covers: Mapping[str, Coverage]) -> set[int]:
+        """Drop places whose very value is in the state of what holds them.
+
+        Returns:
+            The values that several places hold, by identity: they stay one object only if all of
+            these are saved together.
+        """
+        seen: set[int] = set()
+        shared: set[int] = set()
         for slot in found.slots.values():
-            holders[id(slot.value)] = holders.get(id(slot.value), 0) + 1
+            if type(slot.value) not in ATOMS:
+                (shared if id(slot.value) in seen else seen).add(id(slot.value))
         for where, slot in list(found.slots.items()):
             cover = covers.get(slot.parent)
-            # A value that another place holds, too, stays one object only if both are saved.
-            if (
-                cover is not None
-                and holders[id(slot.value)] == 1
-                and cover.has(slot.key, slot.value)
-            ):
+            is_own = cover is not None and id(slot.value) not in shared
+            if cover is not None and is_own and cover.has(slot.key, slot.value):
                 del found.slots[where]
+        return shared
 
     def _uncovered(
         self, states: dict[str, dict[str, Any]], covers: Mapping[str, Coverage]
@@ -297,7 +301,10 @@ class Discovery:
         return {
             path: state
             for path, state in states.items()
-            if not any(covers[parent].has_state(state) for parent in _parents(path, covers))
+            if not any(
+                covers[parent].has_state(path[len(parent) :], state)
+                for parent in _parents(path, covers)
+            )
             and self._mark(state) != baseline.marks.get(path)
         }
 
@@ -343,22 +350,21 @@ def _parents(path: str, covers: Mapping[str, Coverage]) -> Iterator[str]:
             yield f"{path[:end]}/"
 
 
-def _drop_copies(changes: Changes, covers: Mapping[str, Coverage]) -> None:
+def _drop_copies(changes: Changes, covers: Mapping[str, Coverage], shared: set[int]) -> None:
     """Drop changed values of which the state of what holds them has a copy."""
-    values = changes.values["changed"]
-    for parent in values.keys() & covers.keys():
-        values[parent] = {
-            key: value
-            for key, value in values[parent].items()
-            if type(value) in ATOMS or not covers[parent].has_equal(value)
-        }
-    changes.values["changed"] = {parent: part for parent, part in values.items() if part}
+
+    def is_copied(parent: str, key: Any, value: Any) -> bool:
+        if parent not in covers or type(value) in ATOMS or id(value) in shared:
+            return False
+        return covers[parent].has_copy(key, value)
+
+    values = {
+        parent: {key: part for key, part in members.items() if not is_copied(parent, key, part)}
+        for parent, members in changes.values["changed"].items()
+    }
+    changes.values["changed"] = {parent: members for parent, members in values.items() if members}
     for slots in (changes.large, changes.others):
-        slots[:] = [
-            slot
-            for slot in slots
-            if slot.parent not in covers or not covers[slot.parent].has_equal(slot.value)
-        ]
+        slots[:] = [slot for slot in slots if not is_copied(slot.parent, slot.key, slot.value)]
 
 
 def _state_of(path: str, part: Stateful) -> dict[str, Any]:

@@ -86,14 +86,14 @@ class KeyedByObjects(MutableMapping[Any, Any]):
     def _key_of(self, number: int, key: Any) -> Any:
         if not isinstance(key, Tensor | nn.Module):
             return key
-        return self._names.of(key) or f"#{number}"
+        return f"<{self._names.of(key) or number}>"
 
     def _raw(self, key: Any) -> Any:
-        if not isinstance(key, str):
+        if not isinstance(key, str) or key[:1] != "<" or key[-1:] != ">":
             return key
-        found = self._names.find(key)
-        if found is None and key[:1] == "#" and key[1:].isdigit() and int(key[1:]) < len(self):
-            found = list(self._dict)[int(key[1:])]
+        found = self._names.find(key[1:-1])
+        if found is None and key[1:-1].isdigit() and int(key[1:-1]) < len(self):
+            found = list(self._dict)[int(key[1:-1])]
         return found if isinstance(found, Tensor | nn.Module) else key
 
     def entries(self) -> list[tuple[Any, Any]]:

@@ -18,6 +18,7 @@ from helios.run_state.aliases import put, restore_aliases, restore_orders
 from helios.run_state.changes import restore_values
 from helios.run_state.found import Container
 from helios.run_state.generators import kind_of_generator, load_generator, make_generator
+from helios.run_state.names import KeyedByObjects
 from helios.run_state.parts import (
     complete_groups,
     kind_of,
@@ -173,11 +174,13 @@ class Restoring:
 
 def _containers_of(scene: Scene) -> dict[str, Container]:
     """Return containers by path, with those that held no object after setup."""
-    plain = {
-        slot.path: slot.value
-        for slot in scene.found.slots.values()
-        if isinstance(slot.value, dict | list)
-    }
+    plain: dict[str, Container] = {}
+    for slot in scene.found.slots.values():
+        if isinstance(slot.value, dict):
+            # Its keys may be parameters by now.
+            plain[slot.path] = KeyedByObjects(slot.value, scene.names)
+        elif isinstance(slot.value, list):
+            plain[slot.path] = slot.value
     return {**plain, **scene.found.containers}
 
 
