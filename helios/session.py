@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helios import schedule as due
-from helios.checkpoint.capture import NoStates, States, capture
+from helios.checkpoint.capture import NoOwners, NoStates, Owners, States, capture
+from helios.checkpoint.level import list_missing
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.progress import Display
@@ -22,7 +23,7 @@ from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.engines.replicated import Replicas
 from helios.engines.turns import Turns
-from helios.errors import UsageError
+from helios.errors import StateError, UsageError
 from helios.hooks.bus import Bus
 from helios.hooks.context import Context
 from helios.model.model import Model
@@ -59,6 +60,10 @@ class Session:
         recorder: where checkpoints and scalars go; ``None`` outside of fit.
         can_save: whether checkpoints are written at all.
         loop_states: those of the loops, by role path.
+        owner_states: the plain attributes of plugins, data module, loops and engine.
+        missing: what no checkpoint of the run holds, known before it began: place and reason.
+        claims: whose word the level of the run rests on.
+        refuses_incomplete: whether a checkpoint that lacks something is an error.
         note_last_safe_point: called at a safe point that no batch follows, before it saves.
         requests: what was asked for in this process.
         agreed: what all processes know that any of them has asked for.
@@ -89,6 +94,10 @@ class Session:
     recorder: Recorder | None = None
     can_save: bool = False
     loop_states: States = field(default_factory=NoStates)
+    owner_states: Owners = field(default_factory=NoOwners)
+    missing: dict[str, str] = field(default_factory=dict)
+    claims: list[str] = field(default_factory=list)
+    refuses_incomplete: bool = False
     note_last_safe_point: Callable[[], None] = _do_nothing
     state: TrainingState = field(default_factory=TrainingState)
     cursor: Cursor = field(default_factory=Cursor)
@@ -332,7 +341,9 @@ class Session:
             self.check_alike()
             if self.is_leaving:
                 self.note_last_safe_point()
-            snapshot = self.capture().snapshot()
+            record = self.capture()
+            self._check_complete(record)
+            snapshot = record.snapshot()
             self.hooks.emit("on_save_checkpoint", snapshot)
             self.recorder.save(snapshot)
 
@@ -341,6 +352,15 @@ class Session:
         if not self.replicas.is_whole:
             gather = self.replicas.gather_objects
             check_alike(self.model.discovery, gather, ignored=self.unshared)
+
+    def _check_complete(self, record: Record) -> None:
+        if self.refuses_incomplete and record.missing:
+            raise StateError(
+                'Trainer(on_incomplete="raise") demands complete checkpoints, but the one of '
+                f"iteration {self.state.global_iteration} lacks {list_missing(record.missing)}. "
+                "Nothing was written. Give such an object state_dict() and load_state_dict(), or "
+                "declare what need not be saved: unsaved = (...,)."
+            )
 
     def capture(self) -> Record:
         """Return the whole state, by reference; all processes call this together."""

@@ -81,25 +81,24 @@ class Trainer:
         signals: on which signals fit saves and ends; the four of ``Signals()`` where ``None``.
         num_replicas: logical data-parallel workers that define the run; as many as processes where
             ``None``. Fixed at the first start.
-        nproc: processes that carry them, up to that number: on the CPU, or on a GPU each; all
-            selected GPUs where ``None``. torchrun and srun decide it themselves.
+        nproc: processes that carry them, up to that number: on the CPU, or on a GPU each (``None``:
+            all selected GPUs). torchrun and srun decide it themselves.
         clip_norm: largest 2-norm of a step's gradients, in automatic mode.
         clip_value: largest magnitude of their elements, in automatic mode.
         resume: ``"auto"`` goes on from the newest checkpoint; ``"never"`` starts anew at every
             call and moves present files to ``before-<date>/``; a path goes on from that file.
         allow_changes: what of the run's definition may differ from the checkpoint's, by name.
+        on_incomplete: ``"raise"`` for a ``StateError`` in place of a checkpoint that lacks state.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
         datamodule: the data module of the last call.
         plugins: the plugins by id; ``trainer.plugins[id] = plugin`` registers one.
-        train_exceptions: types that pass through :meth:`fit` without being logged.
-        test_exceptions: types that pass through :meth:`test` and its kin without being logged.
+        train_exceptions, test_exceptions: types that :meth:`fit`, and the others, do not log.
         validate_loop, test_loop, predict_loop: the loops of these calls; may be replaced (L13).
 
     Raises:
-        ArgumentError: for a value that breaks a rule; the message names the argument, the rule,
-            the value and a remedy (a ``ValueError``).
+        ArgumentError: for a value that breaks a rule, with a remedy (a ``ValueError``).
         UsageError: if ``use_cpu=False`` finds no GPU (a ``RuntimeError``).
     """
 
@@ -144,6 +143,7 @@ class Trainer:
         clip_value: float | None = None,
         resume: str | Path = "auto",
         allow_changes: Sequence[str] = (),
+        on_incomplete: str = "warn",
     ) -> None:
         options = locals()
         del options["self"]

@@ -30,6 +30,9 @@ TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
 COMMANDS = "tests/cli/test_commands.py"
 MIGRATIONS = "tests/checkpoint/test_migrations.py"
+LEVELS = "tests/startup/test_levels.py"
+TRIAL = "tests/data/test_trial.py"
+RECORD = "tests/checkpoint/test_record.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 
 
@@ -45,6 +48,141 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "what is missing does not lower the level",
+        "helios/startup/promise.py",
+        "        return level.at_most(Level.INCOMPLETE) if record.missing else level",
+        "        return level",
+        f"{LEVELS}::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
+    ),
+    Fault(
+        "what one process lacks is known to it only",
+        "helios/checkpoint/capture.py",
+        "in run.replicas.gather_objects((missing, list(run.claims))):",
+        "in [(missing, list(run.claims))]:",
+        f"{RECORD}::test_what_is_missing_is_joined_over_owners_and_processes",
+    ),
+    Fault(
+        "an incomplete checkpoint is written though it was refused",
+        "helios/session.py",
+        "        if self.refuses_incomplete and record.missing:",
+        "        if False:",
+        f"{LEVELS}::test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written",
+    ),
+    Fault(
+        "nothing is said of an incomplete checkpoint that is loaded",
+        "helios/startup/fit.py",
+        "        if not record.missing:",
+        "        if True:",
+        f"{LEVELS}::test_fit_warns_once_when_it_loads_an_incomplete_checkpoint",
+    ),
+    Fault(
+        "the finding of a trial is forgotten at a resume",
+        "helios/startup/claims.py",
+        "if place in record.missing else {}",
+        "if False else {}",
+        f"{LEVELS}::test_fit_warns_once_when_it_loads_an_incomplete_checkpoint",
+    ),
+    Fault(
+        "a trial moves the generators",
+        "helios/data/trial.py",
+        "        rng.load_rng_state_dict(found)",
+        "        pass",
+        f"{TRIAL}::test_a_trial_leaves_the_loader_and_all_generators_as_they_were",
+    ),
+    Fault(
+        "a trial moves the old generator of NumPy",
+        "helios/data/trial.py",
+        "        np.random.set_state(legacy)",
+        "        pass",
+        f"{TRIAL}::test_a_trial_leaves_the_loader_and_all_generators_as_they_were",
+    ),
+    Fault(
+        "a trial uses the loader of the run",
+        "helios/data/trial.py",
+        "    undisturbed = copy.deepcopy(source)",
+        "    undisturbed = source",
+        f"{TRIAL}::test_a_trial_leaves_the_loader_and_all_generators_as_they_were",
+    ),
+    Fault(
+        "a trial has no limit of time",
+        "helios/data/trial.py",
+        "        if clock() > deadline:",
+        "        if clock() < 0:",
+        f"{TRIAL}::test_a_trial_that_takes_more_than_two_seconds_says_nothing",
+    ),
+    Fault(
+        "a trial copies any amount of data",
+        "helios/data/trial.py",
+        "        if size > _MAX_BYTES:",
+        "        if size < 0:",
+        f"{TRIAL}::test_much_data_is_not_copied_for_a_trial",
+    ),
+    Fault(
+        "a trial compares values in place of bytes",
+        "helios/data/trial.py",
+        "torch.equal(_bytes_of(left), _bytes_of(right))",
+        "torch.equal(left, right)",
+        f"{TRIAL}::test_batches_are_compared_on_bytes",
+    ),
+    Fault(
+        "inductor keeps the level",
+        "helios/startup/promise.py",
+        "    if compiled:\n",
+        "    if False:\n",
+        f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
+    ),
+    Fault(
+        "every backend of torch.compile lowers the level",
+        "helios/startup/promise.py",
+        "    return configuration is None or configuration() is not None",
+        "    return True",
+        f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
+    ),
+    Fault(
+        "what is compiled after the start keeps the level",
+        "helios/startup/promise.py",
+        "        if is_compiled:",
+        "        if False:",
+        f"{LEVELS}::test_a_network_that_is_compiled_later_lowers_the_level_of_its_checkpoints",
+    ),
+    Fault(
+        "sidecars of earlier versions are damaged",
+        "helios/checkpoint/sidecar.py",
+        "        known = copy.deepcopy(_OPTIONAL)",
+        "        known: dict[str, Any] = {}",
+        "tests/checkpoint/test_sidecar.py"
+        "::test_a_sidecar_of_an_earlier_version_is_whole_and_its_new_fields_are_empty",
+    ),
+    Fault(
+        "plain attributes of other owners are not given back",
+        "helios/checkpoint/capture.py",
+        "    run.owner_states.restore(record.owners)",
+        "    pass",
+        f"{RECORD}::test_what_was_captured_is_applied",
+    ),
+    Fault(
+        "what hooks add to a checkpoint is lost",
+        "helios/checkpoint/record.py",
+        "if key not in absent} | self.extra",
+        "if key not in absent}",
+        f"{RECORD}::test_what_hooks_add_is_kept_and_shown_to_them_again",
+    ),
+    Fault(
+        "files of schema 1 are not brought to schema 2",
+        "helios/checkpoint/migrations.py",
+        "{0: _from_helios_ml, 1: _add_what_is_missing}",
+        "{0: _from_helios_ml}",
+        "tests/checkpoint/test_golden_checkpoints.py"
+        "::test_a_run_of_every_schema_goes_on_where_it_was",
+    ),
+    Fault(
+        "ls is silent about what checkpoints lack",
+        "helios/cli/ls.py",
+        "    return texts[:_MAX_REASONS]",
+        "    return []",
+        f"{LEVELS}::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
+    ),
     Fault(
         "a training that only loads ends the run",
         "helios/startup/outputs.py",

@@ -45,6 +45,29 @@ class NoStates:
         """Do nothing."""
 
 
+class Owners(Protocol):
+    """The plain attributes of plugins, data module, loops and engine."""
+
+    def capture(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return the states by owner, and what they lack: place and reason."""
+        ...
+
+    def restore(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Give the owners their states."""
+        ...
+
+
+class NoOwners:
+    """Nothing with plain attributes."""
+
+    def capture(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return nothing."""
+        return {}, {}
+
+    def restore(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Do nothing."""
+
+
 class LiveModel(Protocol):
     """What is asked of a model."""
 
@@ -68,6 +91,11 @@ class LiveData(Protocol):
     @property
     def description(self) -> dict[str, Any]:
         """What it is."""
+        ...
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """What its state lacks: place and reason."""
         ...
 
     @property
@@ -110,6 +138,8 @@ class LiveRun(Protocol):
     is_resumed: bool
     obstacles: list[str]
     unshared: list[str]
+    missing: dict[str, str]
+    claims: list[str]
     saved_randomness: dict[str, Any] | None
 
     @property
@@ -147,11 +177,20 @@ class LiveRun(Protocol):
         """Those of the loops."""
         ...
 
+    @property
+    def owner_states(self) -> Owners:
+        """The plain attributes of all others than the model."""
+        ...
+
 
 def capture(run: LiveRun) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
     source = run.training_source
     model = run.model.state_dict()
+    owners, lacking = run.owner_states.capture()
+    # A model with a state_dict of its own may have a key of this name.
+    lost = model.get("missing", {}) if run.is_discovered else {}
+    missing, claims = _join(run, {**run.missing, **source.missing, **lost, **lacking})
     return Record(
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
@@ -168,6 +207,9 @@ def capture(run: LiveRun) -> Record:
         num_replicas=run.replicas.num_replicas,
         obstacles=list(run.obstacles),
         unshared=list(run.unshared),
+        missing=missing,
+        claims=claims,
+        owners=owners,
     )
 
 
@@ -194,6 +236,7 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     run.training_source.load_state_dict(record.data["state"])
     run.plugin_states.restore(record.plugins)
     run.loop_states.restore(record.loops)
+    run.owner_states.restore(record.owners)
     # The generators come last, when nothing is left that could draw.
     run.saved_randomness = record.rng
 
@@ -251,6 +294,16 @@ def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: LiveModel) -> N
     for name, table in model.tables.items():
         table.clear()
         table.update(tables[name])
+
+
+def _join(run: LiveRun, missing: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return what any process lacks, and whose word any of them takes."""
+    everybodys: dict[str, str] = {}
+    claims: dict[str, None] = {}
+    for own, words in run.replicas.gather_objects((missing, list(run.claims))):
+        everybodys |= own
+        claims |= dict.fromkeys(words)
+    return everybodys, list(claims)
 
 
 def _gather_own_parts(run: LiveRun, model: dict[str, Any]) -> list[dict[str, Any]]:

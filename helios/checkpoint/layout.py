@@ -1,4 +1,4 @@
-"""Names: the keys of a checkpoint, the files it consists of, and what stands in a file's name.
+"""Names: the files it consists of, and what stands in a file's name.
 
 ``<name>_epoch_<E>_iter_<I>[_<metadata>].pth`` is the checkpoint, ``.json`` in place of ``.pth``
 its sidecar; ``.tmp`` and ``.damaged`` are added behind either.
@@ -17,27 +17,18 @@ from helios.errors import ArgumentError, CheckpointError, UsageError
 
 Found = TypeVar("Found")
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the format; a file with a higher one is not read."""
 
+# The keys that are read from files as they lie there; all of them are in `record`.
 KEY_SCHEMA = "schema"
 KEY_VERSION = "version"
 KEY_TRAINING_STATE = "training_state"
 KEY_CURSOR = "cursor"
 KEY_MODEL = "model"
-KEY_TABLES = "tables"
 KEY_PLUGINS = "plugins"
-KEY_LOOPS = "loops"
-KEY_DATA = "data"
-KEY_ENGINE = "engine"
-KEY_RNG = "rng"
 KEY_NUM_REPLICAS = "num_replicas"
-KEY_NUM_THREADS = "num_threads"
 KEY_OPTIONS = "options"
-KEY_LOG_PATH = "log_path"
-KEY_RUN_PATH = "run_path"
-KEY_EVENTS = "events"
-KEY_RESUMED_FROM = "resumed_from"
 KEY_MIGRATED_FROM = "migrated_from"
 
 SOURCE_DIGEST = "source_digest"

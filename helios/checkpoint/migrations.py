@@ -8,6 +8,7 @@ takes an old file for one of this package.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
@@ -20,6 +21,8 @@ from helios.core import rng
 from helios.errors import IncompatibleCheckpointError
 from helios.state import Cursor, TrainingState
 from helios.version import __version__
+
+_LOGGER = logging.getLogger(__name__)
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -55,37 +58,50 @@ def upgrade(
 
 def _from_helios_ml(old: dict[str, Any]) -> dict[str, Any]:
     """Schema 0 to 1: what helios-ml did not save stands at a neutral value."""
-    state = _take_state(old[layout.KEY_TRAINING_STATE])
+    state = _take_state(old["training_state"])
     is_inside = state.dataset_iter > 0
     # Inside of an epoch the number is that of the epoch under way, from 1.
     epoch = max(state.global_epoch - is_inside, 0)
     scaler = old.get(old_files.KEY_AMP_SCALER)
     known = {
-        layout.KEY_VERSION: __version__,
-        layout.KEY_TRAINING_STATE: state.dict() | {"global_epoch": epoch + is_inside},
-        layout.KEY_CURSOR: Cursor(epoch=epoch, batch=state.dataset_iter).dict(),
-        layout.KEY_MODEL: old.get(layout.KEY_MODEL, {}),
-        layout.KEY_TABLES: {name: {} for name in _TABLES},
-        layout.KEY_PLUGINS: {},
-        layout.KEY_LOOPS: {},
-        layout.KEY_DATA: {"description": {}, "state": {}},
-        layout.KEY_ENGINE: {"open_micro_batches": 0} | ({"scaler": scaler} if scaler else {}),
-        layout.KEY_RNG: _take_randomness(old.get(layout.KEY_RNG)),
+        "version": __version__,
+        "training_state": state.dict() | {"global_epoch": epoch + is_inside},
+        "cursor": Cursor(epoch=epoch, batch=state.dataset_iter).dict(),
+        "model": old.get("model", {}),
+        "tables": {name: {} for name in _TABLES},
+        "plugins": {},
+        "loops": {},
+        "data": {"description": {}, "state": {}},
+        "engine": {"open_micro_batches": 0} | ({"scaler": scaler} if scaler else {}),
+        "rng": _take_randomness(old.get("rng")),
         # How many processes trained is not in the file.
-        layout.KEY_NUM_REPLICAS: 0,
-        layout.KEY_NUM_THREADS: None,
-        layout.KEY_OPTIONS: {},
+        "num_replicas": 0,
+        "num_threads": None,
+        "options": {},
         "is_manual": None,
         # No marks: event files of the old run are gone on with, and never cut back.
-        layout.KEY_EVENTS: None,
-        layout.KEY_MIGRATED_FROM: str(old.get(layout.KEY_VERSION, "")),
+        "events": None,
+        "migrated_from": str(old.get("version", "")),
     }
     handled = (old_files.KEY_AMP_SCALER, old_files.KEY_LOGGERS)
     others = {key: value for key, value in old.items() if key not in known and key not in handled}
     return others | _take_logs(old) | known
 
 
-STEPS: Mapping[int, Step] = {0: _from_helios_ml}
+def _add_what_is_missing(old: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 to 2: what files of schema 1 lack was not known; plain attributes were not saved."""
+    new: dict[str, Any] = {"missing": {}, "claims": [], "owners": {}}
+    taken = sorted(new.keys() & old.keys())
+    if taken:
+        _LOGGER.warning(
+            "on_save_checkpoint has added %s to the checkpoint, a name that belongs to Helios now: "
+            "on_load_checkpoint finds it with '_of_hooks' added. Choose another name.",
+            ", ".join(map(repr, taken)),
+        )
+    return old | {f"{key}_of_hooks": old[key] for key in taken} | new
+
+
+STEPS: Mapping[int, Step] = {0: _from_helios_ml, 1: _add_what_is_missing}
 """The step that begins at each schema."""
 
 OWN_STEPS = {schema: step for schema, step in STEPS.items() if schema > 0}
@@ -129,8 +145,8 @@ def _take_logs(old: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(places, Mapping)
     }
     places = {
-        layout.KEY_LOG_PATH: loggers.pop("root", {}).get("log_file"),
-        layout.KEY_RUN_PATH: loggers.pop("tensorboard", {}).get("run_path"),
+        "log_path": loggers.pop("root", {}).get("log_file"),
+        "run_path": loggers.pop("tensorboard", {}).get("run_path"),
     }
     found = {name: place for name, place in places.items() if place is not None}
     return found | ({old_files.KEY_LOGGERS: loggers} if loggers else {})

@@ -41,6 +41,9 @@ class Record:
         num_replicas: replicas of the run; 0 if unknown.
         obstacles: what training has found that binds the run to its number of processes.
         unshared: paths of what every replica changes in the model on its own.
+        missing: what training has changed and nothing here holds: place and reason.
+        claims: whose word the level rests on.
+        owners: plain attributes of plugins, data module, loops and engine, by owner.
         options: what defines the run and what ends it.
         machine: PyTorch and the device.
         resumed_from: the path of ``resume=<path>`` that the run goes back to.
@@ -68,6 +71,9 @@ class Record:
     num_replicas: int
     obstacles: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    claims: list[str] = field(default_factory=list)
+    owners: dict[str, dict[str, Any]] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict, metadata=_STAMP)
     machine: dict[str, str] = field(default_factory=dict, metadata=_STAMP)
     resumed_from: str | None = field(default=None, metadata=_STAMP)

@@ -6,6 +6,7 @@ changed sidecar is as visible as a changed checkpoint.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from helios.checkpoint.layout import SCHEMA
+from helios.checkpoint.level import Level
 from helios.checkpoint.record import Record
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
@@ -34,7 +36,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "options": (dict,),
     "is_migrated": (bool,),
     "count": (int, type(None)),
+    "missing": (dict,),
+    "claims": (list,),
 }
+# What earlier versions did not write.
+_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": []}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +56,8 @@ class Sidecar:
         level: level of reproducibility that the run reaches (DESIGN section 1).
         finished: why the run came to its end with this checkpoint; ``None`` if it did not.
         resumed_from: the path of ``Trainer(resume=<path>)`` that the run goes back to.
-        changes: what the user allowed to change on a resume, as text.
+        changes: what was other at a resume, as the user allowed or because a checkpoint was
+            incomplete, as text.
         options: what the run is defined by, for readers; JSON values, infinities as text.
         digest: ``sha256:...`` of the checkpoint; empty if none was taken.
         schema: version of the format.
@@ -58,6 +65,8 @@ class Sidecar:
         is_migrated: whether the checkpoint was made from one of helios-ml.
         count: the completed units of the run: steps, or epochs where it counts these; ``None`` in
             mid-epoch then, and where it is not known.
+        missing: what training has changed and the checkpoint lacks: place and reason.
+        claims: whose word the level rests on.
         extra: what a file holds besides, kept when it is written again.
     """
 
@@ -76,6 +85,8 @@ class Sidecar:
     version: str = ""
     is_migrated: bool = False
     count: int | None = None
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    claims: list[str] = dataclasses.field(default_factory=list)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -84,7 +95,7 @@ class Sidecar:
         record: Record,
         *,
         run_name: str,
-        level: str,
+        level: Level,
         metrics: dict[str, float],
         changes: list[Any],
         is_by_epoch: bool,
@@ -106,11 +117,13 @@ class Sidecar:
             epoch=epoch,
             iteration=iteration,
             metrics=metrics,
-            level=level,
+            level=level.value,
             resumed_from=record.resumed_from,
             changes=changes,
             options=record.options,
             count=record.count_units(is_by_epoch=is_by_epoch),
+            missing=record.missing,
+            claims=record.claims,
         )
 
     def to_json(self) -> str:
@@ -145,7 +158,8 @@ class Sidecar:
 
     @classmethod
     def _from_table(cls, table: dict[str, Any], name: str) -> Sidecar:
-        known = {key: table.pop(key) for key in _TYPES if key in table}
+        known = copy.deepcopy(_OPTIONAL)
+        known |= {key: table.pop(key) for key in _TYPES if key in table}
         for key, types in _TYPES.items():
             if type(known.get(key)) not in types:
                 raise _unreadable(name, f"{key!r} is missing or of the wrong type")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from helios.checkpoint import layout
+from helios.checkpoint.level import list_missing
 from helios.checkpoint.outline import Node, outline, section
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status, look_into
@@ -113,6 +114,8 @@ def _sidecar_facts(sidecar: Sidecar) -> dict[str, str]:
         "place": f"epoch {sidecar.epoch}, iteration {sidecar.iteration}",
         "metrics": output.metrics_text(sidecar.metrics),
         "level": sidecar.level,
+        "lacks": list_missing(sidecar.missing),
+        "rests on": "; ".join(map(str, sidecar.claims)),
         "finished": sidecar.finished or "",
         "replicas": str(sidecar.num_replicas),
         "resumed from": sidecar.resumed_from or "",

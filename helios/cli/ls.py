@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from helios.checkpoint.level import list_missing
 from helios.checkpoint.status import Condition, Depth, FolderStatus, Outcome, Status, survey
 from helios.cli import output
 from helios.cli.output import Column
@@ -80,7 +81,7 @@ def _lines(folder: FolderStatus, root: Path) -> list[str]:
         title += "  (moved aside; no start looks here)"
     rows = [_row(status, folder) for status in folder.files]
     lines = [title, *output.table(_COLUMNS, rows, output.terminal_width())]
-    lines += [] if folder.is_moved_aside else _reasons(folder)
+    lines += [] if folder.is_moved_aside else [*_reasons(folder), *_losses(folder)]
     if folder.outcome is Outcome.REFUSES and folder.start is None and not folder.is_moved_aside:
         lines.append("A start of fit stops with an error: all checkpoints here are damaged.")
     return lines
@@ -99,6 +100,16 @@ def _reasons(folder: FolderStatus) -> list[str]:
     return lines
 
 
+def _losses(folder: FolderStatus) -> list[str]:
+    """Return what checkpoints lack, newest first; what several lack is said of the newest."""
+    found: dict[str, str] = {}
+    for status in reversed(folder.files):
+        if status.sidecar is not None and status.sidecar.missing:
+            found.setdefault(list_missing(status.sidecar.missing), status.path.name)
+    texts = [f"{name} lacks {text}." for text, name in found.items()]
+    return texts[:_MAX_REASONS]
+
+
 def _row(status: Status, folder: FolderStatus) -> tuple[str, ...]:
     epoch, iteration = status.place or ("", "")
     sidecar = status.sidecar
@@ -111,6 +122,6 @@ def _row(status: Status, folder: FolderStatus) -> tuple[str, ...]:
         output.size_text(status.size),
         status.condition.value,
         "" if sidecar is None else output.metrics_text(sidecar.metrics),
-        "" if sidecar is None else sidecar.level,
+        "" if sidecar is None else ", ".join([sidecar.level, *sidecar.claims]),
         "" if sidecar is None else sidecar.finished or "",
     )

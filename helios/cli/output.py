@@ -212,6 +212,8 @@ def status_document(status: Status) -> dict[str, Any]:
         "run_name": None if sidecar is None else sidecar.run_name,
         "metrics": {} if sidecar is None else sidecar.metrics,
         "level": None if sidecar is None else sidecar.level,
+        "missing": {} if sidecar is None else sidecar.missing,
+        "claims": [] if sidecar is None else sidecar.claims,
         "finished": None if sidecar is None else sidecar.finished,
         "is_migrated": None if sidecar is None else sidecar.is_migrated,
     }

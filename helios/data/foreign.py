@@ -82,6 +82,11 @@ class ForeignSource(Source):
         return self._stateful is not None
 
     @property
+    def claimant(self) -> str | None:
+        """The class of a loader with a state."""
+        return None if self._stateful is None else type(self._stateful).__qualname__
+
+    @property
     def level(self) -> str:
         """``"restart"`` where the loader has a state, else ``"none"``."""
         return "none" if self._stateful is None else "restart"

@@ -33,6 +33,16 @@ class LimitedSource(Source):
         return self._source.can_resume
 
     @property
+    def claimant(self) -> str | None:
+        """As without limit."""
+        return self._source.claimant
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """As without limit."""
+        return self._source.missing
+
+    @property
     def level(self) -> str:
         """As without limit."""
         return self._source.level

@@ -63,6 +63,16 @@ class Source(ABC):
         """Whether a pass can begin in its middle."""
 
     @property
+    def claimant(self) -> str | None:
+        """The class whose own ``state_dict`` a resume rests on; ``None`` where Helios computes."""
+        return None
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """What a resume needs and :meth:`state_dict` lacks: place and reason."""
+        return {}
+
+    @property
     @abstractmethod
     def level(self) -> str:
         """``"exact"``, ``"restart"`` for a foreign loader with state, else ``"none"``."""

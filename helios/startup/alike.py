@@ -46,6 +46,7 @@ def describe_start(
         "engine": None if arguments.engine is None else type(arguments.engine).__qualname__,
         "enable_deterministic": arguments.enable_deterministic,
         "resume": str(arguments.resume),
+        "on_incomplete": arguments.on_incomplete,
     }
     return {
         "the plugins": ", ".join(known) or _NOTHING,

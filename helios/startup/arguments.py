@@ -129,6 +129,7 @@ class Arguments:
     clip_value: float | None
     resume: Any
     allow_changes: Sequence[str]
+    on_incomplete: str
 
     def __post_init__(self) -> None:
         self._check_names()
@@ -206,6 +207,9 @@ class Arguments:
             if self.chkpt_root is None:
                 rule = "a folder with resume=<path>"
                 raise _fail("chkpt_root", rule, None, "Pass where new checkpoints go.")
+        if self.on_incomplete not in ("warn", "raise"):
+            rule = '"warn" or "raise"'
+            raise _fail("on_incomplete", rule, self.on_incomplete, "Leave it out for a warning.")
         names = (self.allow_changes,) if isinstance(self.allow_changes, str) else self.allow_changes
         if not isinstance(names, list | tuple | set | frozenset):
             rule = "a tuple of names"
@@ -281,6 +285,7 @@ class Arguments:
             "store": self.store is not None and not self.can_save,
             "import_prefix": self.import_prefix != "" and self.src_root is None,
             "resume": self.resume == "never" and self.chkpt_root is None,
+            "on_incomplete": self.on_incomplete == "raise" and not self.can_save,
             "allow_changes": bool(self.allow_changes) and self.chkpt_root is None,
         }
         for name, is_useless in useless.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from helios.checkpoint.capture import Trained, apply
+from helios.checkpoint.level import list_missing
 from helios.checkpoint.record import Record
 from helios.data.source import Source
 from helios.engines.engine import numerics
@@ -19,6 +20,7 @@ from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup import banner, outputs, resume
 from helios.startup.call import Call
+from helios.startup.claims import judge
 from helios.startup.folder import lock_folder
 from helios.startup.migrated import find_cursor
 from helios.startup.processes import Plan, describe_processes
@@ -137,6 +139,7 @@ class FitRun(Run):
                 "There is no validation data, so valid_frequency and early_stop_cycles have no "
                 "effect. Assign self._valid_dataset in the data module's setup()."
             )
+        claim = judge(source, self._record, can_save=self.arguments.can_save)
         promise = find_promise(
             self.arguments,
             self.engine,
@@ -144,6 +147,7 @@ class FitRun(Run):
             model=self.model,
             loop=self.loop,
             record=self._record,
+            claim=claim,
         )
         self._recorder = outputs.FitRecorder(
             self.arguments,
@@ -163,7 +167,7 @@ class FitRun(Run):
             {
                 "run": self._name,
                 "processes": describe_processes(self.replicas),
-                "promise": f"{promise.level} ({promise.text})",
+                "promise": str(promise),
             },
             where=None if loaded is None else loaded.path.name,
         )
@@ -180,6 +184,9 @@ class FitRun(Run):
             recorder=self._recorder,
             can_save=self.arguments.can_save,
             loop_states=LoopStates(self.loop, _LOOP_PATH),
+            missing=claim.missing,
+            claims=claim.words,
+            refuses_incomplete=self.arguments.on_incomplete == "raise",
             note_last_safe_point=self.call.standing.listener.note_safe_point,
             outside=partial(self.call.standing.listener.ask, saves=self.arguments.can_save),
         )
@@ -216,6 +223,7 @@ class FitRun(Run):
         )
         self._start.changes += resume.note_limits(self.arguments, record.options)
         banner.warn_of_other_machine(record.machine, self.engine)
+        self._start.changes += self._note_missing(record)
         payload = record.to_payload()
         session.hooks.emit("on_load_checkpoint", payload)
         apply(Record.from_payload(payload), session, state=state, cursor=cursor)
@@ -223,6 +231,20 @@ class FitRun(Run):
         if session.schedulers is not None:
             session.schedulers.remember()
         session.hooks.emit("on_checkpoint_loaded")
+
+    def _note_missing(self, record: Record) -> list[str]:
+        """Warn of what the checkpoint lacks; returns it as text, to be recorded."""
+        if not record.missing:
+            return []
+        _LOGGER.warning(
+            "The checkpoint of iteration %d is incomplete: it lacks %s. The resumed run finds "
+            "there what setup() makes, so its bits may differ from an undisturbed run's. Give such "
+            "an object state_dict() and load_state_dict(), or declare what need not be saved: "
+            'unsaved = (...,). Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
+            record.place[1],
+            list_missing(record.missing),
+        )
+        return [f"resumed without: {', '.join(record.missing)}"]
 
     def _describe_rescue(self) -> str:
         loaded = self._start.loaded

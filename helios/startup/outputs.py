@@ -25,7 +25,7 @@ from helios.run_state.size import storage_sizes
 from helios.schedule import count_saves
 from helios.startup.arguments import Arguments
 from helios.startup.banner import machine
-from helios.startup.promise import Promise
+from helios.startup.promise import Promise, find_compiled
 from helios.startup.resume import Start
 from helios.startup.together import on_first
 from helios.startup.watch import PluginWatch
@@ -199,7 +199,7 @@ class FitRecorder:
         sidecar = Sidecar.of(
             record,
             run_name=self.name,
-            level=self._promise.level_after(record),
+            level=self._promise.level_after(record, is_compiled=bool(find_compiled(self._model))),
             # Scores of an earlier validation are not of these weights.
             metrics=as_numbers(self._model.metrics) if record.has_validated else {},
             changes=self._start.changes,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
+from helios.checkpoint.level import Level, list_missing
 from helios.checkpoint.record import Record
+from helios.core.wrappers import COMPILED
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.engines.replicated import Replicas
@@ -16,6 +19,7 @@ from helios.loops.loop import Loop
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.startup.arguments import Arguments
+from helios.startup.claims import Claim
 
 _MANUAL = "train_step returns None, and so steps by itself"
 
@@ -25,17 +29,37 @@ class Promise:
     """What may change between the start and the resumed run without changing a bit.
 
     Attributes:
-        level: its name (DESIGN section 1).
+        level: its name (DESIGN section 1), for a checkpoint that lacks nothing.
         text: what stands in the way of the next level.
+        missing: what this start lacks, as far as it is known by now: place and reason.
+        claims: whose word the level rests on.
     """
 
-    level: str
+    level: Level
     text: str
+    missing: dict[str, str] = field(default_factory=dict)
+    claims: list[str] = field(default_factory=list)
 
-    def level_after(self, record: Record) -> str:
-        """Return the level, lowered by what the training has found until a checkpoint."""
-        is_bound = record.obstacles or record.is_manual
-        return "restart" if is_bound and self.level == "elastic" else self.level
+    def __str__(self) -> str:
+        """Return what the banner says."""
+        if self.missing:
+            level = self.level.at_most(Level.INCOMPLETE)
+            return f"{level.value} (lacks {list_missing(self.missing)})"
+        return f"{self.level.value} ({'; '.join([*self.claims, self.text])})"
+
+    def level_after(self, record: Record, *, is_compiled: bool = False) -> Level:
+        """Return the level of a checkpoint, lowered by what the training has found until then.
+
+        Args:
+            record: what is saved.
+            is_compiled: whether a network is compiled by now.
+        """
+        level = self.level
+        if record.obstacles or record.is_manual:
+            level = level.at_most(Level.RESTART)
+        if is_compiled:
+            level = level.at_most(Level.ORDER)
+        return level.at_most(Level.INCOMPLETE) if record.missing else level
 
 
 def find_promise(
@@ -46,6 +70,7 @@ def find_promise(
     model: Model,
     loop: Loop,
     record: Record | None,
+    claim: Claim,
 ) -> Promise:
     """Find the level that a training reaches.
 
@@ -56,22 +81,56 @@ def find_promise(
         model: after its setup.
         loop: the root of all loops.
         record: the checkpoint that the run goes on from, if there is one.
+        claim: what is known of the loader's own state.
 
     Raises:
         UsageError: if the run needs a process for each replica and has fewer.
     """
     bound = list(_find_bound(engine.replicas, model, loop, record))
+    level, text = _find_level(arguments, engine, source, find_compiled(model), bound)
+    missing = claim.missing if record is None else {**record.missing, **claim.missing}
+    return Promise(level, text, missing, claim.words)
+
+
+def _find_level(
+    arguments: Arguments, engine: Engine, source: Source, compiled: list[str], bound: list[str]
+) -> tuple[Level, str]:
     if source.level == "none":
-        return Promise("none", "the training loader can neither seek nor be saved")
+        return Level.NONE, "the training loader can neither seek nor be saved"
     if engine.device.type != "cpu" and not arguments.enable_deterministic:
-        return Promise("order", "enable_deterministic=True makes arithmetic exact on this device")
+        return Level.ORDER, "enable_deterministic=True makes arithmetic exact on this device"
+    if compiled:
+        return Level.ORDER, f"torch.compile with inductor ({', '.join(compiled)})"
     if source.level == "restart":
-        return Promise("restart", "the training loader has a state or a split of its own")
+        return Level.RESTART, "the training loader has a state or a split of its own"
     if engine.replicas.is_lone:
-        return Promise("restart", "one replica: there is nothing to spread over processes")
+        return Level.RESTART, "one replica: there is nothing to spread over processes"
     if bound:
-        return Promise("restart", "; ".join(bound))
-    return Promise("elastic", "any number of processes, up to the number of replicas")
+        return Level.RESTART, "; ".join(bound)
+    return Level.ELASTIC, "any number of processes, up to the number of replicas"
+
+
+def find_compiled(model: Model) -> list[str]:
+    """Return the paths of modules that inductor compiles, or nobody knows which backend.
+
+    Whether two processes choose the same kernels was not measured.
+    """
+    return [
+        f"{path}.{name}".rstrip(".")
+        for path, network in model.discovery.modules().items()
+        for name, module in network.named_modules()
+        if _is_compiled_by_inductor(module)
+    ]
+
+
+def _is_compiled_by_inductor(module: nn.Module) -> bool:
+    attributes = vars(module)
+    call: Any = attributes.get("_compiled_call_impl")
+    if call is None and COMPILED not in attributes.get("_modules", {}):
+        return False
+    # Inductor has a configuration; other backends have none.
+    configuration: Any = getattr(module if call is None else call, "get_compiler_config", None)
+    return configuration is None or configuration() is not None
 
 
 def _find_bound(

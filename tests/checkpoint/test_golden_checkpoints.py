@@ -23,8 +23,10 @@ def test_a_file_of_every_schema_loads_as_it_was(path: Path) -> None:
     loaded = loading.load(path)
     assert loaded.payload["schema"] == layout.SCHEMA
     assert loaded.sidecar is not None
-    text = path.with_suffix(golden.DIGEST_SUFFIX).read_text("utf-8")
-    assert golden.describe(loaded.payload) == text
+    *parts, keys = path.with_suffix(golden.DIGEST_SUFFIX).read_text("utf-8").splitlines()
+    *found, found_keys = golden.describe(loaded.payload).splitlines()
+    assert found == parts
+    assert set(keys.split()) <= set(found_keys.split()), "a later schema adds keys only"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)

@@ -430,3 +430,18 @@ def test_the_sidecar_of_a_migrated_file_that_is_gone_is_cleaned_away(tmp_path: P
     path.unlink()
     RunFolder(path.parent).clean()
     assert list(path.parent.iterdir()) == []
+
+
+def test_what_schema_2_has_added_is_empty_in_files_of_schema_1() -> None:
+    old = {"schema": 1, "model": {"a": 1}}
+    found = migrations.upgrade(old, migrations.OWN_STEPS, to=2)
+    assert found == {"schema": 2, "model": {"a": 1}, "missing": {}, "claims": [], "owners": {}}
+    assert old == {"schema": 1, "model": {"a": 1}}
+
+
+def test_what_hooks_have_put_under_a_name_of_schema_2_is_kept_beside_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = migrations.upgrade({"schema": 1, "owners": ["me"]}, migrations.OWN_STEPS, to=2)
+    assert (found["owners"], found["owners_of_hooks"]) == ({}, ["me"])
+    assert "has added 'owners' to the checkpoint" in caplog.text

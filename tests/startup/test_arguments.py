@@ -57,6 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "clip_value": None,
     "resume": "auto",
     "allow_changes": (),
+    "on_incomplete": "warn",
 }
 FLAGS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 CPU = torch.device("cpu")
@@ -475,6 +476,7 @@ def test_the_gpus_of_an_engine_are_those_of_its_device(device: str, ids: list[in
         ({"import_prefix": "src"}, "import_prefix"),
         ({"resume": "never"}, "resume"),
         ({"allow_changes": ("seed",)}, "allow_changes"),
+        ({"on_incomplete": "raise"}, "on_incomplete"),
     ],
 )
 def test_an_option_without_effect_is_warned_of_by_its_name(

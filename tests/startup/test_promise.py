@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import helios
+from helios.checkpoint.level import Level
 from helios.checkpoint.record import Record
 from helios.errors import UsageError
 from helios.loops.yielding import YieldLoop
@@ -110,7 +111,8 @@ def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
 @pytest.mark.parametrize(("name", "value"), [("is_manual", True), ("obstacles", ["a thing"])])
 def test_what_a_training_finds_lowers_elastic_only(name: str, value: object) -> None:
     clean = Record(training_state={}, cursor={}, model={}, rng={}, num_replicas=2)
-    for level, lowered in (("elastic", "restart"), ("order", "order"), ("none", "none")):
+    pairs = ((Level.ELASTIC, Level.RESTART), (Level.ORDER, Level.ORDER), (Level.NONE, Level.NONE))
+    for level, lowered in pairs:
         promise = Promise(level, "")
         assert promise.level_after(clean) == level
         assert promise.level_after(dataclasses.replace(clean, **{name: value})) == lowered

@@ -1,0 +1,58 @@
+"""Whose word the level of a run rests on, and whether it was found to be true."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from helios.checkpoint.record import Record
+from helios.data.source import Source
+from helios.data.trial import Verdict, try_state
+
+_LOGGER = logging.getLogger(__name__)
+_REASON = "its state does not bring back the next batch"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is known of the state of a training loader that Helios did not make.
+
+    Attributes:
+        words: who claims that it is complete.
+        missing: what a trial has found to be missing: place and reason.
+    """
+
+    words: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
+    """Find whether the state of the training data is taken at somebody's word.
+
+    It is tried once in a run, at its first start, where no loader worker has a part in it.
+
+    Args:
+        source: the training data, before its first pass.
+        record: the checkpoint that the run goes on from.
+        can_save: whether checkpoints are written.
+    """
+    if source.claimant is None:
+        return Claim()
+    word, place = f"claimed by {source.claimant}", f"data: {source.claimant}"
+    tried = f"{word}, tried at the first start"
+    if record is not None:
+        lost = {place: record.missing[place]} if place in record.missing else {}
+        return Claim([tried if tried in record.claims else word] if not lost else [], lost)
+    is_here = source.description.get("num_workers", 0) == 0
+    verdict = try_state(source) if is_here and can_save else Verdict.UNKNOWN
+    if verdict is not Verdict.BROKEN:
+        return Claim([tried if verdict is Verdict.KEPT else word])
+    _LOGGER.warning(
+        "The state of %s does not bring back the next batch: it was saved after some batches and "
+        "loaded into a copy, whose next batch was another one. A resumed run trains on other "
+        "samples, so the level of this run is incomplete. Its state_dict() must hold all that the "
+        "next batch depends on, such as the content of a shuffle buffer; leave out the buffer, or "
+        "use a map-style data set with create_dataloader.",
+        source.claimant,
+    )
+    return Claim([], {place: _REASON})

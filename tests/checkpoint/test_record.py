@@ -1,0 +1,233 @@
+"""A record: every key once, capture and apply as each other's inverse, and its projections."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from helios.checkpoint import layout
+from helios.checkpoint.capture import (
+    NoOwners,
+    Trained,
+    apply,
+    apply_trained,
+    capture,
+    capture_trained,
+    detach,
+)
+from helios.checkpoint.level import Level
+from helios.checkpoint.record import KEYS, REQUIRED, Record
+from helios.checkpoint.sidecar import Sidecar
+from helios.errors import StateError
+from helios.state import Cursor, TrainingState
+from helios.version import __version__
+
+LEAST: dict[str, Any] = {
+    "training_state": TrainingState(global_epoch=2, global_iteration=7).dict(),
+    "cursor": Cursor(epoch=1, batch=3).dict(),
+    "model": {},
+    "rng": {},
+    "num_replicas": 1,
+}
+
+
+class Part:
+    """Anything that gives a state and takes one."""
+
+    def __init__(self, state: dict[str, Any], **attributes: Any) -> None:
+        self.state = state
+        self.loaded: Any = None
+        self.__dict__.update(attributes)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        self.loaded = (state_dict, fast_init)
+
+    def capture(self) -> Any:
+        return self.state
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        self.loaded = states
+
+
+class Owners(Part):
+    def capture(self) -> Any:
+        return self.state, {"plugin 'p': handle": "a file"}
+
+
+@dataclasses.dataclass
+class Team:
+    """What a process sees of others: it knows what they would say."""
+
+    others: list[Any] = dataclasses.field(default_factory=list)
+    num_replicas: int = 1
+    num_processes: int = 1
+    rank: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_processes == 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+
+class Run:
+    """Has one of each part."""
+
+    def __init__(self, team: Team | None = None) -> None:
+        self.state, self.cursor = TrainingState(global_iteration=5), Cursor(epoch=1, batch=2)
+        self.is_manual: bool | None = False
+        self.is_resumed, self.is_discovered = False, True
+        self.obstacles, self.unshared = ["an obstacle"], ["meter"]
+        self.missing, self.claims = {"data: Own": "a trial"}, ["claimed by Own"]
+        self.saved_randomness: Any = None
+        model = {"objects": {}, "values": {}, "missing": {"net.hook": "a function"}}
+        self.model = Part(
+            model, tables={"_loss_items": {"loss": torch.ones(1, requires_grad=True)}}
+        )
+        self.plugin_states, self.loop_states = Part({"p": {"n": 1}}), Part({"fit": {"n": 2}})
+        self.owner_states = Owners({"plugin 'p'": {"best": 3}})
+        self.engine = Part({"open_micro_batches": 1})
+        self.training_source = Part(
+            {"position": 4},
+            description={"length": 8},
+            missing={"data: sampler": "a generator"},
+            state_is_per_process=False,
+        )
+        self.replicas = team or Team()
+
+
+def test_what_was_captured_is_applied() -> None:
+    run, fresh = Run(), Run()
+    record = capture(run)
+    fresh.obstacles, fresh.unshared = [], []
+    fresh.model.tables = {"_loss_items": {"old": 1}}
+    payload = record.to_payload()
+    assert tuple(payload) == tuple(key for key in KEYS if key in payload)
+    assert KEYS[:3] == ("schema", "version", "training_state")
+    apply(Record.from_payload(payload), fresh, state=run.state, cursor=run.cursor)
+    assert (fresh.state, fresh.cursor, fresh.is_resumed) == (run.state, run.cursor, True)
+    assert (fresh.obstacles, fresh.unshared) == (["an obstacle"], ["meter"])
+    assert fresh.is_manual is False
+    assert fresh.model.loaded == (run.model.state, False)
+    assert fresh.engine.loaded == ({"open_micro_batches": 1}, False)
+    assert fresh.training_source.loaded == ({"position": 4}, False)
+    assert fresh.plugin_states.loaded == {"p": {"n": 1}}
+    assert fresh.loop_states.loaded == {"fit": {"n": 2}}
+    assert fresh.owner_states.loaded == {"plugin 'p'": {"best": 3}}
+    assert list(fresh.model.tables["_loss_items"]) == ["loss"]
+    assert not fresh.model.tables["_loss_items"]["loss"].requires_grad
+    assert fresh.saved_randomness is record.rng
+
+
+def test_what_is_missing_is_joined_over_owners_and_processes() -> None:
+    others = [({"data: Own": "of rank 1", "net.late": "late"}, ["claimed by Other"])]
+    record = capture(Run(Team(others, num_replicas=2)))
+    assert record.missing == {
+        "data: Own": "of rank 1",
+        "data: sampler": "a generator",
+        "net.hook": "a function",
+        "plugin 'p': handle": "a file",
+        "net.late": "late",
+    }
+    assert record.claims == ["claimed by Own", "claimed by Other"]
+
+
+def test_a_model_with_a_state_of_its_own_may_have_a_key_of_that_name() -> None:
+    run = Run()
+    run.is_discovered = False
+    assert "net.hook" not in capture(run).missing
+
+
+def test_nobody_lacks_anything_by_default() -> None:
+    run = Run()
+    run.missing, run.training_source.missing, run.owner_states = {}, {}, NoOwners()
+    run.model.state = {"objects": {}, "values": {}}
+    record = capture(run)
+    assert (record.missing, record.owners) == ({}, {})
+
+
+def test_what_was_trained_is_given_to_inference() -> None:
+    run, fresh = Run(), Run()
+    trained = capture_trained(run.model, run.plugin_states)
+    assert trained == Trained.of(capture(run))
+    apply_trained(trained, fresh.model, fresh.plugin_states)
+    assert fresh.model.loaded == (run.model.state, True)
+    assert fresh.model.tables == trained.tables
+    assert fresh.plugin_states.loaded == {"p": {"n": 1}}
+    assert fresh.engine.loaded is None
+
+
+def test_a_file_that_says_little_gets_defaults() -> None:
+    record = Record.from_payload(LEAST)
+    assert record.place == (2, 7)
+    assert (record.schema, record.version) == (layout.SCHEMA, __version__)
+    assert (record.missing, record.claims, record.owners) == ({}, [], {})
+    assert not record.is_migrated
+    assert Record.from_payload(LEAST | {"migrated_from": ""}).is_migrated
+    assert set(REQUIRED) == LEAST.keys()
+
+
+def test_keys_that_say_nothing_are_not_written() -> None:
+    absent = {"log_path", "run_path", "events", "migrated_from"}
+    assert set(KEYS) - Record.from_payload(LEAST).to_payload().keys() == absent
+    says = {"log_path": "a", "run_path": "b", "events": None, "migrated_from": ""}
+    assert set(KEYS) == Record.from_payload(LEAST | says).to_payload().keys()
+
+
+def test_what_hooks_add_is_kept_and_shown_to_them_again() -> None:
+    snapshot = Record(**LEAST).snapshot()
+    assert "options" not in snapshot
+    snapshot["mine"] = 3
+    record = Record.from_payload(snapshot)
+    assert record.extra == {"mine": 3}
+    assert record.to_payload()["mine"] == record.snapshot()["mine"] == 3
+
+
+@pytest.mark.parametrize("key", LEAST)
+def test_a_key_that_a_hook_removes_is_named(key: str) -> None:
+    rest = {name: value for name, value in LEAST.items() if name != key}
+    with pytest.raises(StateError, match=f"lacks '{key}'. Do not remove keys in on_save_checkp"):
+        Record.from_payload(rest)
+
+
+def test_a_sidecar_is_a_projection_of_the_record() -> None:
+    record = dataclasses.replace(
+        Record(**LEAST),
+        missing={"net.seen": "a file"},
+        claims=["claimed by Own"],
+        options={"total_steps": 3},
+        resumed_from="/there",
+    )
+    sidecar = Sidecar.of(
+        record,
+        run_name="run",
+        level=Level.INCOMPLETE,
+        metrics={"loss": 0.5},
+        changes=["a change"],
+        is_by_epoch=True,
+    )
+    assert (sidecar.epoch, sidecar.iteration, sidecar.num_replicas) == (2, 7, 1)
+    assert (sidecar.level, sidecar.missing) == ("incomplete", {"net.seen": "a file"})
+    assert (sidecar.claims, sidecar.options) == (["claimed by Own"], {"total_steps": 3})
+    assert (sidecar.resumed_from, sidecar.changes) == ("/there", ["a change"])
+    assert sidecar.count is None, "in mid-epoch"
+    assert Sidecar.from_json(sidecar.to_json(), name="it") == sidecar
+
+
+@pytest.mark.parametrize("keeps_model", [True, False])
+def test_a_detached_record_shares_memory_with_itself_only(keeps_model: bool) -> None:
+    tensor = torch.zeros(3)
+    record = Record(**{**LEAST, "model": {"a": tensor}}, plugins={"p": tensor}, extra={"m": tensor})
+    copied = detach(record, keeps_model=keeps_model)
+    tensor.fill_(1)
+    assert copied.plugins["p"].sum() == copied.extra["m"].sum() == 0
+    assert copied.plugins["p"] is copied.extra["m"]
+    assert copied.model["a"].sum() == (0 if keeps_model else 3)

@@ -1,0 +1,330 @@
+"""The level tells the truth: what is missing, whose word it rests on, what lowers it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import helios
+from helios.checkpoint.level import Level, list_missing
+from helios.cli import main
+from helios.errors import ArgumentError, StateError
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.distributed.train_script import Module, parse
+from tests.support.ranks import run_ranks
+
+REASON = "its state does not bring back the next batch"
+LOST = f"data: Buffered ({REASON})"
+
+
+class Ordered:
+    """A loader with state: sixteen batches, each with noise of its own."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < 16:
+            self.position += 1
+            yield torch.tensor([self.position]), torch.full((1, 5), random.random())
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = state_dict["position"]
+
+
+class Buffered(Ordered):
+    """Reads ahead, as a shuffle buffer does, and its state leaves the buffer out."""
+
+    def __iter__(self) -> Iterator[Any]:
+        waiting: list[Any] = []
+        for batch in super().__iter__():
+            waiting.append(batch)
+            if len(waiting) > 2:
+                yield waiting.pop(0)
+        yield from waiting
+
+
+class Data(Module):
+    def __init__(self, kind: type[Ordered]) -> None:
+        super().__init__(parse([]))
+        self.kind = kind
+
+    def train_dataloader(self) -> Any:
+        return self.kind()
+
+
+class Simple(helios.Model):
+    """One weight, and a log of what it was trained on."""
+
+    unsaved = ("log",)
+
+    def __init__(self) -> None:
+        super().__init__("net")
+        self.log: list[Any] = []
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(5, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
+        number, features = batch
+        loss = self.net(features).square().mean()
+        self.log.append((number.tolist(), loss.item(), torch.rand(1).item()))
+        return loss
+
+
+def fit(
+    folder: Path,
+    kind: type[Ordered] = Ordered,
+    *,
+    model: helios.Model | None = None,
+    **options: Any,
+) -> helios.Model:
+    model = model or Simple()
+    settings = {
+        "train_unit": "iteration",
+        "total_steps": 4,
+        "chkpt_frequency": 2,
+        "chkpt_root": folder,
+        "use_cpu": True,
+        **options,
+    }
+    assert helios.Trainer(**settings).fit(model, Data(kind))
+    return model
+
+
+def sidecars(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted((folder / "net").glob("*.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def test_levels_are_ordered() -> None:
+    names = [level.value for level in sorted(Level, key=lambda level: level.height)]
+    assert names == ["none", "incomplete", "order", "restart", "elastic"]
+    assert Level.RESTART.at_most(Level.INCOMPLETE) is Level.INCOMPLETE
+    assert Level.NONE.at_most(Level.INCOMPLETE) is Level.NONE
+
+
+def test_only_the_first_of_many_places_are_listed() -> None:
+    missing = {f"net.count_{number}": "" for number in range(12)}
+    assert list_missing(missing).endswith("net.count_9 and 2 more")
+
+
+def test_a_state_that_is_kept_rests_on_a_word_that_was_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    word = "claimed by Ordered, tried at the first start"
+    fit(tmp_path)
+    assert f"promise: restart ({word}; the training loader has a state" in capsys.readouterr().err
+    assert [(each["level"], each["claims"]) for each in sidecars(tmp_path)] == [
+        ("restart", [word])
+    ] * 2
+    fit(tmp_path, total_steps=6)
+    assert f"promise: restart ({word}; " in capsys.readouterr().err
+    assert sidecars(tmp_path)[-1]["claims"] == [word]
+    assert main(["ls", "--json", str(tmp_path)]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)["folders"]
+    assert {tuple(each["claims"]) for each in listed["files"]} == {(word,)}
+
+
+def test_a_state_that_could_not_be_tried_is_claimed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Open(Ordered):
+        def __init__(self) -> None:
+            super().__init__()
+            self.source = iter([1])
+            self.handle = open(__file__, encoding="utf-8")  # noqa: SIM115, PTH123
+            self.handle.close()
+
+    fit(tmp_path, Open)
+    where = "test_a_state_that_could_not_be_tried_is_claimed.<locals>.Open"
+    assert f"promise: restart (claimed by {where}; " in capsys.readouterr().err
+    assert sidecars(tmp_path)[0]["claims"] == [f"claimed by {where}"]
+
+
+def test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, Buffered)
+    shown = capsys.readouterr().err
+    assert f"promise: incomplete (lacks {LOST})" in shown
+    assert "WARNING - The state of Buffered does not bring back the next batch" in shown
+    first, second = sidecars(tmp_path)
+    for sidecar in (first, second):
+        assert (sidecar["level"], sidecar["claims"]) == ("incomplete", [])
+        assert sidecar["missing"] == {
+            "data: Buffered": "its state does not bring back the next batch"
+        }
+    path = next((tmp_path / "net").glob("*_iter_4.pth"))
+    assert main(["ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(f"{path.name} lacks {LOST}.") == 1
+    assert main(["inspect", str(path)]) == 0
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "level: incomplete" in shown or "level incomplete" in shown
+    assert LOST in shown
+
+
+def test_fit_warns_once_when_it_loads_an_incomplete_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, Buffered)
+    capsys.readouterr()
+    fit(tmp_path, Buffered, total_steps=6)
+    shown = capsys.readouterr().err
+    (told,) = [line for line in shown.splitlines() if " - WARNING - " in line]
+    assert f"The checkpoint of iteration 4 is incomplete: it lacks {LOST}." in told
+    assert "finds there what setup() makes" in told
+    assert 'on_incomplete="raise"' in told
+    assert f"promise: incomplete (lacks {LOST})" in shown
+    newest = sidecars(tmp_path)[-1]
+    assert newest["level"] == "incomplete", "it was tried at the first start, and is lost still"
+    assert "resumed without: data: Buffered" in newest["changes"]
+
+
+def test_a_trial_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+    tried = fit(tmp_path)
+    untried = fit(tmp_path / "other", chkpt_frequency=None)
+    assert tried.log == untried.log
+    assert torch.equal(tried.net.weight, untried.net.weight)
+
+
+def test_nothing_is_tried_without_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, Buffered, chkpt_frequency=None)
+    assert "WARNING" not in capsys.readouterr().err
+
+
+def test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written(tmp_path: Path) -> None:
+    class Listening(Plugin):
+        def __init__(self) -> None:
+            super().__init__("listening")
+            self.events: list[str] = []
+
+        unsaved = ("events",)
+
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.events.append("on_save_checkpoint")
+
+    listening = Listening()
+    rule = r"on_incomplete=\"raise\".*one of iteration 2 lacks data: Buffered .*unsaved = "
+    with pytest.raises(StateError, match=rule):
+        fit(tmp_path, Buffered, on_incomplete="raise", plugins=[listening])
+    assert list((tmp_path / "net").glob("*.pth*")) == []
+    assert listening.events == []
+
+
+@pytest.mark.parametrize("value", ["error", None, True])
+def test_on_incomplete_is_one_of_two_words(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=r'on_incomplete=...\) must be "warn" or "raise", got'):
+        helios.Trainer(on_incomplete=value, use_cpu=True)
+
+
+class OneSided(Buffered):
+    """Leaves something out on one rank only."""
+
+    is_buffered = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return Buffered.__iter__(self) if self.is_buffered else Ordered.__iter__(self)
+
+
+def _refuse(rank: int, folder: Path) -> str:
+    OneSided.is_buffered = rank == 1
+    try:
+        fit(folder, OneSided, on_incomplete="raise", num_replicas=2)
+    except StateError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_what_one_rank_lacks_is_refused_on_all(tmp_path: Path) -> None:
+    (tmp_path / "net").mkdir()
+    first, second = run_ranks(_refuse, 2, tmp_path)
+    assert first == second
+    assert "lacks data: OneSided" in first
+    assert list((tmp_path / "net").glob("*.pth*")) == []
+
+
+def _save(rank: int, folder: Path) -> list[Any]:
+    OneSided.is_buffered = rank == 1
+    fit(folder, OneSided, num_replicas=2)
+    return [(each["level"], each["missing"], each["claims"]) for each in sidecars(folder)]
+
+
+def test_what_one_rank_lacks_is_in_the_sidecar(tmp_path: Path) -> None:
+    found = run_ranks(_save, 2, tmp_path)[0]
+    assert found[0][0] == "incomplete"
+    assert list(found[0][1]) == ["data: OneSided"]
+    assert found[0][2] == ["claimed by OneSided, tried at the first start"]
+
+
+IMPORTS_INDUCTOR = pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+
+
+class Compiled(Simple):
+    backend: Any = "inductor"
+    is_in_place = False
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        if self.is_in_place:
+            self.net.compile(backend=self.backend)
+        else:
+            self.fast = torch.compile(self.net, backend=self.backend)
+
+    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
+        # Not by the compiled network: to compile takes longer than the rest of the test.
+        return nn.functional.linear(batch[1], self.net.weight).square().mean()
+
+
+@IMPORTS_INDUCTOR
+@pytest.mark.parametrize("is_in_place", [False, True])
+@pytest.mark.parametrize(("backend", "level"), [("inductor", "order"), ("eager", "restart")])
+def test_inductor_lowers_the_level_without_a_warning(
+    backend: str,
+    level: str,
+    is_in_place: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = Compiled()
+    model.backend, model.is_in_place = backend, is_in_place
+    fit(tmp_path, model=model)
+    shown = capsys.readouterr().err
+    assert f"promise: {level} (" in shown
+    assert "WARNING" not in shown
+    assert {each["level"] for each in sidecars(tmp_path)} == {level}
+
+
+@IMPORTS_INDUCTOR
+def test_a_network_that_is_compiled_later_lowers_the_level_of_its_checkpoints(
+    tmp_path: Path,
+) -> None:
+    class Later(Simple):
+        def on_training_epoch_start(self, current_epoch: int) -> None:
+            self.net.compile()
+
+        def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
+            return nn.functional.linear(batch[1], self.net.weight).square().mean()
+
+    fit(tmp_path, model=Later())
+    assert {each["level"] for each in sidecars(tmp_path)} == {"order"}
