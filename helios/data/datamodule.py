@@ -10,7 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.params import DataLoaderParams
@@ -74,6 +74,11 @@ class DataModule(ABC):
     ``_predict_dataset``, those that there are, with :meth:`_create_dataset`. All but the first may
     be a list of what that returns, or a dict of them by name (L32).
     """
+
+    _internals: ClassVar[str] = (
+        "_is_distributed _num_replicas _predict_dataset _test_dataset _train_dataset _trainer "
+        "_valid_dataset"
+    )
 
     _train_dataset: Dataset | None = None
     _valid_dataset: Datasets | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,8 @@ class Engine(Peer):
             or for both limits at once.
         ArgumentTypeError: for something else than a device, and than a precision.
     """
+
+    _internals: ClassVar[str] = "_clipping _open_micro_batches _precision _scaler _sums replicas"
 
     def __init__(
         self,

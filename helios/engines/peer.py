@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,8 @@ class Peer:
         ArgumentError: for a name that is no device's.
         ArgumentTypeError: for something else than a device.
     """
+
+    _internals: ClassVar[str] = "_has_joined _means device"
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = _as_device(device)

@@ -12,6 +12,8 @@ from helios.state import Phase
 class BatchLoop(Loop):
     """The default batch loop; this process carries one replica."""
 
+    _internals: ClassVar[str] = "_is_done optimizer_loop"
+
     roles = ("optimizer_loop",)
     role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
 

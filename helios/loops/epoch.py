@@ -26,6 +26,10 @@ _LOGGER = logging.getLogger(__name__)
 class EpochLoop(Loop):
     """The default epoch loop."""
 
+    _internals: ClassVar[str] = (
+        "_batches _has_left _is_complete _is_over _num_done _timer _turns batch_loop val_loop"
+    )
+
     roles = ("batch_loop", "val_loop")
     role_types: ClassVar = {"batch_loop": BatchLoop, "val_loop": ValidationLoop}
 

@@ -35,6 +35,8 @@ class EvaluationLoop(Loop):
         step_name: the model's step.
     """
 
+    _internals: ClassVar[str] = "_batches _loader _modes _pass_number _randomness _sources _step"
+
     phase: ClassVar[Phase]
     noun: ClassVar[str]
     step_name: ClassVar[str]
@@ -273,6 +275,8 @@ def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) ->
 
 class ScoringLoop(EvaluationLoop):
     """Base of the passes whose steps return scores; the result is True, or None without data."""
+
+    _internals: ClassVar[str] = "_totals"
 
     def reset(self) -> None:
         """Begin a pass with empty totals."""

@@ -14,6 +14,8 @@ from helios.state import Phase
 class FitLoop(Loop):
     """The default fit loop; its result is the reason for which the run has ended."""
 
+    _internals: ClassVar[str] = "_has_run epoch_loop"
+
     roles = ("epoch_loop",)
     role_types: ClassVar = {"epoch_loop": EpochLoop}
 

@@ -63,6 +63,8 @@ class Loop(ABC):
         session: what the loop may see; before it is attached, a ``UsageError`` (L7).
     """
 
+    _internals: ClassVar[str] = "_is_made session"
+
     roles: ClassVar[tuple[str, ...]] = ()
     role_types: ClassVar[Mapping[str, type[Loop]]] = {}
     session: Session = _Unattached()  # type: ignore[assignment]

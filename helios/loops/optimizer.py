@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from types import GeneratorType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,6 +37,10 @@ def refuse_closures(optimizer: Optimizer) -> None:
 
 class OptimizerLoop(Loop):
     """The default optimizer loop: automatic or manual, as ``train_step`` returns (C12)."""
+
+    _internals: ClassVar[str] = (
+        "_attribute _collected _has_begun _is_done _optimizer _shown _updated_in"
+    )
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from helios.loops.evaluation import EvaluationLoop
 from helios.state import Phase
@@ -14,6 +14,8 @@ class PredictionLoop(EvaluationLoop):
     Its result is the list of predictions, a batch each; with several loaders a list of such lists,
     one for each loader (L34).
     """
+
+    _internals: ClassVar[str] = "_predictions"
 
     phase = Phase.PREDICTION
     noun = "predicting"

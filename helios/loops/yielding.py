@@ -10,7 +10,7 @@ import logging
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from types import GeneratorType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -44,6 +44,8 @@ class YieldLoop(OptimizerLoop):
         ArgumentError: for an optimizer that is named twice.
         ArgumentTypeError: for something that is no sequence of names.
     """
+
+    _internals: ClassVar[str] = "_holders _order _skips _turns _unreached"
 
     def __init__(self, optimizers: Sequence[str] = ()) -> None:
         super().__init__()

@@ -1,10 +1,8 @@
 """Averages of weights, kept beside the networks and swapped in for evaluations: EMA and SWA.
 
-A network always trains on its own weights, and a checkpoint holds those under ``model``; the
-average lies under ``plugins`` (USERS.md 14). The arithmetic is that of ``torch.optim.swa_utils``,
-whose ``AveragedModel`` is not used: it copies a network with its hooks, its names change with
-``torch.compile``, and it pairs tensors by their order alone, so that a changed network would be
-averaged with the wrong weights in silence.
+A network trains on its own weights, which a checkpoint holds under ``model``, and the average under
+``plugins``. The arithmetic is that of ``torch.optim.swa_utils``. Its ``AveragedModel`` is not used:
+its names change with ``torch.compile``, and it pairs tensors by their order alone.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
@@ -50,6 +48,10 @@ class WeightAverage(Plugin, ABC):
         averages_buffers: average floating-point buffers too, and swap them in.
         swaps_in: the evaluations that see the average.
     """
+
+    _internals: ClassVar[str] = (
+        "_averages _decay _every _is_fitting _networks _paths _start _swap _swaps_in _warmup"
+    )
 
     def __init__(
         self,

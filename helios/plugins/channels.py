@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import CHANNELS, EVENTS
@@ -131,6 +131,8 @@ class PipelineHooks(Plugin):
     Args:
         plug_id: the plugin's name; the states of its contexts are saved under it.
     """
+
+    _internals: ClassVar[str] = "_channels _scopes"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse methods that would switch a channel off: those that leave out the base's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import signature_of
@@ -139,6 +139,8 @@ def _check_part(name: str, part: Part) -> None:
 @final
 class _FunctionContext(HookContext):
     """A context made of functions."""
+
+    _internals: ClassVar[str] = "_after _before"
 
     def __init__(self, before: Part | None, after: Part | None) -> None:
         self._before = before

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -46,6 +46,11 @@ class EarlyStopping(Plugin):
         >>> EarlyStopping("loss", patience=3).best is None
         True
     """
+
+    _internals: ClassVar[str] = (
+        "_best _count _has_stopped _is_training _metric _min_delta _patience _sign "
+        "_stop_on_nan _threshold"
+    )
 
     monitor = True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,10 @@ class GradientNormMonitor(Plugin):
         >>> GradientNormMonitor(norm_type=float("inf")).plug_id
         'gradient-norm'
     """
+
+    _internals: ClassVar[str] = (
+        "_has_logged _has_warned _norm_type _norms _paths _per_network _per_parameter _places"
+    )
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ step, so what an optimizer holds at the end of a batch is already the next step'
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -69,6 +69,8 @@ class LearningRateMonitor(Plugin):
         >>> LearningRateMonitor(momentum=True).plug_id
         'learning-rate'
     """
+
+    _internals: ClassVar[str] = "_has_logged _used _with_momentum"
 
     unsaved = ("_used", "_has_logged")
 

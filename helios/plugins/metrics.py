@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class Metrics(Plugin):
         ArgumentError: for a value that breaks a rule.
         ArgumentTypeError: for something that is no metric, or no function.
     """
+
+    _internals: ClassVar[str] = (
+        "_every _inputs _is_fitting _is_spread _num_turns _phase _spare _tallies _turn "
+        "_warned _whole _written"
+    )
 
     def __init__(
         self,

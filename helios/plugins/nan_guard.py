@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,11 @@ class NaNGuard(Plugin):
         >>> NaNGuard(action="skip", limit=3).num_skipped
         0
     """
+
+    _internals: ClassVar[str] = (
+        "_action _buffers _found _has_skipped _keeps_buffers _knows_manual _limit "
+        "_num_in_a_row _sees_gradients _sees_losses _window num_skipped"
+    )
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -66,6 +66,10 @@ class Plugin(ABC):
     Args:
         plug_id: the plugin's name, unique in a trainer; its state is saved under it.
     """
+
+    _internals: ClassVar[str] = (
+        "_context _plug_id _unique_overrides device is_distributed map_loc rank trainer"
+    )
 
     monitor: bool = False
     sanity_steps: int = 0

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.profiler import record_function
@@ -53,6 +53,11 @@ class Profiler(Plugin):
         ArgumentError: for a number that breaks a rule, and for a folder that is a file.
         ArgumentTypeError: for a path that is none, and an unknown option.
     """
+
+    _internals: ClassVar[str] = (
+        "_before_first _closing _folder _has_ranges _lengths _num_steps _num_traces "
+        "_open_ranges _options _profile _repeat _schedule"
+    )
 
     unsaved = ("_num_steps", "_num_traces", "_open_ranges", "_profile", "_schedule")
 

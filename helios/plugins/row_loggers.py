@@ -13,7 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from helios.core.distributed import get_global_rank
 from helios.core.rows import RowFile
@@ -50,6 +50,8 @@ class RowLogger(Plugin):
         header: the first line of the file, with its line end; empty for none.
         plug_id: the plugin's name.
     """
+
+    _internals: ClassVar[str] = "_early _file _is_writing _mark"
 
     def __init__(self, path: str | Path, header: str, plug_id: str) -> None:
         super().__init__(plug_id)
@@ -163,6 +165,8 @@ class JSONLLogger(RowLogger):
         ArgumentError: if the path is that of a folder.
         ArgumentTypeError: if it is no path.
     """
+
+    _internals: ClassVar[str] = "_refused"
 
     def __init__(self, path: str | Path, plug_id: str = "jsonl-logger") -> None:
         super().__init__(path, "", plug_id)

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
@@ -74,6 +74,10 @@ class TimeLimit(Plugin):
         ArgumentError: for a value that breaks a rule.
         ArgumentTypeError: for a duration of another type.
     """
+
+    _internals: ClassVar[str] = (
+        "_clock _counts_run _launch_began _limit _margin _spent_before _training_began"
+    )
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from helios.errors import ArgumentError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase
@@ -31,6 +33,8 @@ class SanityCheck(Plugin):
         >>> SanityCheck().sanity_steps
         2
     """
+
+    _internals: ClassVar[str] = "sanity_steps"
 
     def __init__(self, steps: int = 2, *, plug_id: str = "sanity-check") -> None:
         super().__init__(plug_id)
@@ -63,6 +67,8 @@ class LimitBatches(Plugin):
         >>> LimitBatches(train=10, valid=2).batch_limits[Phase.TRAINING]
         10
     """
+
+    _internals: ClassVar[str] = "batch_limits"
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from helios.run_state.found import Container, Found, Slot, SlotKey
 from helios.run_state.values import (
     LIMIT,
     Digest,
@@ -23,7 +24,6 @@ from helios.run_state.values import (
     take_digest,
     tensors_in,
 )
-from helios.run_state.walk import Container, Found, Slot, SlotKey
 
 
 class _Value(NamedTuple):

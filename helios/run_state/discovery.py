@@ -1,125 +1,51 @@
-"""What of a model is state, found without a word of the user's (DESIGN section 6).
+"""What of an owner is state, found without a word of the user's.
 
 Objects with a ``state_dict`` are always saved. Of plain values those are saved that training has
 changed since ``setup``; what ``setup`` made is configuration and may be edited between two starts.
-Whatever else has changed is named loudly, since a resumed run would not have it (DESIGN R5).
+Whatever else has changed is named, since a resumed run would not have it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
-import torch
-from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.core.wrappers import BareNames
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
-from helios.run_state.changes import changes_since, digests_of, places_in, restore_values
+from helios.run_state.aliases import changed_aliases, changed_orders
+from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
+from helios.run_state.changes import Changes, changes_since, digests_of, places_in
+from helios.run_state.classes import class_marks
+from helios.run_state.coverage import Coverage
+from helios.run_state.data_members import keep_data_only, large_members
 from helios.run_state.effects import StepWatch
+from helios.run_state.found import Found, Rules
+from helios.run_state.generators import kind_of_generator, state_of_generator
+from helios.run_state.hooks import hooks_of
+from helios.run_state.losses import Losses
 from helios.run_state.parts import (
-    Parameters,
-    Shape,
-    complete_groups,
     flags_of,
     grads_of,
     kind_of,
-    load_flags,
-    load_grads,
-    load_state,
-    parameters_of,
-    shape_of,
     state_of,
-    storages_of,
     structure_since,
 )
-from helios.run_state.values import LIMIT, Digest, Identities, storage_of
-from helios.run_state.walk import (
-    Found,
-    Slot,
-    SlotKey,
-    enter_modules,
-    is_declared,
-    settled_in,
-    walk,
-)
+from helios.run_state.restoring import Restoring
+from helios.run_state.scene import Scene
+from helios.run_state.values import ATOMS, Identities
+from helios.run_state.walk import walk
 
 _LOGGER = logging.getLogger(__name__)
-_TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
-_UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
-
-
-@final
-class _Scene:
-    """One look at the owner. What lies around a value is sorted only when a value asks for it."""
-
-    def __init__(
-        self,
-        owner: object,
-        exclude: frozenset[str],
-        unsaved: frozenset[str],
-        settled: dict[str, dict[str, Any]],
-    ) -> None:
-        self.found = walk(owner, exclude, unsaved)
-        enter_modules(self.found, settled, unsaved)
-        self._owner = owner
-        self._exclude = exclude
-
-    @cached_property
-    def parameters(self) -> Parameters:
-        return parameters_of(self.found)
-
-    @cached_property
-    def _storages(self) -> dict[int, str]:
-        return storages_of(self.found, self.parameters)
-
-    @cached_property
-    def _names(self) -> dict[int, str]:
-        attributes = vars(self._owner)
-        names = {id(attributes[name]): name for name in self._exclude & attributes.keys()}
-        names |= {id(part): path for path, part in self.found.objects.items()}
-        for path, module in self.found.modules().items():
-            bare = BareNames(module)
-            for name, part in module.named_modules():
-                names.setdefault(id(part), f"{path}.{bare.of(name)}")
-        return names | {id(self._owner): "itself"}
-
-    def paths(self) -> frozenset[str]:
-        return frozenset((*self.found.objects, *self.parameters.loose))
-
-    def name_of(self, value: object) -> str | None:
-        return self._names.get(id(value))
-
-    def name_of_storage(self, tensor: Tensor) -> str | None:
-        return self._storages.get(storage_of(tensor))
-
-
-@dataclass(frozen=True)
-class _Baseline:
-    """What setup made."""
-
-    paths: frozenset[str]
-    shapes: dict[str, Shape]
-    digests: dict[SlotKey, Digest]
-    settled: dict[str, dict[str, Any]]
-
-    def distrust(self, places: Iterable[SlotKey]) -> None:
-        """Take places for changed, whatever they hold; a place that is gone for deleted."""
-        for parent, key in places:
-            self.digests[parent, key] = _UNLIKE_ANY
-            self.settled.get(parent, {}).pop(key, None)
 
 
 @final
 class Discovery:
-    """Finds, captures and restores the state of an owner's attributes (DESIGN section 6).
+    """Finds, captures and restores the state of an owner's attributes.
 
     Args:
         owner: the object whose attributes are looked through, usually a model.
@@ -127,6 +53,11 @@ class Discovery:
         unsaved: names of attributes, or paths such as ``"stuff.count"``, that are declared as not
             to be saved: neither saved nor warned of, whatever they hold.
         name: how messages call the owner.
+        outside: returns the objects that other owners save, by name.
+        is_strict: whether all objects must be created in ``setup``; what else is created in an
+            event of the start is created by every start.
+        is_data: whether only generators and plain values count, as in a data set: what else it
+            holds is data, caches and open files.
 
     Raises:
         ArgumentTypeError: if ``unsaved`` is a single string.
@@ -139,6 +70,9 @@ class Discovery:
         exclude: frozenset[str] = frozenset(),
         unsaved: tuple[str, ...] = (),
         name: str = "model",
+        outside: Callable[[], Mapping[str, object]] = dict,
+        is_strict: bool = True,
+        is_data: bool = False,
     ) -> None:
         if isinstance(unsaved, str):
             raise ArgumentTypeError(
@@ -149,9 +83,12 @@ class Discovery:
         self._exclude = exclude
         self._unsaved = frozenset(unsaved)
         self._name = name
+        self._outside = outside
+        self._is_strict = is_strict
+        self._is_data = is_data
         self._identities = Identities()
-        self._baseline: _Baseline | None = None
-        self._named: set[str] = set()
+        self._baseline: Baseline | None = None
+        self._named: dict[str, str] = {}
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the networks by path, each once, with those that are declared as unsaved."""
@@ -167,23 +104,51 @@ class Discovery:
         objects = self._all().objects
         return {path: part for path, part in objects.items() if isinstance(part, LRScheduler)}
 
+    def named_objects(self) -> Mapping[str, object]:
+        """Return the objects that this owner saves, and parts of networks, by name."""
+        return self._look().names.objects()
+
     def watch(self, *, reads_weights: bool = True) -> StepWatch:
         """Begin to look for what a step changes."""
-        return StepWatch(self._look, self._identities, reads_weights=reads_weights)
+        return StepWatch(self._owner, self._look, self._identities, reads_weights=reads_weights)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what counts in this process only: what setup made, told by identity."""
         return vars(self) | {"_identities": Identities(), "_baseline": None}
 
-    def take_baseline(self) -> None:
-        """Remember what setup made; to be called right after it."""
-        scene = self._look()
-        digests = digests_of(scene.found, scene, self._identities)
-        shapes = {path: shape_of(part) for path, part in scene.found.objects.items()}
-        self._baseline = _Baseline(scene.paths(), shapes, digests, settled_in(scene.found))
+    def take_baseline(self, *, states_too: bool = False) -> None:
+        """Remember what setup made; to be called right after it.
 
-    def capture(self) -> dict[str, Any]:
+        Args:
+            states_too: whether the owner has a ``state_dict`` of its own, which may leave out
+                objects: their states are then compared, too.
+        """
+        self._named = {}
+        self._baseline = take_baseline(
+            self._owner, self._look(), self._identities, states_too=states_too
+        )
+
+    def begin_training(self) -> None:
+        """Forget changes of the start events, which every start repeats.
+
+        What they change and a checkpoint can hold is saved all the same.
+        """
+        baseline = self._require_baseline()
+        scene = self._look()
+        for where, digest in digests_of(scene.found, scene, self._identities).items():
+            if not digest.is_plain:
+                baseline.digests[where] = digest
+        for path in _late(scene.found, baseline):
+            baseline.marks[path] = mark_of_object(scene.found.objects[path], self._identities)
+        baseline.hooks = hooks_of(scene.found)
+        baseline.classes = class_marks(self._owner, scene.found, scene, self._identities)
+
+    def capture(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the state, by reference: nothing is cloned.
+
+        Args:
+            own: what the owner's own ``state_dict`` returned: nothing of it is captured twice;
+                ``None`` for an owner without one.
 
         Returns:
             ``objects``: state dictionaries by path; ``kinds``: names of their classes; ``groups``:
@@ -191,33 +156,56 @@ class Discovery:
             tensors that an optimizer moves and no module holds; ``flags``: frozen parameters and
             submodules in evaluation mode, by module; ``grads``: open gradients by module and
             parameter; ``values``: plain values that training changed, by the path of what holds
-            them (that of a module ends with a slash) and by key.
+            them (that of an object ends with a slash) and by key; ``inner``: states of objects
+            that only other objects hold and whose ``state_dict`` leaves them out;
+            ``generators``: states of generators; ``aliases``, ``orders``: which object a place
+            names, and the order of keys, where training changed it; ``missing``: what training
+            changed and this state lacks, with the reason, by path; ``is_partial``: whether objects
+            may be absent.
 
         Raises:
             UsageError: before :meth:`take_baseline`.
             StateError: if an object fails to give its state.
         """
-        if self._baseline is None:
-            raise UsageError(
-                f"The state of the {self._name} cannot be captured before take_baseline() was "
-                "called: what training has changed is known by comparing with what setup() made."
-            )
-        baseline = self._baseline
+        baseline = self._require_baseline()
         scene = self._look(baseline.settled)
+        found = scene.found
+        objects = {path: _state_of(path, part) for path, part in found.objects.items()}
+        inner = {path: _state_of(path, part) for path, part in found.inner.items()}
+        covers = self._coverages(found, objects | inner, own)
+        shared = self._leave_out_covered(found, covers)
         changes = changes_since(
-            baseline.digests, scene.found, scene, self._identities, frozenset(self._named)
+            baseline.digests, found, scene, self._identities, frozenset(self._named)
         )
-        groups, misfits = structure_since(baseline.shapes, scene.found, scene.parameters)
-        misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
-        self._warn_of_losses(changes.large, changes.others, misfits)
+        _drop_copies(changes, covers, shared)
+        groups, misfits = structure_since(baseline.shapes, found, scene.parameters)
+        aliases, lost = changed_aliases(baseline.aliases, found, scene.names)
+        if self._is_strict:
+            misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
+        else:
+            for path in _late(found, baseline):
+                if self._mark(objects.pop(path)) != baseline.marks.get(path):
+                    lost[path] = _LATE
+        if self._is_data:
+            changes.others.clear()
+        self._note_losses(changes, misfits, lost, scene)
         return {
-            "objects": {path: _state_of(path, part) for path, part in scene.found.objects.items()},
-            "kinds": {path: kind_of(part) for path, part in scene.found.objects.items()},
+            "objects": self._uncovered(objects, covers) if own is not None else objects,
+            "kinds": {path: kind_of(part) for path, part in found.objects.items()},
             "groups": groups,
             "parameters": {name: part.detach() for name, part in scene.parameters.loose.items()},
-            "flags": flags_of(scene.found, scene.parameters),
+            "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),
             "values": changes.values,
+            "inner": self._uncovered(inner, covers),
+            "generators": {
+                path: {"kind": kind_of_generator(part), "state": state_of_generator(part)}
+                for path, part in found.generators.items()
+            },
+            "aliases": aliases,
+            "orders": changed_orders(baseline.orders, found),
+            "missing": dict(self._named),
+            "is_partial": own is not None or not self._is_strict,
         }
 
     def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
@@ -235,132 +223,148 @@ class Discovery:
             StateError: if the state is of other objects than those found (then nothing is changed),
                 or if an object refuses its state.
         """
-        scene = self._look()
-        objects = scene.found.objects
-        if is_inference:
-            objects = {
-                path: part for path, part in objects.items() if not isinstance(part, _TRAINING_ONLY)
-            }
-            self._warn_of_untrained(objects, state["objects"])
-        else:
-            self._check(scene, state)
-            complete_groups(scene.found, state, scene.parameters)
-        # Networks first: an object that follows one may look at its weights.
-        for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
-            if path in state["objects"]:
-                _load_state(path, objects[path], state["objects"][path])
-        restore_values(
-            state["values"],
-            scene.found,
-            lambda parent, key: self._may_set(parent, key, scene.found),
-        )
-        # What has its value by now may be another tensor than before.
-        parameters = self._look().parameters
-        for name, tensor in {**parameters.leaves, **parameters.loose}.items():
-            if name in state["parameters"]:
-                _fill(name, tensor, state["parameters"][name])
-        if not is_inference:
-            load_flags(state["flags"], scene.found, parameters)
-            load_grads(state["grads"], parameters)
-            if self._baseline is not None:
-                # A model that was trained before in this process may hold these values since
-                # before setup(). A new process would not: the next checkpoint needs them too.
-                self._baseline.distrust(places_in(state["values"]))
+        restoring = Restoring(self._look, self._exclude, self._unsaved, self._name)
+        restoring.run(state, is_inference=is_inference)
+        if not is_inference and self._baseline is not None:
+            # A model that was trained before in this process may hold these values since before
+            # setup(). A new process would not: the next checkpoint needs them too.
+            self._baseline.distrust(places_in(state["values"]))
+            for parent, members in state.get("aliases", {}).get("set", {}).items():
+                for key in members:
+                    self._baseline.aliases.pop((parent, key), None)
+            for path in state.get("inner", {}):
+                self._baseline.marks.pop(path, None)
+
+    def _require_baseline(self) -> Baseline:
+        if self._baseline is None:
+            raise UsageError(
+                f"The state of the {self._name} cannot be captured before take_baseline() was "
+                "called: what training has changed is known by comparing with what setup() made."
+            )
+        return self._baseline
 
     def _all(self) -> Found:
         # What needs no checkpoint takes part in the training all the same.
-        return walk(self._owner, self._exclude, frozenset())
+        return walk(self._owner, Rules(self._exclude, known=self._known()))
 
-    def _look(self, settled: dict[str, dict[str, Any]] | None = None) -> _Scene:
-        return _Scene(self._owner, self._exclude, self._unsaved, settled or {})
+    def _known(self) -> Mapping[int, str]:
+        return {} if self._baseline is None else self._baseline.known()
 
-    def _warn_of_losses(
-        self, large: Iterable[Slot], others: Iterable[Slot], misfits: dict[str, str]
+    def _look(self, settled: Mapping[str, Mapping[str, Any]] | None = None) -> Scene:
+        exclude = self._exclude | (large_members(self._owner) if self._is_data else set())
+        rules = Rules(exclude, self._unsaved, self._known(), self._outside)
+        scene = Scene(self._owner, rules, settled or {})
+        if self._is_data:
+            keep_data_only(scene.found)
+        return scene
+
+    def _mark(self, value: Any) -> bytes:
+        return mark_of_state(value, self._identities)
+
+    def _coverages(
+        self, found: Found, objects: Mapping[str, dict[str, Any]], own: dict[str, Any] | None
+    ) -> dict[str, Coverage]:
+        """Return what each ``state_dict`` holds, by the path of its object with a slash."""
+        covers = {
+            f"{path}/": Coverage(state, self._mark)
+            for path, state in objects.items()
+            if not isinstance(found.objects.get(path, found.inner.get(path)), nn.Module)
+        }
+        if own is not None:
+            covers[""] = Coverage(own, self._mark)
+        return covers
+
+    def _leave_out_covered(self, found: Found, covers: Mapping[str, Coverage]) -> set[int]:
+        """Drop places whose very value is in the state of what holds them.
+
+        Returns:
+            The values that several places hold, by identity: they stay one object only if all of
+            these are saved together.
+        """
+        seen: set[int] = set()
+        shared: set[int] = set()
+        for slot in found.slots.values():
+            if type(slot.value) not in ATOMS:
+                (shared if id(slot.value) in seen else seen).add(id(slot.value))
+        for where, slot in list(found.slots.items()):
+            cover = covers.get(slot.parent)
+            is_own = cover is not None and id(slot.value) not in shared
+            if cover is not None and is_own and cover.has(slot.key, slot.value):
+                del found.slots[where]
+        return shared
+
+    def _uncovered(
+        self, states: dict[str, dict[str, Any]], covers: Mapping[str, Coverage]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the states that training has changed and that no other state has in it."""
+        baseline = self._require_baseline()
+        return {
+            path: state
+            for path, state in states.items()
+            if not any(
+                covers[parent].has_state(path[len(parent) :], state)
+                for parent in _parents(path, covers)
+            )
+            and self._mark(state) != baseline.marks.get(path)
+        }
+
+    def _note_losses(
+        self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: Scene
     ) -> None:
         """Name in one warning, once each, what a resumed run will not have."""
-        large = [slot for slot in large if slot.path not in self._named]
-        others = [slot for slot in others if slot.path not in self._named]
-        objects = sorted(misfits.keys() - self._named)
-        texts = []
-        if others:
-            names = ", ".join(f'"{slot.path}"' for slot in others)
-            is_iterator = any(isinstance(slot.value, Iterator) for slot in others)
-            reason = " (an iterator: nothing tells how far it has come)" if is_iterator else ""
-            texts.append(
-                f"Training changed {_listed(others)}, which cannot be saved as plain values"
-                f"{reason}: a resumed run finds there what setup() makes. Give such an object "
-                "state_dict() and load_state_dict() and make it an attribute of the "
-                f"{self._name}, or declare that it need not be saved: unsaved = ({names},)."
-            )
-        if large:
-            texts.append(
-                f"Training changed {_listed(large)}, but plain values are saved up to "
-                f"{LIMIT >> 20} MiB in all only: a resumed run finds there what setup() makes. "
-                "Register large tensors as buffers of a module, or write an object with "
-                "state_dict() and load_state_dict()."
-            )
-        if objects:
-            names = ", ".join(
-                f"{path}{misfits[path] and f' ({misfits[path]})'}" for path in objects
-            )
-            texts.append(
-                f"Networks, optimizers or parameters came, went or changed their structure after "
-                f"setup(): {names}. A resume from this state will be refused, or finds what "
-                "setup() makes: create all of them in setup()."
-            )
-        self._named |= {slot.path for slot in (*large, *others)} | set(objects)
-        if texts:
-            _LOGGER.warning("The state of the %s is incomplete. %s", self._name, " ".join(texts))
-
-    def _check(self, scene: _Scene, state: dict[str, Any]) -> None:
-        """Refuse a state of other objects before anything is changed."""
-        for path, part in scene.found.objects.items():
-            kind = state["kinds"].get(path, kind_of(part))
-            if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
-                raise StateError(
-                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot go on "
-                    "from that state. Build it in setup() as it was when the state was saved."
-                )
-        saved = self._declared({*state["objects"], *state["parameters"]})
-        present = scene.paths()
-        parents = {*state["values"]["changed"], *state["values"]["deleted"]}
-        lacking = self._declared(parents - scene.found.containers.keys())
-        saved |= {path.rstrip("/") for path in lacking}
-        missing, left_over = sorted(present - saved), sorted(saved - present)
-        if missing or left_over:
-            raise StateError(
-                f"The saved state is not that of this {self._name}. Without saved state: "
-                f"{', '.join(missing) or 'nothing'}. Saved, but not there: "
-                f"{', '.join(left_over) or 'nothing'}. Create all networks, optimizers and "
-                "schedulers in setup(), under the names that they had when the state was saved."
-            )
-
-    def _declared(self, paths: set[str]) -> set[str]:
-        """Return the paths that are not declared as unsaved, by themselves or by a parent."""
-        return {path for path in paths if not is_declared(path, self._unsaved)}
-
-    def _warn_of_untrained(self, objects: dict[str, Stateful], saved: dict[str, Any]) -> None:
-        untrained = [
-            path
-            for path, part in objects.items()
-            if path not in saved and isinstance(part, nn.Module) and part.state_dict()
-        ]
-        if untrained:
+        baseline = self._require_baseline()
+        lost = lost | _changed(baseline.hooks, hooks_of(scene.found), _HOOK)
+        marks = class_marks(self._owner, scene.found, scene, self._identities)
+        lost |= _changed(baseline.classes, marks, _OF_CLASS)
+        new = Losses(changes.others, changes.large, misfits, lost).without(self._named)
+        self._named |= new.reasons()
+        if new:
             _LOGGER.warning(
-                "The %s holds networks without saved state, which stay as setup() made them: %s.",
-                self._name,
-                ", ".join(untrained),
+                "The state of the %s is incomplete. %s", self._name, new.text(self._name)
             )
 
-    def _may_set(self, parent: str, key: Any, found: Found) -> bool:
-        if parent not in found.containers:
+
+_LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
+_HOOK = "a hook that was registered or removed after the start: register it in setup()"
+_OF_CLASS = (
+    "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
+)
+
+
+def _late(found: Found, baseline: Baseline) -> list[str]:
+    """Return the paths of objects that were created after setup."""
+    return [path for path in found.objects if path not in baseline.paths]
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], reason: str) -> dict[str, str]:
+    names = before.keys() | now.keys()
+    return {name: reason for name in sorted(names) if before.get(name) != now.get(name)}
+
+
+def _parents(path: str, covers: Mapping[str, Coverage]) -> Iterator[str]:
+    """Yield the objects that an object lies in, and the owner where it has a state of its own."""
+    if "" in covers:
+        yield ""
+    for end, mark in enumerate(path):
+        if mark == "." and f"{path[:end]}/" in covers:
+            yield f"{path[:end]}/"
+
+
+def _drop_copies(changes: Changes, covers: Mapping[str, Coverage], shared: set[int]) -> None:
+    """Drop changed values of which the state of what holds them has a copy."""
+
+    def is_copied(parent: str, key: Any, value: Any) -> bool:
+        if parent not in covers or type(value) in ATOMS or id(value) in shared:
             return False
-        if (parent, key) in found.slots:
-            return True
-        if not parent and key in self._exclude:
-            return False
-        path = f"{parent.rstrip('/')}.{key}" if parent else str(key)
-        return path not in found.objects and bool(self._declared({path}))
+        return covers[parent].has_copy(key, value)
+
+    values = {
+        parent: {key: part for key, part in members.items() if not is_copied(parent, key, part)}
+        for parent, members in changes.values["changed"].items()
+    }
+    changes.values["changed"] = {parent: members for parent, members in values.items() if members}
+    for slots in (changes.large, changes.others):
+        slots[:] = [slot for slot in slots if not is_copied(slot.parent, slot.key, slot.value)]
 
 
 def _state_of(path: str, part: Stateful) -> dict[str, Any]:
@@ -371,28 +375,3 @@ def _state_of(path: str, part: Stateful) -> dict[str, Any]:
             f"{path} ({type(part).__name__}) failed to give its state: {error!r}. Correct its "
             "state_dict()."
         ) from error
-
-
-def _load_state(path: str, part: Stateful, state: dict[str, Any]) -> None:
-    try:
-        load_state(part, state)
-    except Exception as error:
-        raise StateError(
-            f"{path} ({type(part).__name__}) refused its saved state: {error} Build it in setup() "
-            "as it was when the state was saved."
-        ) from error
-
-
-def _fill(name: str, tensor: Tensor, saved: Tensor) -> None:
-    """Fill a loose tensor in place: optimizers know it by identity."""
-    if tensor.shape != saved.shape:
-        raise StateError(
-            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the present one "
-            f"{tuple(tensor.shape)}. Build it in setup() as it was when the state was saved."
-        )
-    with torch.no_grad():
-        tensor.copy_(saved)
-
-
-def _listed(slots: Iterable[Slot]) -> str:
-    return ", ".join(f"{slot.path} ({type(slot.value).__name__})" for slot in slots)

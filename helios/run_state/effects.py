@@ -6,26 +6,19 @@ many replicas a process carries, so it is found once, at the first step (DESIGN 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, final
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.run_state.bits import bit_sum
-from helios.run_state.parts import parameters_of
-from helios.run_state.values import Identities, Surroundings, plain_parts, take_digest
-from helios.run_state.walk import Found, Slot
-
-
-class Scene(Surroundings, Protocol):
-    """What a model holds at a moment, and what lies around it."""
-
-    @property
-    def found(self) -> Found:
-        """What it holds."""
-        ...
+from helios.run_state.classes import class_marks
+from helios.run_state.found import Found, Slot
+from helios.run_state.generators import state_of_generator
+from helios.run_state.scene import Scene
+from helios.run_state.values import Identities, take_digest
 
 
 @final
@@ -33,15 +26,22 @@ class StepWatch:
     """Compares what a model holds before and after a step.
 
     Args:
-        look: returns what is there now, and what is saved on its own account.
+        owner: the model.
+        look: returns what it holds now.
         identities: numbers for what cannot be pickled.
         reads_weights: whether to see what is written to ``parameter.data`` too, for which all
             weights are read.
     """
 
     def __init__(
-        self, look: Callable[[], Scene], identities: Identities, *, reads_weights: bool
+        self,
+        owner: object,
+        look: Callable[[], Scene],
+        identities: Identities,
+        *,
+        reads_weights: bool,
     ) -> None:
+        self._owner = owner
         self._look = look
         self._identities = identities
         self._reads_weights = reads_weights
@@ -61,27 +61,42 @@ class StepWatch:
 
     def _take(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Return marks of values and of parameters, by path."""
-        surroundings = self._look()
-        found = surroundings.found
-        marks: dict[str, bytes] = {}
+        scene = self._look()
+        found = scene.found
+        marks = class_marks(self._owner, found, scene, self._identities)
+        extra: dict[str, list[bytes]] = {}
         for slot in found.slots.values():
-            parts = plain_parts(slot.value, surroundings) if slot.is_settable else None
-            if parts is not None and not _is_buffer(slot, found):
-                digest = take_digest(slot.value, surroundings, self._identities, is_plain=True)
-                marks[slot.path] = digest.mark
-        parameters = parameters_of(found)
+            # Nothing tells how far an iterator has come: it would differ at every look.
+            if not _is_buffer(slot, found) and not isinstance(slot.value, Iterator):
+                path = _object_of(slot, found) or slot.path
+                extra.setdefault(path, []).append(self._mark_of(slot.value, scene))
+        for path, generator in found.generators.items():
+            marks[path] = self._mark_of(state_of_generator(generator), scene)
+        parameters = scene.parameters
         moved = {
             name: _mark_of(tensor, reads_bits=self._reads_weights)
             for name, tensor in (parameters.named() | parameters.loose).items()
         }
-        for path, part in found.objects.items():
+        for path, part in (*found.objects.items(), *found.inner.items()):
             if not isinstance(part, nn.Module | Optimizer):
-                state = part.state_dict()
-                digest = take_digest(state, surroundings, self._identities, is_plain=False)
-                # A manual step moves its schedulers, as it moves parameters.
-                table = moved if isinstance(part, LRScheduler) else marks
-                table[path] = digest.mark
+                extra.setdefault(path, []).append(self._mark_of(part.state_dict(), scene))
+        for path, found_marks in extra.items():
+            # A manual step moves optimizers and schedulers, as it moves parameters.
+            table = moved if isinstance(found.objects.get(path), LRScheduler | Optimizer) else marks
+            table[path] = b"".join(found_marks)
         return marks, moved
+
+    def _mark_of(self, value: Any, scene: Scene) -> bytes:
+        return take_digest(value, scene, self._identities, is_plain=False).mark
+
+
+def _object_of(slot: Slot, found: Found) -> str | None:
+    """Return the path of the object that is no network whose attribute a place is."""
+    path = slot.parent.rstrip("/")
+    is_inside = slot.parent.endswith("/") and not isinstance(
+        found.containers[slot.parent], nn.Module
+    )
+    return path if is_inside else None
 
 
 def _is_buffer(slot: Slot, found: Found) -> bool:

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.protocols import Stateful
+from helios.run_state.found import Found
 from helios.run_state.values import storage_of
-from helios.run_state.walk import Found, unwrap
+from helios.run_state.walk import unwrap
 
 Shape: TypeAlias = dict[str, object]
 """What must be there for a state to fit, by name; the class under the empty name."""

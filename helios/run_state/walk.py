@@ -1,82 +1,28 @@
-"""One pass over an owner's attributes: objects with state, and the places that hold all the rest.
+"""One pass over what an owner reaches: objects with state, and the places that hold all the rest.
 
-Lists, tuples and dicts are entered; a container without any object in it stays whole, so that its
-inner aliases do. Objects are not entered; of modules, what ``state_dict`` leaves out is found by
-:func:`enter_modules`.
+Lists, tuples and dicts are entered; one without any object in it stays whole, so that its inner
+aliases do. Of objects with a ``state_dict`` their attributes are entered too, because the
+``state_dict`` may leave some out. Other objects are not entered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias, final
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from types import FunctionType
+from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core import wrappers
-from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.protocols import Stateful
+from helios.run_state.found import Found, Rules, Slot, is_flat, members_of
+from helios.run_state.generators import is_generator
+from helios.run_state.members import is_of_the_house, left_out, tells_too_little
+from helios.run_state.names import KeyedByObjects, Names, has_odd_keys
 from helios.run_state.values import ATOMS
-
-Container: TypeAlias = dict[Any, Any] | list[Any] | nn.Module
-SlotKey: TypeAlias = tuple[str, Any]
-
-_OF_TORCH = frozenset(vars(nn.Module())) | {
-    *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
-    *("_load_hook", "_initialize_hook"),
-}
-"""Attributes of modules that torch itself looks after: of all, of recurrent and of lazy ones."""
-
-_WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
-"""Where torch defines modules around modules, whose own attributes are machinery."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place that holds something without a state of its own.
-
-    Attributes:
-        parent: path of the container that it lies in; empty for an attribute of the owner. That
-            of a module ends with a slash.
-        key: attribute name, key or index in that container.
-        path: where it lies, as messages say it, e.g. ``stuff.count``.
-        value: what it holds.
-        is_settable: whether the container is mutable.
-    """
-
-    parent: str
-    key: Any
-    path: str
-    value: Any
-    is_settable: bool
-
-
-@dataclass
-class Found:
-    """What one pass has found.
-
-    Attributes:
-        objects: objects with state by path, each once.
-        slots: all other places, by parent and key.
-        containers: the mutable containers and modules that slots lie in, by path; the owner's own
-            attributes under the empty path.
-    """
-
-    objects: dict[str, Stateful] = field(default_factory=dict)
-    slots: dict[SlotKey, Slot] = field(default_factory=dict)
-    containers: dict[str, Container] = field(default_factory=dict)
-
-    def modules(self) -> dict[str, nn.Module]:
-        """Return the modules by path."""
-        return {path: part for path, part in self.objects.items() if isinstance(part, nn.Module)}
-
-    def leaves(self) -> dict[str, Tensor]:
-        """Return the leaf tensors by path, those inside of plain containers too."""
-        leaves: dict[str, Tensor] = {}
-        for slot in self.slots.values():
-            _collect_leaves(slot.path, slot.value, leaves, set())
-        return leaves
 
 
 def unwrap(value: object) -> object:
@@ -93,53 +39,47 @@ def is_declared(path: str, unsaved: frozenset[str]) -> bool:
     return not unsaved.isdisjoint([path, *(path[:end] for end in ends)])
 
 
-def walk(owner: object, exclude: frozenset[str], unsaved: frozenset[str]) -> Found:
+def walk(owner: object, rules: Rules) -> Found:
     """Look through the attributes of an owner, in the order of their names.
 
-    Args:
-        owner: the object whose ``__dict__`` is looked through.
-        exclude: attributes that never count.
-        unsaved: attributes, and paths below them, that are declared as not to be saved.
+    Objects that attributes, lists, tuples and dicts hold come first; what is inside of objects is
+    added by :func:`enter_objects`.
 
     Raises:
         StateError: if two objects have the same path (dict keys ``1`` and ``"1"``).
     """
-    walker = _Walker(owner, unsaved)
-    attributes = vars(owner)
-    walker.enter("", [(name, attributes[name]) for name in sorted(attributes.keys() - exclude)])
-    found = walker.found
-    found.containers[""] = attributes
-    found.slots = {(slot.parent, slot.key): slot for slot in walker.slots}
-    return found
+    return _walk(owner, rules).found
 
 
-def enter_modules(
-    found: Found, settled: Mapping[str, Mapping[str, Any]], unsaved: frozenset[str]
-) -> None:
-    """Add what ``state_dict`` leaves out of modules: plain attributes, non-persistent buffers.
+def walk_all(
+    owner: object, rules: Rules, settled: Mapping[str, Mapping[str, Any]] | None = None
+) -> tuple[Found, Names]:
+    """Look through the attributes of an owner, and into the objects that they hold.
 
     Args:
-        found: what :func:`walk` returned.
+        owner: the object whose ``__dict__`` is looked through.
+        rules: what is left out.
         settled: immutable members of modules, by parent and key; where a module still holds the
             very same object there is nothing to look at, which keeps large networks cheap.
-        unsaved: as in :func:`walk`.
+
+    Returns:
+        What was found, and the names of all objects.
     """
-    seen: set[int] = set()
-    for path, module in found.modules().items():
-        names = BareNames(module)
-        for name, part in module.named_modules():
-            place = f"{path}.{names.of(name)}" if names.of(name) else path
-            if id(part) in seen or not _tells_too_little(part) or is_declared(place, unsaved):
-                continue
-            seen.add(id(part))
-            parent = f"{place}/"
-            found.containers[parent] = part
-            known = settled.get(parent, {})
-            for key, value in _left_out(part):
-                is_settled = key in known and known[key] is value
-                if not is_settled and f"{place}.{key}" not in unsaved:
-                    slot = Slot(parent, key, f"{place}.{key}", value, is_settable=True)
-                    found.slots[parent, key] = slot
+    walker = _walk(owner, rules)
+    names = Names(walker.found.objects, walker.name_outside)
+    walker.enter_objects(names, settled or {})
+    walker.name_parameters(names)
+    return walker.found, names
+
+
+def _walk(owner: object, rules: Rules) -> _Walker:
+    walker = _Walker(owner, rules)
+    attributes = vars(owner)
+    names = sorted(attributes.keys() - rules.exclude)
+    walker.found.containers[""] = attributes
+    walker.enter("", [(name, attributes[name]) for name in names])
+    walker.settle()
+    return walker
 
 
 def settled_in(found: Found) -> dict[str, dict[str, Any]]:
@@ -147,115 +87,227 @@ def settled_in(found: Found) -> dict[str, dict[str, Any]]:
     settled: dict[str, dict[str, Any]] = {}
     for slot in found.slots.values():
         kind = type(slot.value)
-        if slot.parent.endswith("/") and (
-            kind in ATOMS or (kind is tuple and _is_flat(slot.value))
-        ):
+        if slot.parent.endswith("/") and (kind in ATOMS or (kind is tuple and is_flat(slot.value))):
             settled.setdefault(slot.parent, {})[slot.key] = slot.value
     return settled
 
 
-def _tells_too_little(module: nn.Module) -> bool:
-    # One that writes an extra state says itself what belongs to it.
-    has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
-    return not has_extra and not type(module).__module__.startswith(_WRAPPERS)
-
-
-def _left_out(module: nn.Module) -> list[tuple[str, Any]]:
-    table = vars(module)
-    parameters, buffers = table["_parameters"], table["_buffers"]
-    hidden = table["_non_persistent_buffers_set"] & buffers.keys()
-    return [
-        *((key, buffers[key]) for key in sorted(hidden)),
-        *(
-            (key, table[key])
-            for key in sorted(table.keys() - _OF_TORCH)
-            # Pruning and the older norms compute such a weight from what is saved.
-            if f"{key}_orig" not in parameters and f"{key}_v" not in parameters
-        ),
-    ]
-
-
 @final
 class _Walker:
-    def __init__(self, owner: object, unsaved: frozenset[str]) -> None:
+    def __init__(self, owner: object, rules: Rules) -> None:
         self.found = Found()
-        self.slots: list[Slot] = []
-        self._unsaved = unsaved
+        self._slots: list[Slot] = []
+        self._rules = rules
         self._prefixes = {
-            path[:end] for path in unsaved for end, mark in enumerate(path) if mark == "."
+            path[:end] for path in rules.unsaved for end, mark in enumerate(path) if mark == "."
         }
-        self._seen = {id(owner)}
+        self._paths: dict[int, str] = {id(owner): ""}
         self._entered: set[int] = set()
+        self._objects = self.found.objects
+        self._late: list[Slot] = []
+
+    def settle(self) -> None:
+        """Take over the slots that were visited."""
+        self.found.slots |= {(slot.parent, slot.key): slot for slot in self._slots}
+        self._slots = []
 
     def enter(
         self, parent: str, members: Iterable[tuple[Any, Any]], *, is_settable: bool = True
     ) -> bool:
         """Visit the members of a container; return whether any must be looked at by itself."""
-        prefix = f"{parent}." if parent else ""
+        prefix = f"{parent.rstrip('/')}." if parent else ""
         is_mixed = parent in self._prefixes
         for key, value in members:
-            slot = Slot(parent, key, f"{prefix}{key}", value, is_settable)
-            is_mixed |= self._visit(slot)
+            is_mixed |= self._visit(Slot(parent, key, f"{prefix}{key}", value, is_settable))
         return is_mixed
 
     def _visit(self, slot: Slot) -> bool:
-        if slot.path in self._unsaved:
+        """Sort the value of a place; return whether it must be looked at by itself."""
+        if slot.path in self._rules.unsaved:
             return True
-        if type(slot.value) not in ATOMS:
-            if _has_state(slot.value):
-                self._add_object(slot.path, slot.value)
+        value = slot.value
+        if type(value) not in ATOMS:
+            if isinstance(value, list | tuple | dict) and not has_state(value):
+                if id(value) not in self._entered:
+                    return self._visit_container(slot)
+            elif self._visit_object(slot):
                 return True
-            if isinstance(slot.value, list | tuple | dict) and id(slot.value) not in self._entered:
-                return self._visit_container(slot)
-        self.slots.append(slot)
+        self._slots.append(slot)
         return False
+
+    def _visit_object(self, slot: Slot) -> bool:
+        """Sort an object; return whether it has a name or a state, or is a part of Helios."""
+        is_stateful = has_state(slot.value)
+        is_known = is_stateful or is_of_the_house(slot.value)
+        if is_known and (name := self.name_outside(slot.value)) is not None:
+            self._name(slot, name)
+        elif is_stateful:
+            self._add(slot, self._objects)
+        elif is_generator(slot.value):
+            self._add(slot, self.found.generators)
+        else:
+            return is_known
+        return True
+
+    @cached_property
+    def _outside(self) -> dict[int, str]:
+        return {id(part): name for name, part in self._rules.outside().items()}
+
+    def name_outside(self, value: object) -> str | None:
+        """Return the name of what another owner saves."""
+        return self._outside.get(id(value))
 
     def _visit_container(self, slot: Slot) -> bool:
         value = slot.value
-        begin = len(self.slots)
-        if slot.path in self._prefixes or not _is_flat(value):
+        if isinstance(value, dict) and has_odd_keys(value):
+            # Its keys can be named once all objects have a name.
+            self._late.append(slot)
+            return True
+        begin = len(self._slots)
+        if slot.path in self._prefixes or not is_flat(value):
             self._entered.add(id(value))
             is_settable = not isinstance(value, tuple)
-            is_mixed = self.enter(slot.path, _members(value), is_settable=is_settable)
+            is_mixed = self.enter(slot.path, members_of(value), is_settable=is_settable)
             self._entered.discard(id(value))
             if is_mixed:
-                if is_settable:
-                    self.found.containers[slot.path] = value
+                self._note_container(slot.path, value)
                 return True
-        self.slots[begin:] = [slot]
+        self._slots[begin:] = [slot]
         return False
 
-    def _add_object(self, path: str, value: Stateful) -> None:
+    def _note_container(self, path: str, value: Any) -> None:
+        if not isinstance(value, tuple):
+            self.found.containers[path] = value
+        if isinstance(value, dict):
+            self.found.orders[path] = list(value)
+
+    def _add(self, slot: Slot, table: dict[str, Any]) -> None:
+        """Give an object or a generator a path, and note that the place names it."""
         # A wrapped module and the one inside hold the same state: the first path counts.
-        identity = id(unwrap(value))
-        if identity in self._seen:
-            return
-        if path in self.found.objects:
-            raise StateError(
-                f"The path {path!r} names two objects with a state_dict: the keys of a dict must "
-                "differ as text too. Rename one of the keys."
-            )
-        self._seen.add(identity)
-        self.found.objects[path] = value
+        identity = id(unwrap(slot.value))
+        path = self._paths.get(identity)
+        if path is None:
+            path = self._rules.known.get(identity, slot.path)
+            if path in table:
+                path = self._free_path(slot, table)
+            self._paths[identity] = path
+            table[path] = slot.value
+        if path:
+            self._name(slot, path)
+
+    def _free_path(self, slot: Slot, table: dict[str, Any]) -> str:
+        if self._rules.known:
+            # Something new stands where another object stood that is still there.
+            return f"{slot.path} (new)"
+        raise StateError(
+            f"The path {slot.path!r} names two objects with a state_dict: the keys of a dict must "
+            "differ as text too. Rename one of the keys."
+        )
+
+    def _name(self, slot: Slot, path: str) -> None:
+        self.found.aliases[slot.parent, slot.key] = path
+
+    def enter_objects(self, names: Names, settled: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add what lies inside of objects, and inside of dicts that have objects for keys."""
+        self._objects = self.found.inner
+        self._paths = _ByName(names.ids, self._paths)
+        self._enter_late(names)
+        waiting = list(self.found.objects.items())
+        seen: set[int] = set()
+        while waiting:
+            for path, part in waiting:
+                if isinstance(part, nn.Module):
+                    self._enter_module(path, part, settled, seen)
+                elif not is_declared(path, self._rules.unsaved):
+                    self._enter_object(path, part)
+            self._enter_late(names)
+            waiting = [item for item in self.found.inner.items() if id(item[1]) not in seen]
+            seen.update(id(part) for _, part in waiting)
+        self.settle()
+
+    def _enter_late(self, names: Names) -> None:
+        while self._late:
+            slot = self._late.pop(0)
+            keyed = KeyedByObjects(slot.value, names)
+            if id(slot.value) not in self._entered:
+                self._entered.add(id(slot.value))
+                self.found.containers[slot.path] = keyed
+                self.found.orders[slot.path] = list(keyed)
+                self.enter(slot.path, keyed.entries())
+                self._entered.discard(id(slot.value))
+
+    def _enter_object(self, path: str, part: Stateful) -> None:
+        parent = f"{path}/"
+        table = vars(part) if _has_attributes(part) else {}
+        self.found.containers[parent] = table
+        self.enter(parent, left_out(part))
+        if isinstance(part, LRScheduler):
+            self._enter_functions(path, part)
+
+    def _enter_functions(self, path: str, scheduler: LRScheduler) -> None:
+        """Add the attributes of functions, which a scheduler's state_dict leaves out."""
+        functions = getattr(scheduler, "lr_lambdas", ())
+        for number, function in enumerate(functions):
+            if isinstance(function, FunctionType):
+                parent = f"{path}.lr_lambdas.{number}/"
+                self.found.containers[parent] = vars(function)
+                self.enter(parent, sorted(vars(function).items()))
+
+    def _enter_module(
+        self,
+        path: str,
+        module: nn.Module,
+        settled: Mapping[str, Mapping[str, Any]],
+        seen: set[int],
+    ) -> None:
+        bare = wrappers.BareNames(module)
+        for name, part in module.named_modules():
+            place = f"{path}.{bare.of(name)}" if bare.of(name) else path
+            if id(part) in seen or is_declared(place, self._rules.unsaved):
+                continue
+            if isinstance(part, nn.ModuleDict):
+                self.found.orders[f"{place}/"] = list(part)
+            if not tells_too_little(part):
+                continue
+            seen.add(id(part))
+            parent = f"{place}/"
+            self.found.containers[parent] = part
+            known = settled.get(parent, {})
+            members = left_out(part)
+            if known:
+                members = [
+                    item
+                    for item in members
+                    if item[0] not in known or known[item[0]] is not item[1]
+                ]
+            self.enter(parent, members)
+
+    def name_parameters(self, names: Names) -> None:
+        """Take places that name a parameter of a network, or a part of one, for aliases."""
+        for where, slot in list(self.found.slots.items()):
+            name = names.of(slot.value) if isinstance(slot.value, nn.Parameter) else None
+            if name is not None:
+                del self.found.slots[where]
+                self.found.aliases[where] = name
 
 
-def _has_state(value: object) -> bool:
+class _ByName(dict[int, str]):
+    """Paths of objects by identity, with those of parts of networks, which are looked up late."""
+
+    def __init__(self, names: Callable[[], Mapping[int, str]], paths: dict[int, str]) -> None:
+        super().__init__(paths)
+        self._names = names
+
+    def get(self, key: int, default: Any = None) -> Any:
+        path = super().get(key)
+        return path if path is not None else self._names().get(key, default)
+
+
+def has_state(value: object) -> bool:
+    """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     # Asking the class costs a hundredth of asking the object, and a class itself has no state.
     return issubclass(type(value), Stateful)
 
 
-def _members(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items() if isinstance(value, dict) else enumerate(value))
-
-
-def _is_flat(value: Any) -> bool:
-    return ATOMS.issuperset(map(type, value.values() if isinstance(value, dict) else value))
-
-
-def _collect_leaves(path: str, value: Any, leaves: dict[str, Tensor], entered: set[int]) -> None:
-    if isinstance(value, Tensor):
-        if value.is_leaf:
-            leaves[path] = value
-    elif isinstance(value, list | tuple | dict) and id(value) not in entered:
-        for key, member in () if _is_flat(value) else _members(value):
-            _collect_leaves(f"{path}.{key}", member, leaves, entered | {id(value)})
+def _has_attributes(value: object) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict)

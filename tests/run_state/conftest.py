@@ -11,7 +11,7 @@ from tests.run_state.owners import Recorded
 @pytest.fixture
 def said() -> Iterator[list[str]]:
     """What discovery says, text by text."""
-    logger = logging.getLogger("helios.run_state.discovery")
+    logger = logging.getLogger("helios.run_state")
     recorded = Recorded()
     logger.addHandler(recorded)
     yield recorded.texts

@@ -156,9 +156,15 @@ def test_views_of_parameters_and_buffers_are_neither_saved_nor_named(said: list[
     assert changed(discovery) == {}
     assert not said
     owner.first = net[3].weight
-    assert changed(discovery) == {}
-    assert len(said) == 1
-    assert "first (Parameter)" in said[0]
+    state = discovery.capture()
+    assert state["values"]["changed"] == {}
+    assert state["aliases"]["set"] == {"": {"first": "net.3.weight"}}
+    assert not said
+    again = network()
+    resumed_owner = Owner(net=again, first=again[0].weight, rows=[again[0].weight.detach()[1:]])
+    resumed_owner.mean, resumed_owner.all = again[1].running_mean, list(again.parameters())
+    started(resumed_owner).restore(state)
+    assert resumed_owner.first is again[3].weight
 
 
 def _mixed() -> Any:

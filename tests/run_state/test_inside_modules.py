@@ -89,16 +89,30 @@ def test_values_inside_a_module_come_back_for_inference_too() -> None:
 
 def test_what_cannot_be_saved_inside_a_module_is_named(said: list[str]) -> None:
     owner = _nested()
-    owner.nets[0][1].hidden = [nn.Linear(1, 1)]
     discovery = started(owner)
-    with torch.no_grad():
-        owner.nets[0][1].hidden[0].weight.add_(1)
     owner.nets[0][1].state = torch.ones(1, requires_grad=True) * 2
     discovery.capture()
-    discovery.capture()
+    state = discovery.capture()
     (text,) = said
-    assert "nets.0.1.hidden (list)" in text
     assert "nets.0.1.state (Tensor)" in text
+    assert list(state["missing"]) == ["nets.0.1.state"]
+
+
+def test_networks_in_a_plain_attribute_of_a_module_come_back(said: list[str]) -> None:
+    def make() -> Any:
+        owner = _nested()
+        owner.nets[0][1].hidden = [nn.Linear(1, 1)]
+        return owner
+
+    owner = make()
+    discovery = started(owner)
+    assert discovery.capture()["inner"] == {}
+    with torch.no_grad():
+        owner.nets[0][1].hidden[0].weight.fill_(3)
+    state = discovery.capture()
+    assert list(state["inner"]) == ["nets.0.1.hidden.0"]
+    assert bits(resumed(make, state).nets[0][1].hidden[0].weight) == bits(torch.full((1, 1), 3.0))
+    assert not said
 
 
 @pytest.mark.parametrize("declared", ["net.1", "net.1.count", "net"])

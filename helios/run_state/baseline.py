@@ -1,0 +1,128 @@
+"""What an owner held when nothing had been trained: what has changed since is state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from helios.run_state.changes import digests_of
+from helios.run_state.classes import class_marks
+from helios.run_state.found import Found, SlotKey
+from helios.run_state.hooks import hooks_of
+from helios.run_state.parts import Shape, shape_of
+from helios.run_state.scene import Scene
+from helios.run_state.values import Digest, Identities, take_digest
+from helios.run_state.walk import settled_in, unwrap
+
+_UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
+
+
+@dataclass
+class Baseline:
+    """What setup made.
+
+    Attributes:
+        paths: paths of objects and loose parameters.
+        shapes: what a state must fit, by path of the object.
+        digests: of all places without a state of their own.
+        settled: members of modules that can change by being replaced only.
+        aliases: which object a place named.
+        orders: keys of containers that hold objects.
+        marks: digests of the states of objects that only other objects hold, or that the owner's
+            own ``state_dict`` may leave out.
+        hooks: hooks on networks, parameters and optimizers, by name.
+        classes: marks of the attributes of classes.
+        generators: paths of generators.
+    """
+
+    paths: frozenset[str]
+    shapes: dict[str, Shape]
+    digests: dict[SlotKey, Digest]
+    settled: dict[str, dict[str, Any]]
+    aliases: dict[SlotKey, str]
+    orders: dict[str, list[Any]]
+    marks: dict[str, bytes]
+    hooks: dict[str, frozenset[int]]
+    classes: dict[str, bytes]
+    generators: frozenset[str]
+    _known: list[tuple[int, Callable[[], object | None], str]] = field(default_factory=list)
+
+    def known(self) -> dict[int, str]:
+        """Return the paths of the objects of setup that still live, by identity."""
+        return {number: path for number, refer, path in self._known if refer() is not None}
+
+    def distrust(self, places: Iterable[SlotKey]) -> None:
+        """Take places for changed, whatever they hold; a place that is gone for deleted."""
+        for parent, key in places:
+            self.digests[parent, key] = _UNLIKE_ANY
+            self.settled.get(parent, {}).pop(key, None)
+
+
+def take_baseline(
+    owner: object, scene: Scene, identities: Identities, *, states_too: bool
+) -> Baseline:
+    """Remember what an owner holds.
+
+    Args:
+        owner: the owner.
+        scene: a look at it.
+        identities: numbers for what cannot be pickled.
+        states_too: whether to digest the states of all objects, for an owner whose own
+            ``state_dict`` may leave some out.
+    """
+    found = scene.found
+    marked = {**found.inner, **(found.objects if states_too else {})}
+    return Baseline(
+        paths=scene.paths(),
+        shapes={path: shape_of(part) for path, part in found.objects.items()},
+        digests=digests_of(found, scene, identities),
+        settled=settled_in(found),
+        aliases=dict(found.aliases),
+        orders=dict(found.orders),
+        marks={path: mark_of_object(part, identities) for path, part in marked.items()},
+        hooks=hooks_of(found),
+        classes=class_marks(owner, found, scene, identities),
+        generators=frozenset(found.generators),
+        _known=_references(found),
+    )
+
+
+def mark_of_object(part: Any, identities: Identities) -> bytes:
+    """Return the mark of an object's state; empty where it cannot give one yet."""
+    try:
+        state = part.state_dict()
+    except Exception:  # user code, which may need a first step
+        return b""
+    return mark_of_state(state, identities)
+
+
+def mark_of_state(state: Any, identities: Identities) -> bytes:
+    """Return what is equal for equal content, wherever its tensors lie."""
+    return take_digest(state, _Nothing(), identities, is_plain=False).mark
+
+
+class _Nothing:
+    """Surroundings in which nothing is saved: content counts, and not what it shares."""
+
+    def name_of(self, value: object) -> str | None:
+        return None
+
+    def name_of_storage(self, tensor: Tensor) -> str | None:
+        return None
+
+
+def _references(found: Found) -> list[tuple[int, Callable[[], object | None], str]]:
+    references: list[tuple[int, Callable[[], object | None], str]] = []
+    tables: Iterable[Mapping[str, Any]] = (found.objects, found.inner, found.generators)
+    for table in tables:
+        for path, part in table.items():
+            inside = unwrap(part) if isinstance(part, nn.Module) else part
+            try:
+                references.append((id(inside), weakref.ref(inside), path))
+            except TypeError:
+                references.append((id(inside), lambda kept=inside: kept, path))  # type: ignore[misc]
+    return references

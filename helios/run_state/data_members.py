@@ -1,0 +1,59 @@
+"""What of a data set or a collate function is looked at: generators and small plain values.
+
+The data itself is not read, and what else such an object holds is a cache or an open file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from helios.run_state.found import Found
+from helios.run_state.generators import is_generator
+from helios.run_state.values import ATOMS
+
+_SMALL = 1 << 16
+"""Bytes of a member up to which it is looked at."""
+
+_PLAIN = (*ATOMS, list, tuple, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor)
+
+
+def large_members(part: object) -> frozenset[str]:
+    """Return the attributes that are data."""
+    return frozenset(name for name, value in vars(part).items() if _is_large(value))
+
+
+def keep_data_only(found: Found) -> None:
+    """Drop everything but generators and plain values from what was found."""
+    for table in (found.objects, found.inner, found.aliases, found.orders):
+        table.clear()
+    found.slots = {
+        where: slot for where, slot in found.slots.items() if isinstance(slot.value, _PLAIN)
+    }
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether a value takes more than 64 KiB, without reading all of it."""
+    left, waiting = _SMALL, [value]
+    while waiting:
+        part = waiting.pop()
+        left -= part.nbytes if isinstance(part, Tensor | np.ndarray) else sys.getsizeof(part, 0)
+        if left < 0:
+            return True
+        if isinstance(part, dict):
+            waiting += (*part.keys(), *part.values())
+        elif isinstance(part, list | tuple | set | frozenset):
+            waiting += part
+    return False
+
+
+def generators_in(part: object) -> list[str]:
+    """Return the attributes of an object that hold a generator."""
+    members = getattr(part, "__dict__", {})
+    return sorted(
+        name for name, value in members.items() if type(value) not in ATOMS and is_generator(value)
+    )

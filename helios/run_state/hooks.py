@@ -1,0 +1,66 @@
+"""Hooks that are registered on networks, parameters and optimizers: no state_dict holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from helios.core.wrappers import BareNames
+from helios.run_state.found import Found
+
+_OF_MODULES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+)
+_OF_OPTIMIZERS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_KNOWN = ("helios.", "torch.")
+"""Modules that register and remove their hooks themselves."""
+
+
+def hooks_of(found: Found) -> dict[str, frozenset[int]]:
+    """Return the hooks of user code by a name that messages show, as identities."""
+    hooks: dict[str, frozenset[int]] = {}
+    for path, part in found.objects.items():
+        if isinstance(part, nn.Module):
+            bare = BareNames(part)
+            for name, module in part.named_modules():
+                place = f"{path}.{bare.of(name)}".rstrip(".")
+                _note(hooks, place, vars(module), _OF_MODULES)
+            for name, tensor in part.named_parameters():
+                _note(hooks, f"{path}.{bare.of(name)}", _tables_of(tensor), _OF_TENSORS)
+        elif isinstance(part, Optimizer):
+            _note(hooks, path, vars(part), _OF_OPTIMIZERS)
+    return hooks
+
+
+def _tables_of(tensor: Tensor) -> dict[str, Any]:
+    if tensor._backward_hooks is None and tensor._post_accumulate_grad_hooks is None:  # noqa: SLF001
+        return {}
+    return {name: getattr(tensor, name) for name in _OF_TENSORS}
+
+
+def _note(
+    hooks: dict[str, frozenset[int]],
+    place: str,
+    tables: Mapping[str, Any],
+    names: Iterable[str],
+) -> None:
+    for name in names:
+        table = tables.get(name)
+        if table:
+            own = frozenset(id(hook) for hook in table.values() if not _is_known(hook))
+            if own:
+                hooks[f"{place} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
+
+
+def _is_known(hook: Callable[..., Any]) -> bool:
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return origin.startswith(_KNOWN)

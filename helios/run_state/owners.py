@@ -1,0 +1,129 @@
+"""All owners of state beside the model: plugins, the data module, data sets, loops, the engine.
+
+Each is looked through as the model is. What its own ``state_dict`` holds is saved by that; what it
+leaves out and training has changed is saved here, or named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from helios.run_state.discovery import Discovery
+
+
+def internals_of(owner: object) -> frozenset[str]:
+    """Return the attributes that Helios' own classes declare as theirs."""
+    declared = (vars(base).get("_internals", "") for base in type(owner).__mro__)
+    return frozenset(" ".join(declared).split())
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Something that may hold state.
+
+    Attributes:
+        name: what messages and checkpoints call it, e.g. ``plugin 'ema'``.
+        part: the object.
+        unsaved: names that the user has declared as not to be saved.
+        has_own_state: whether it has a ``state_dict`` of its own.
+        is_data: whether it is a data set or a collate function, of which only small plain values
+            and generators are looked at.
+    """
+
+    name: str
+    part: object
+    unsaved: tuple[str, ...] = ()
+    has_own_state: bool = False
+    is_data: bool = False
+
+
+@final
+class Owners:
+    """Captures and restores what the owners of a run hold.
+
+    Args:
+        owners: all of them; their names differ.
+        outside: returns the objects that the model saves, by name.
+    """
+
+    def __init__(
+        self, owners: Iterable[Owner], outside: Callable[[], Mapping[str, object]] = dict
+    ) -> None:
+        self._owners = {owner.name: owner for owner in owners}
+        self._outside = outside
+        self._shared: Mapping[str, object] | None = None
+        self._found = {
+            owner.name: Discovery(
+                owner.part,
+                exclude=internals_of(owner.part),
+                unsaved=owner.unsaved,
+                name=owner.name,
+                outside=self._others,
+                is_strict=False,
+                is_data=owner.is_data,
+            )
+            for owner in self._owners.values()
+        }
+
+    def _others(self) -> Mapping[str, object]:
+        # Found once for all owners: a walk through a large model takes its time.
+        if self._shared is None:
+            parts = {f"<{name}>": owner.part for name, owner in self._owners.items()}
+            self._shared = {**self._outside(), **parts}
+        return self._shared
+
+    def take_baseline(self) -> None:
+        """Remember what the owners hold right after setup."""
+        self._shared = None
+        for name, found in self._found.items():
+            found.take_baseline(states_too=self._owners[name].has_own_state)
+
+    def begin_training(self) -> None:
+        """Forget what start events have changed and no checkpoint can hold: every start does so."""
+        self._shared = None
+        for found in self._found.values():
+            found.begin_training()
+
+    def capture(
+        self, own: Mapping[str, dict[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return what training has changed.
+
+        Args:
+            own: what the ``state_dict`` of owners returned that have one, by name.
+
+        Returns:
+            The states of the owners that have any, by name; and what they lack, with the reason,
+            by place.
+        """
+        self._shared = None
+        states: dict[str, dict[str, Any]] = {}
+        missing: dict[str, str] = {}
+        for name, found in self._found.items():
+            has_own = self._owners[name].has_own_state
+            state = found.capture(own.get(name, {}) if has_own else None)
+            missing |= {f"{name}: {path}": text for path, text in state.pop("missing").items()}
+            if is_any(state):
+                states[name] = state
+        return states, missing
+
+    def restore(
+        self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False
+    ) -> list[str]:
+        """Put back what :meth:`capture` returned; returns the names of owners that are gone."""
+        self._shared = None
+        for name, state in states.items():
+            if name in self._found:
+                self._found[name].restore(state, is_inference=is_inference)
+        return [name for name in states if name not in self._found]
+
+
+def is_any(state: Mapping[str, Any]) -> bool:
+    """Return whether a captured state holds anything."""
+    values, aliases = state["values"], state["aliases"]
+    parts = (values["changed"], values["deleted"], aliases["set"], aliases["deleted"])
+    names = ("objects", "inner", "generators", "orders", "parameters", "grads")
+    # Networks are frozen and set to evaluation mode, too.
+    return any(parts) or any(state[name] for name in names) or any(state["flags"])

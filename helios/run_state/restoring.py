@@ -1,0 +1,221 @@
+"""How a state is put back into what ``setup`` has made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.errors import StateError
+from helios.protocols import Stateful
+from helios.run_state.aliases import put, restore_aliases, restore_orders
+from helios.run_state.changes import restore_values
+from helios.run_state.found import Container
+from helios.run_state.generators import kind_of_generator, load_generator, make_generator
+from helios.run_state.names import KeyedByObjects
+from helios.run_state.parts import (
+    complete_groups,
+    kind_of,
+    load_flags,
+    load_grads,
+    load_state,
+)
+from helios.run_state.scene import Scene
+from helios.run_state.walk import is_declared
+
+_LOGGER = logging.getLogger(__name__)
+_TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
+
+
+@final
+class Restoring:
+    """Puts a captured state back.
+
+    Args:
+        look: returns what the owner holds now.
+        exclude: attributes of the owner that never count.
+        unsaved: what is declared as not to be saved.
+        name: how messages call the owner.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Scene],
+        exclude: frozenset[str],
+        unsaved: frozenset[str],
+        name: str,
+    ) -> None:
+        self._look = look
+        self._exclude = exclude
+        self._unsaved = unsaved
+        self._name = name
+
+    def run(self, state: dict[str, Any], *, is_inference: bool) -> None:
+        """Put back everything; see ``Discovery.restore``."""
+        scene = self._look()
+        objects = {**scene.found.objects, **scene.found.inner}
+        states = {**state["objects"], **state.get("inner", {})}
+        if is_inference:
+            objects = {
+                path: part for path, part in objects.items() if not isinstance(part, _TRAINING_ONLY)
+            }
+            self._warn_of_untrained(scene.found.objects, state["objects"])
+        else:
+            self._check(scene, state)
+            complete_groups(scene.found, state, scene.parameters)
+        shared = _shared_groups(objects)
+        # Networks first: an object that follows one may look at its weights.
+        for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
+            if path in states:
+                _load_state(path, objects[path], states[path])
+        _share_groups(shared)
+        self._restore_places(scene, state)
+        # What has its value by now may be another tensor than before.
+        parameters = self._look().parameters
+        for name, tensor in {**parameters.leaves, **parameters.loose}.items():
+            if name in state["parameters"]:
+                _fill(name, tensor, state["parameters"][name])
+        if not is_inference:
+            load_flags(state["flags"], scene.found, parameters)
+            load_grads(state["grads"], parameters)
+
+    def _restore_places(self, scene: Scene, state: dict[str, Any]) -> None:
+        """Put back values, generators, and which object a place names."""
+        containers = _containers_of(scene)
+        scene.found.containers = containers
+        restore_values(
+            state["values"],
+            scene.found,
+            lambda parent, key: self._may_set(parent, key, scene),
+        )
+        for path, saved in state.get("generators", {}).items():
+            self._restore_generator(path, saved, scene)
+        if "aliases" in state:
+            restore_aliases(state["aliases"], containers, scene.find)
+            restore_orders(state["orders"], containers)
+
+    def _restore_generator(self, path: str, saved: Mapping[str, Any], scene: Scene) -> None:
+        if is_declared(path, self._unsaved):
+            return
+        present = scene.found.generators.get(path)
+        if present is None or kind_of_generator(present) != saved["kind"]:
+            parent, _, key = path.rpartition(".")
+            container = scene.found.containers.get(parent)
+            if container is None or isinstance(container, list):
+                raise StateError(
+                    f"{path} of the {self._name} was a {saved['kind']} when the state was saved, "
+                    "and there is none now. Create it in setup()."
+                )
+            present = make_generator(saved["kind"])
+            put(container, key, present)
+        load_generator(present, saved["state"])
+
+    def _check(self, scene: Scene, state: dict[str, Any]) -> None:
+        """Refuse a state of other objects before anything is changed."""
+        for path, part in {**scene.found.objects, **scene.found.inner}.items():
+            kind = state["kinds"].get(path, kind_of(part))
+            if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
+                raise StateError(
+                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot go on "
+                    "from that state. Build it in setup() as it was when the state was saved."
+                )
+        saved = self._declared({*state["objects"], *state["parameters"]})
+        present = scene.paths()
+        inner = state.get("inner", {}).keys() - scene.found.inner.keys() - present
+        parents = {*state["values"]["changed"], *state["values"]["deleted"]}
+        containers = _containers_of(scene)
+        lacking = self._declared({path for path in parents if path not in containers})
+        saved |= {path.rstrip("/") for path in lacking} | self._declared(inner)
+        missing, left_over = sorted(present - saved), sorted(saved - present)
+        if state.get("is_partial"):
+            missing = []
+        if missing or left_over:
+            raise StateError(
+                f"The saved state is not that of this {self._name}. Without saved state: "
+                f"{', '.join(missing) or 'nothing'}. Saved, but not there: "
+                f"{', '.join(left_over) or 'nothing'}. Create all networks, optimizers and "
+                "schedulers in setup(), under the names that they had when the state was saved."
+            )
+
+    def _declared(self, paths: set[str]) -> set[str]:
+        """Return the paths that are not declared as unsaved, by themselves or by a parent."""
+        return {path for path in paths if not is_declared(path, self._unsaved)}
+
+    def _warn_of_untrained(self, objects: dict[str, Stateful], saved: dict[str, Any]) -> None:
+        untrained = [
+            path
+            for path, part in objects.items()
+            if path not in saved and isinstance(part, nn.Module) and part.state_dict()
+        ]
+        if untrained:
+            _LOGGER.warning(
+                "The %s holds networks without saved state, which stay as setup() made them: %s.",
+                self._name,
+                ", ".join(untrained),
+            )
+
+    def _may_set(self, parent: str, key: Any, scene: Scene) -> bool:
+        found = scene.found
+        if parent not in found.containers:
+            return False
+        if (parent, key) in found.slots or (parent, key) in found.aliases:
+            return True
+        if not parent and key in self._exclude:
+            return False
+        path = f"{parent.rstrip('/')}.{key}" if parent else str(key)
+        return path not in found.objects and bool(self._declared({path}))
+
+
+def _containers_of(scene: Scene) -> dict[str, Container]:
+    """Return containers by path, with those that held no object after setup."""
+    plain: dict[str, Container] = {}
+    for slot in scene.found.slots.values():
+        if isinstance(slot.value, dict):
+            # Its keys may be parameters by now.
+            plain[slot.path] = KeyedByObjects(slot.value, scene.names)
+        elif isinstance(slot.value, list):
+            plain[slot.path] = slot.value
+    return {**plain, **scene.found.containers}
+
+
+def _shared_groups(objects: Mapping[str, Stateful]) -> list[list[Optimizer]]:
+    """Return the optimizers that have one list of groups in common, as wrappers around one do."""
+    sharing: dict[int, list[Optimizer]] = {}
+    for part in objects.values():
+        if isinstance(part, Optimizer):
+            sharing.setdefault(id(part.param_groups), []).append(part)
+    return [parts for parts in sharing.values() if len(parts) > 1]
+
+
+def _share_groups(shared: list[list[Optimizer]]) -> None:
+    """Let optimizers have one list of groups again: loading gave each a list of its own."""
+    for first, *others in shared:
+        for other in others:
+            other.param_groups = first.param_groups
+
+
+def _load_state(path: str, part: Stateful, state: dict[str, Any]) -> None:
+    try:
+        load_state(part, state)
+    except Exception as error:
+        raise StateError(
+            f"{path} ({type(part).__name__}) refused its saved state: {error} Build it in setup() "
+            "as it was when the state was saved."
+        ) from error
+
+
+def _fill(name: str, tensor: Tensor, saved: Tensor) -> None:
+    """Fill a loose tensor in place: optimizers know it by identity."""
+    if tensor.shape != saved.shape:
+        raise StateError(
+            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the present one "
+            f"{tuple(tensor.shape)}. Build it in setup() as it was when the state was saved."
+        )
+    with torch.no_grad():
+        tensor.copy_(saved)

@@ -1,0 +1,155 @@
+"""Which object a place names, and the order of keys, are state; an alias stays one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.run_state.owners import Owner, bits, resumed, started, through_a_file
+
+
+def _filled(value: float) -> nn.Linear:
+    net = nn.Linear(1, 1)
+    with torch.no_grad():
+        net.weight.fill_(value)
+    return net
+
+
+def _population() -> Any:
+    nets = [_filled(0), _filled(1), _filled(2)]
+    return Owner(nets=nets, best=nets[0], zbest=nets[0], table={"now": nets[0]})
+
+
+def _move(owner: Any) -> None:
+    for number, net in enumerate(owner.nets):
+        with torch.no_grad():
+            net.weight.fill_(10 + number)
+
+
+@pytest.mark.parametrize("name", ["best", "zbest"])
+def test_an_attribute_names_the_network_that_it_named(
+    name: str, tmp_path: Path, said: list[str]
+) -> None:
+    owner = _population()
+    discovery = started(owner)
+    _move(owner)
+    setattr(owner, name, owner.nets[2])
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = resumed(_population, state)
+    assert getattr(again, name) is again.nets[2]
+    assert [net.weight.item() for net in again.nets] == [10, 11, 12]
+    other = "zbest" if name == "best" else "best"
+    assert getattr(again, other) is again.nets[0]
+    assert not said
+
+
+def test_members_of_dicts_and_lists_name_what_they_named(said: list[str]) -> None:
+    owner = _population()
+    discovery = started(owner)
+    _move(owner)
+    owner.table["now"] = owner.nets[1]
+    owner.table["late"] = owner.nets[2]
+    owner.nets.reverse()
+    owner.best = None
+    del owner.zbest
+    state = discovery.capture()
+    again = resumed(_population, state)
+    assert [net.weight.item() for net in again.nets] == [12, 11, 10]
+    assert again.table["now"] is again.nets[1]
+    assert again.table["late"] is again.nets[0]
+    assert again.best is None
+    assert "zbest" not in vars(again)
+    assert not said
+
+
+def test_a_list_of_networks_has_the_length_that_it_had(said: list[str]) -> None:
+    def make() -> Any:
+        nets = [_filled(0), _filled(1)]
+        return Owner(all=nets, some=[nets[0], nets[1]], none=[])
+
+    owner = make()
+    discovery = started(owner)
+    owner.some.pop(0)
+    owner.none += [owner.all[1], owner.all[0]]
+    again = resumed(make, discovery.capture())
+    assert len(again.some) == 1
+    assert again.some[0] is again.all[1]
+    assert again.none[0] is again.all[1]
+    assert again.none[1] is again.all[0]
+    assert not said
+
+
+def test_another_object_in_a_tuple_is_named(said: list[str]) -> None:
+    owner = _population()
+    owner.pair = (owner.nets[0], owner.nets[1])
+    discovery = started(owner)
+    owner.pair = (owner.nets[1], owner.nets[0])
+    assert list(discovery.capture()["missing"]) == ["pair.0", "pair.1"]
+    assert len(said) == 1
+
+
+def test_the_order_of_dicts_with_objects_comes_back() -> None:
+    def make() -> Any:
+        net = nn.ModuleDict({"a": _filled(1), "b": _filled(2)})
+        return Owner(net=net, table={"x": net["a"], "y": net["b"], "z": 1})
+
+    owner = make()
+    discovery = started(owner)
+    assert discovery.capture()["orders"] == {}
+    owner.table["x"] = owner.table.pop("x")
+    owner.net["a"] = owner.net.pop("a")
+    again = resumed(make, discovery.capture())
+    assert list(again.table) == ["y", "z", "x"]
+    assert list(again.net) == ["b", "a"]
+
+
+def test_an_attribute_that_names_a_parameter_names_it_again() -> None:
+    def make() -> Any:
+        net = nn.Sequential(_filled(1), _filled(2))
+        return Owner(net=net, head=net[0].weight)
+
+    owner = make()
+    discovery = started(owner)
+    owner.head = owner.net[1].weight
+    again = resumed(make, discovery.capture())
+    assert again.head is again.net[1].weight
+
+
+class _PerParameter:
+    """What some trainings keep for each parameter: an optimizer, and a tensor."""
+
+    def __init__(self) -> None:
+        self.net = nn.Sequential(_filled(1), _filled(2))
+        self.optimizers = {
+            part: torch.optim.SGD([part], lr=0.5, momentum=0.5) for part in self.net.parameters()
+        }
+        self.sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def step(self) -> None:
+        self.net(torch.ones(1, 1)).sum().backward()
+        for part, optimizer in self.optimizers.items():
+            assert part.grad is not None
+            self.sums[part] = self.sums.get(part, torch.zeros_like(part)) + part.grad
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_dicts_keyed_by_parameters_resume(tmp_path: Path, said: list[str]) -> None:
+    owner = _PerParameter()
+    discovery = started(owner)
+    for _ in range(2):
+        owner.step()
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = _PerParameter()
+    other = started(again)
+    other.restore(state)
+    owner.step()
+    again.step()
+    assert bits(list(again.net.parameters())) == bits(list(owner.net.parameters()))
+    assert bits(list(again.sums.values())) == bits(list(owner.sums.values()))
+    assert list(map(id, again.sums)) == list(map(id, again.net.parameters()))
+    assert not said

@@ -1,0 +1,142 @@
+"""Plugins, data modules, loops and engines are looked through as the model is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from helios.run_state.owners import Owner, Owners, internals_of
+from tests.run_state.test_inner import Tracker
+
+
+class Base:
+    _internals = "owner counter"
+
+
+class Part(Base):
+    """Stands for a plugin, with an attribute of its base and some of its own."""
+
+    _internals = "cache"
+
+    def __init__(self, **attributes: Any) -> None:
+        self.counter, self.cache = 0, [0]
+        vars(self).update(attributes)
+
+
+def _started(*owners: Owner, **outside: object) -> Owners:
+    found = Owners(owners, lambda: outside)
+    found.take_baseline()
+    return found
+
+
+def test_attributes_of_base_classes_do_not_count() -> None:
+    part = Part(seen=[])
+    assert internals_of(part) == {"owner", "counter", "cache"}
+    owners = _started(Owner("plugin 'a'", part))
+    part.counter += 1
+    part.cache.append(1)
+    assert owners.capture({}) == ({}, {})
+
+
+def test_plain_values_come_back_by_owner() -> None:
+    def make() -> tuple[Part, Part]:
+        return Part(count=0, seen=[]), Part(rate=1.0)
+
+    first, second = make()
+    owners = _started(Owner("plugin 'a'", first), Owner("data", second))
+    first.count, second.rate = 3, 0.5  # type: ignore[attr-defined]
+    first.seen.append(1)  # type: ignore[attr-defined]
+    states, missing = owners.capture({})
+    assert (list(states), missing) == (["plugin 'a'", "data"], {})
+    first, second = make()
+    again = _started(Owner("plugin 'a'", first), Owner("data", second))
+    assert again.restore(copy.deepcopy(states)) == []
+    assert (vars(first)["count"], vars(first)["seen"], vars(second)["rate"]) == (3, [1], 0.5)
+
+
+def test_an_owner_that_is_gone_is_returned_by_name() -> None:
+    part = Part(count=0)
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["count"] = 1
+    states, _ = owners.capture({})
+    assert _started().restore(states) == ["plugin 'a'"]
+
+
+def test_what_no_checkpoint_holds_is_missing_under_the_owners_name() -> None:
+    part = Part(run=None)
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["run"] = lambda: 1
+    assert list(owners.capture({})[1]) == ["plugin 'a': run"]
+    declared = _started(Owner("plugin 'a'", part, unsaved=("run",)))
+    vars(part)["run"] = lambda: 2
+    assert declared.capture({}) == ({}, {})
+
+
+def test_what_a_state_dict_of_its_own_leaves_out_is_saved() -> None:
+    part = Part(count=0, extra=[])
+    owners = _started(Owner("plugin 'a'", part, has_own_state=True))
+    vars(part)["count"] = 1
+    part.extra.append(2)  # type: ignore[attr-defined]
+    states, _ = owners.capture({"plugin 'a'": {"extra": part.extra}})  # type: ignore[attr-defined]
+    assert states["plugin 'a'"]["values"]["changed"] == {"": {"count": 1}}
+
+
+def test_networks_of_the_model_are_named_and_not_saved_again() -> None:
+    nets = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    part = Part(net=nets[0], own=nn.Linear(1, 1))
+    outside = {"nets.0": nets[0], "nets.1": nets[1]}
+    owners = Owners([Owner("plugin 'a'", part)], lambda: outside)
+    owners.take_baseline()
+    assert list(owners.capture({})[0]["plugin 'a'"]["objects"]) == ["own"]
+    vars(part)["net"] = nets[1]
+    states, _ = owners.capture({})
+    again = Part(net=nets[0], own=nn.Linear(1, 1))
+    other = Owners([Owner("plugin 'a'", again)], lambda: outside)
+    other.take_baseline()
+    other.restore(copy.deepcopy(states))
+    assert vars(again)["net"] is nets[1]
+
+
+def test_an_object_that_a_start_event_creates_is_missing_once_it_changes() -> None:
+    part = Part(tracker=None)
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["tracker"] = tracker = Tracker()
+    owners.begin_training()
+    assert owners.capture({})[1] == {}
+    tracker.values.append(1.0)
+    states, missing = owners.capture({})
+    assert list(missing) == ["plugin 'a': tracker"]
+    assert not states or "tracker" not in states["plugin 'a'"]["objects"]
+
+
+def test_of_a_data_set_only_small_values_and_generators_count() -> None:
+    class Images:
+        def __init__(self) -> None:
+            self.paths = [f"{number}.png" for number in range(20_000)]
+            self.level = 0
+            self.rng = np.random.default_rng(1)
+            self.handle: Any = None
+            self.transform = nn.Linear(1, 1)
+            self.cache: dict[int, Any] = {}
+
+    images = Images()
+    owners = _started(Owner("data set", images, is_data=True))
+    images.level = 2
+    images.rng.random()
+    images.handle = lambda: 1
+    images.paths.reverse()
+    images.cache |= {number: torch.zeros(1000) for number in range(20)}
+    with torch.no_grad():
+        images.transform.weight.add_(1)
+    states, missing = owners.capture({})
+    assert states["data set"]["values"]["changed"] == {"": {"level": 2}}
+    assert not states["data set"]["objects"]
+    assert missing == {}
+    again = Images()
+    other = _started(Owner("data set", again, is_data=True))
+    other.restore(copy.deepcopy(states))
+    assert (again.level, again.rng.random()) == (2, images.rng.random())
