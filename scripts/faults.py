@@ -136,7 +136,7 @@ FAULTS = (
     Fault(
         "every backend of torch.compile lowers the level",
         "helios/startup/promise.py",
-        "    return configuration is None or configuration() is not None",
+        "    return configure is None or configure() is not None",
         "    return True",
         f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,7 @@ from helios.model.model import Model
 from helios.startup.arguments import Arguments
 from helios.startup.claims import Claim
 
+_CONFIGURATION = "get_compiler_config"
 _MANUAL = "train_step returns None, and so steps by itself"
 
 
@@ -111,26 +113,39 @@ def _find_level(
 
 
 def find_compiled(model: Model) -> list[str]:
-    """Return the paths of modules that inductor compiles, or nobody knows which backend.
+    """Return the paths of what inductor compiles, or nobody knows which backend.
 
-    Whether two processes choose the same kernels was not measured.
+    Whether two processes choose the same kernels was not measured. Functions are seen where they
+    are attributes of the model or methods of its class.
     """
-    return [
+    found = [
         f"{path}.{name}".rstrip(".")
         for path, network in model.discovery.modules().items()
         for name, module in network.named_modules()
-        if _is_compiled_by_inductor(module)
+        if _is_compiled(module) and _is_of_inductor(module)
+    ]
+    places = (*reversed(type(model).__mro__), model)
+    functions = {name: value for place in places for name, value in vars(place).items()}
+    return found + [
+        name
+        for name, value in functions.items()
+        if isinstance(value, FunctionType)
+        and _CONFIGURATION in vars(value)
+        and _is_of_inductor(value)
     ]
 
 
-def _is_compiled_by_inductor(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     attributes = vars(module)
-    call: Any = attributes.get("_compiled_call_impl")
-    if call is None and COMPILED not in attributes.get("_modules", {}):
-        return False
+    in_place = attributes.get("_compiled_call_impl")
+    return in_place is not None or COMPILED in attributes.get("_modules", {})
+
+
+def _is_of_inductor(compiled: Any) -> bool:
+    in_place = vars(compiled).get("_compiled_call_impl")
+    configure: Any = getattr(in_place or compiled, _CONFIGURATION, None)
     # Inductor has a configuration; other backends have none.
-    configuration: Any = getattr(module if call is None else call, "get_compiler_config", None)
-    return configuration is None or configuration() is not None
+    return configure is None or configure() is not None
 
 
 def _find_bound(

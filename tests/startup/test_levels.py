@@ -316,6 +316,29 @@ def test_inductor_lowers_the_level_without_a_warning(
 
 
 @IMPORTS_INDUCTOR
+@pytest.mark.parametrize(("backend", "level"), [("inductor", "order"), ("eager", "restart")])
+@pytest.mark.parametrize("is_method", [False, True])
+def test_a_function_of_the_model_that_inductor_compiles_lowers_the_level(
+    backend: str, level: str, is_method: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stepping(Simple):
+        unsaved = ("log", "stepper")
+
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            if not is_method:
+                self.stepper = torch.compile(lambda loss: loss * 2, backend=backend)
+
+        if is_method:
+            stepper = torch.compile(lambda self, loss: loss * 2, backend=backend)
+
+    fit(tmp_path, model=Stepping())
+    assert {each["level"] for each in sidecars(tmp_path)} == {level}
+    text = "torch.compile with inductor (stepper))"
+    assert (text in capsys.readouterr().err) is (level == "order")
+
+
+@IMPORTS_INDUCTOR
 def test_a_network_that_is_compiled_later_lowers_the_level_of_its_checkpoints(
     tmp_path: Path,
 ) -> None:
