@@ -8,7 +8,7 @@ Whatever else has changed is named loudly, since a resumed run would not have it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, final
@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
-from helios.run_state.changes import changes_since, digests_of, places_in, restore_values
+from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.effects import StepWatch
 from helios.run_state.parts import (
     Parameters,
@@ -40,11 +40,10 @@ from helios.run_state.parts import (
     storages_of,
     structure_since,
 )
-from helios.run_state.values import LIMIT, Digest, Identities, storage_of
+from helios.run_state.values import Identities, Storages
 from helios.run_state.walk import (
     Found,
     Slot,
-    SlotKey,
     enter_modules,
     is_declared,
     settled_in,
@@ -53,7 +52,6 @@ from helios.run_state.walk import (
 
 _LOGGER = logging.getLogger(__name__)
 _TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
-_UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
 
 
 @final
@@ -77,7 +75,7 @@ class _Scene:
         return parameters_of(self.found)
 
     @cached_property
-    def _storages(self) -> dict[int, str]:
+    def storages(self) -> Storages:
         return storages_of(self.found, self.parameters)
 
     @cached_property
@@ -97,9 +95,6 @@ class _Scene:
     def name_of(self, value: object) -> str | None:
         return self._names.get(id(value))
 
-    def name_of_storage(self, tensor: Tensor) -> str | None:
-        return self._storages.get(storage_of(tensor))
-
 
 @dataclass(frozen=True)
 class _Baseline:
@@ -107,14 +102,7 @@ class _Baseline:
 
     paths: frozenset[str]
     shapes: dict[str, Shape]
-    digests: dict[SlotKey, Digest]
     settled: dict[str, dict[str, Any]]
-
-    def distrust(self, places: Iterable[SlotKey]) -> None:
-        """Take places for changed, whatever they hold; a place that is gone for deleted."""
-        for parent, key in places:
-            self.digests[parent, key] = _UNLIKE_ANY
-            self.settled.get(parent, {}).pop(key, None)
 
 
 @final
@@ -150,6 +138,7 @@ class Discovery:
         self._unsaved = frozenset(unsaved)
         self._name = name
         self._identities = Identities()
+        self.values = PlainValues(self._identities)
         self._baseline: _Baseline | None = None
         self._named: set[str] = set()
 
@@ -173,14 +162,17 @@ class Discovery:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what counts in this process only: what setup made, told by identity."""
-        return vars(self) | {"_identities": Identities(), "_baseline": None}
+        identities = Identities()
+        values = PlainValues(identities)
+        values.limit, values.safe_types = self.values.limit, self.values.safe_types
+        return vars(self) | {"_identities": identities, "values": values, "_baseline": None}
 
     def take_baseline(self) -> None:
         """Remember what setup made; to be called right after it."""
         scene = self._look()
-        digests = digests_of(scene.found, scene, self._identities)
+        self.values.remember(scene.found, scene)
         shapes = {path: shape_of(part) for path, part in scene.found.objects.items()}
-        self._baseline = _Baseline(scene.paths(), shapes, digests, settled_in(scene.found))
+        self._baseline = _Baseline(scene.paths(), shapes, settled_in(scene.found))
 
     def capture(self) -> dict[str, Any]:
         """Return the state, by reference: nothing is cloned.
@@ -204,12 +196,10 @@ class Discovery:
             )
         baseline = self._baseline
         scene = self._look(baseline.settled)
-        changes = changes_since(
-            baseline.digests, scene.found, scene, self._identities, frozenset(self._named)
-        )
+        changes = self.values.changes(scene.found, scene)
         groups, misfits = structure_since(baseline.shapes, scene.found, scene.parameters)
         misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
-        self._warn_of_losses(changes.large, changes.others, misfits)
+        self._warn_of_losses(changes, misfits)
         return {
             "objects": {path: _state_of(path, part) for path, part in scene.found.objects.items()},
             "kinds": {path: kind_of(part) for path, part in scene.found.objects.items()},
@@ -218,6 +208,7 @@ class Discovery:
             "flags": flags_of(scene.found, scene.parameters),
             "grads": grads_of(scene.parameters),
             "values": changes.values,
+            "missing": changes.missing,
         }
 
     def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
@@ -249,9 +240,10 @@ class Discovery:
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
             if path in state["objects"]:
                 _load_state(path, objects[path], state["objects"][path])
-        restore_values(
+        self.values.restore(
             state["values"],
             scene.found,
+            scene,
             lambda parent, key: self._may_set(parent, key, scene.found),
         )
         # What has its value by now may be another tensor than before.
@@ -265,7 +257,10 @@ class Discovery:
             if self._baseline is not None:
                 # A model that was trained before in this process may hold these values since
                 # before setup(). A new process would not: the next checkpoint needs them too.
-                self._baseline.distrust(places_in(state["values"]))
+                places = places_in(state["values"])
+                self.values.distrust(places)
+                for parent, key in places:
+                    self._baseline.settled.get(parent, {}).pop(key, None)
 
     def _all(self) -> Found:
         # What needs no checkpoint takes part in the training all the same.
@@ -274,30 +269,35 @@ class Discovery:
     def _look(self, settled: dict[str, dict[str, Any]] | None = None) -> _Scene:
         return _Scene(self._owner, self._exclude, self._unsaved, settled or {})
 
-    def _warn_of_losses(
-        self, large: Iterable[Slot], others: Iterable[Slot], misfits: dict[str, str]
-    ) -> None:
+    def _warn_of_losses(self, changes: Changes, misfits: dict[str, str]) -> None:
         """Name in one warning, once each, what a resumed run will not have."""
-        large = [slot for slot in large if slot.path not in self._named]
-        others = [slot for slot in others if slot.path not in self._named]
+        large = [slot for slot in changes.large if slot.path not in self._named]
+        costly = [path for path in changes.costly if path not in self._named]
+        others = [slot for slot in changes.others if slot.path not in self._named]
         objects = sorted(misfits.keys() - self._named)
         texts = []
         if others:
             names = ", ".join(f'"{slot.path}"' for slot in others)
-            is_iterator = any(isinstance(slot.value, Iterator) for slot in others)
-            reason = " (an iterator: nothing tells how far it has come)" if is_iterator else ""
+            reasons = "; ".join(dict.fromkeys(changes.missing[slot.path] for slot in others))
             texts.append(
-                f"Training changed {_listed(others)}, which cannot be saved as plain values"
-                f"{reason}: a resumed run finds there what setup() makes. Give such an object "
+                f"Training changed {_listed(others)}, which cannot be saved as plain values "
+                f"({reasons}): a resumed run finds there what setup() makes. Give such an object "
                 "state_dict() and load_state_dict() and make it an attribute of the "
                 f"{self._name}, or declare that it need not be saved: unsaved = ({names},)."
             )
         if large:
             texts.append(
                 f"Training changed {_listed(large)}, but plain values are saved up to "
-                f"{LIMIT >> 20} MiB in all only: a resumed run finds there what setup() makes. "
-                "Register large tensors as buffers of a module, or write an object with "
-                "state_dict() and load_state_dict()."
+                f"{self.values.limit / 2**20:g} MiB in all only: a resumed run finds there what "
+                "setup() makes. "
+                "Register large tensors as buffers of a module, write an object with state_dict() "
+                "and load_state_dict(), or raise CheckpointStore(max_values=...)."
+            )
+        if costly:
+            reasons = ", ".join(f"{path} ({changes.missing[path]})" for path in costly)
+            texts.append(
+                f"Whether training changed these is not known: {reasons}. A resumed run finds "
+                "there what setup() makes. Save less often, or give such an object state_dict()."
             )
         if objects:
             names = ", ".join(
@@ -308,7 +308,7 @@ class Discovery:
                 f"setup(): {names}. A resume from this state will be refused, or finds what "
                 "setup() makes: create all of them in setup()."
             )
-        self._named |= {slot.path for slot in (*large, *others)} | set(objects)
+        self._named |= {slot.path for slot in (*large, *others)} | {*objects, *costly}
         if texts:
             _LOGGER.warning("The state of the %s is incomplete. %s", self._name, " ".join(texts))
 

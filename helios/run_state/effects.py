@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.run_state.bits import bit_sum
+from helios.run_state.look import look_at
 from helios.run_state.parts import parameters_of
-from helios.run_state.values import Identities, Surroundings, plain_parts, take_digest
+from helios.run_state.values import Identities, Surroundings
 from helios.run_state.walk import Found, Slot
 
 
@@ -65,10 +66,10 @@ class StepWatch:
         found = surroundings.found
         marks: dict[str, bytes] = {}
         for slot in found.slots.values():
-            parts = plain_parts(slot.value, surroundings) if slot.is_settable else None
-            if parts is not None and not _is_buffer(slot, found):
-                digest = take_digest(slot.value, surroundings, self._identities, is_plain=True)
-                marks[slot.path] = digest.mark
+            if slot.is_settable and not _is_buffer(slot, found):
+                look = look_at(slot.value, surroundings, self._identities)
+                if look.is_plain:
+                    marks[slot.path] = look.mark
         parameters = parameters_of(found)
         moved = {
             name: _mark_of(tensor, reads_bits=self._reads_weights)
@@ -77,10 +78,10 @@ class StepWatch:
         for path, part in found.objects.items():
             if not isinstance(part, nn.Module | Optimizer):
                 state = part.state_dict()
-                digest = take_digest(state, surroundings, self._identities, is_plain=False)
+                look = look_at(state, surroundings, self._identities)
                 # A manual step moves its schedulers, as it moves parameters.
                 table = moved if isinstance(part, LRScheduler) else marks
-                table[path] = digest.mark
+                table[path] = look.mark
         return marks, moved
 
 
