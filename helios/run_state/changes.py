@@ -95,6 +95,12 @@ class PlainValues:
         types: set[type] = set().union(*(look.types for look in looks.values()))
         self._baseline = _Baseline(digests, _links(looks), types)
 
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes a state will hold if training changes all that setup made."""
+        sizes = (digest.size for digest in self._baseline.digests.values() if digest.is_plain)
+        return min(sum(sizes), self.limit)
+
     def distrust(self, places: Iterable[SlotKey]) -> None:
         """Take places for changed, whatever they hold; a place that is gone for deleted."""
         self._baseline.digests.update(dict.fromkeys(places, _UNLIKE_ANY))

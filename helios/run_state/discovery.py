@@ -291,7 +291,7 @@ class Discovery:
                 f"{self.values.limit / 2**20:g} MiB in all only: a resumed run finds there what "
                 "setup() makes. "
                 "Register large tensors as buffers of a module, write an object with state_dict() "
-                "and load_state_dict(), or raise CheckpointStore(max_values=...)."
+                "and load_state_dict(), or raise CheckpointStore(max_plain_bytes=...)."
             )
         if costly:
             reasons = ", ".join(f"{path} ({changes.missing[path]})" for path in costly)

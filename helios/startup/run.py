@@ -315,6 +315,7 @@ class Run(ABC):
         move_networks(self.model, self.engine.device)
         watch.end()
         check_processor(self.model, is_inference=is_inference)
+        self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
         # What setup has put in the place of a method is heard from here on.
         self.hooks = self._make_bus()

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from helios.run_state.values import LIMIT
 from tests.run_state.owners import (
     Owner,
     bits,
@@ -25,7 +24,7 @@ from tests.run_state.owners import (
     through_a_file,
 )
 
-_MIB = LIMIT
+_MIB = 1 << 20
 
 
 class Opaque:
@@ -215,9 +214,10 @@ def test_a_changed_member_of_a_tuple_beside_a_network_is_named(said: list[str]) 
     assert "pair.1 (int)" in said[0]
 
 
-def test_values_beyond_a_mebibyte_are_named_and_the_small_ones_saved(said: list[str]) -> None:
+def test_values_beyond_the_limit_are_named_and_the_small_ones_saved(said: list[str]) -> None:
     owner = Owner(big=b"", small=0, tensor=torch.zeros(_MIB // 4 + 1), array=np.zeros(1))
     discovery = started(owner)
+    discovery.values.limit = _MIB
     owner.big, owner.small = b"x" * (_MIB + 1), 1
     owner.tensor += 1
     owner.array = np.zeros(_MIB)
@@ -233,6 +233,7 @@ def test_values_beyond_a_mebibyte_are_named_and_the_small_ones_saved(said: list[
 def test_the_limit_counts_all_values_together_and_shared_ones_once(said: list[str]) -> None:
     owner = Owner()
     discovery = started(owner)
+    discovery.values.limit = _MIB
     owner.one = owner.alias = [b"x" * (_MIB // 2 + 1)]
     assert sorted(changed(discovery)) == ["alias", "one"]
     owner.two = [b"y" * (_MIB // 2 + 2)]
