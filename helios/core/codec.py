@@ -20,7 +20,8 @@ from typing import IO, Any, Protocol, cast
 import torch
 
 from helios.core.buffers import HostBuffers
-from helios.core.tagged import Decoder, Encoder, type_name
+from helios.core.named import type_name
+from helios.core.tagged import Decoder, Encoder
 from helios.core.unknown import stand_in
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 

@@ -125,6 +125,7 @@ class FitRecorder:
         if start.folder is not None:
             self._saver = Saver(start.folder, pins=engine.device.type == "cuda")
             self._saver.newest = self._newest
+            model.discovery.values.limit = start.folder.options.max_plain_bytes
 
     @property
     def name(self) -> str:
@@ -145,7 +146,7 @@ class FitRecorder:
         saver.prepare(sizes)
         warn_if_too_large(
             folder.path,
-            num_bytes=sum(sizes),
+            num_bytes=sum(sizes) + discovery.values.num_bytes,
             num_saves=count_saves(self._arguments.schedule, state),
             options=folder.options,
         )
