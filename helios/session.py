@@ -272,11 +272,7 @@ class Session:
     @property
     def limit(self) -> str:
         """Why the options end the run here; empty while they do not."""
-        if due.is_out_of_patience(self.schedule, self.state):
-            return f"no improvement in {self.state.early_stop_count} validations"
-        if due.is_total_reached(self.schedule, self.state, self.cursor):
-            return "total_steps reached"
-        return ""
+        return due.find_limit(self.schedule, self.state, self.cursor)
 
     def check_limits(self) -> None:
         """Ask for the end of the run where the options say so."""

@@ -26,6 +26,7 @@ ELASTIC = "tests/distributed/test_elastic.py"
 SAME_BITS = f"{ELASTIC}::test_any_number_of_processes_gives_the_same_bits"
 SAVER = "tests/checkpoint/test_saver.py"
 SAVE_FAULTS = "tests/integration/test_save_faults.py"
+STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
 COMMANDS = "tests/cli/test_commands.py"
@@ -45,6 +46,20 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "a run that was finished under a smaller total stays finished",
+        "helios/startup/resume.py",
+        "    if is_limit(reason) and not cursor.stop_reason:",
+        "    if False:",
+        f"{STAGES}::test_a_mark_that_a_smaller_total_has_left_in_mid_run_does_not_count",
+    ),
+    Fault(
+        "a start with a smaller total marks the run of a larger one",
+        "helios/startup/outputs.py",
+        " or self._is_past_its_end(saver.newest):",
+        ":",
+        f"{STAGES}::test_a_total_that_the_run_has_passed_finishes_nothing",
+    ),
     Fault(
         "a training that only loads ends the run",
         "helios/startup/outputs.py",

@@ -106,9 +106,7 @@ class FitRun(Run):
         loaded = self._start.loaded
         if loaded is None or loaded.sidecar is None or not loaded.sidecar.finished:
             return False
-        stored = loaded.payload["options"]
-        is_other_unit = stored.get("train_unit") != self.arguments.unit.name.lower()
-        if is_other_unit or resume.is_extended(self.arguments, stored):
+        if not resume.is_still_finished(self.arguments, loaded.payload, loaded.sidecar.finished):
             return False
         resume.report_finished(self._name, loaded, loaded.sidecar.finished)
         return True
@@ -221,6 +219,7 @@ class FitRun(Run):
             cursor=cursor,
         )
         self._start.changes += resume.note_limits(self.arguments, payload["options"])
+        self._start.is_shortened = resume.is_shortened(self.arguments, payload["options"])
         banner.warn_of_other_machine(payload.get("machine", {}), self.engine)
         session.hooks.emit("on_load_checkpoint", payload)
         payload = take_own_parts(payload, session.replicas)

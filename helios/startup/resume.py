@@ -24,6 +24,7 @@ from helios.errors import (
     DamagedCheckpointError,
     RunMismatchError,
 )
+from helios.schedule import find_limit, is_limit
 from helios.startup.arguments import Arguments
 from helios.startup.folder import SHARING, open_folder
 from helios.startup.processes import Stored
@@ -45,6 +46,7 @@ class Start:
         origin: the path of ``resume=<path>`` that the run goes back to, if any.
         is_branch: whether this is the first start from that path.
         changes: what was allowed to differ, in all starts of the run.
+        is_shortened: whether this run is to be shorter than the one that wrote the checkpoint.
         lock: keeps a second run out of the folder while the call goes on; rank 0 holds it.
     """
 
@@ -53,6 +55,7 @@ class Start:
     origin: str | None = None
     is_branch: bool = False
     changes: list[str] = field(default_factory=list)
+    is_shortened: bool = False
     lock: FolderLock | None = None
 
     def forget_payload(self) -> None:
@@ -266,12 +269,40 @@ def limits(arguments: Arguments) -> dict[str, float | None]:
 
 def is_extended(arguments: Arguments, stored: Mapping[str, Any]) -> bool:
     """Whether this run is meant to be longer than the one that wrote the checkpoint."""
+    return any(now > before for now, before in _pair_limits(arguments, stored))
+
+
+def is_shortened(arguments: Arguments, stored: Mapping[str, Any]) -> bool:
+    """Whether this run is meant to be shorter than the one that wrote the checkpoint."""
+    return any(now < before for now, before in _pair_limits(arguments, stored))
+
+
+def _pair_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[tuple[float, float]]:
+    pairs = [(now, stored.get(name)) for name, now in limits(arguments).items()]
     infinite = float("inf")
+    return [
+        (infinite if now is None else now, infinite if before is None else before)
+        for now, before in pairs
+    ]
 
-    def is_raised(now: float | None, before: float | None) -> bool:
-        return (infinite if now is None else now) > (infinite if before is None else before)
 
-    return any(is_raised(now, stored.get(name)) for name, now in limits(arguments).items())
+def is_still_finished(arguments: Arguments, payload: Mapping[str, Any], reason: str) -> bool:
+    """Whether a run that was marked as finished has nothing left to train under these options.
+
+    Args:
+        arguments: the options of the trainer.
+        payload: the content of the marked checkpoint.
+        reason: why the run came to its end there.
+    """
+    stored = payload["options"]
+    if stored.get("train_unit") != arguments.unit.name.lower():
+        return False
+    cursor = Cursor(**payload["cursor"])
+    if is_limit(reason) and not cursor.stop_reason:
+        # The mark may have been made under a smaller total than that of the checkpoint.
+        state = TrainingState(**payload["training_state"])
+        return bool(find_limit(arguments.schedule, state, cursor))
+    return not is_extended(arguments, stored)
 
 
 def note_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[str]:
