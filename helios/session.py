@@ -81,6 +81,8 @@ class Session:
         obstacles: what training has found that binds the run to its number of processes.
         unshared: paths of what every replica changes in the model on its own.
         saved_randomness: the generators of the checkpoint, until the training goes on.
+        saved_length: the samples of the checkpoint's epoch; ``None`` where nobody knows them.
+        allows_other_length: whether the epoch may have another number of them.
         is_sanity_check: whether a trial validation runs, which must leave no trace (C17).
         context: what hooks may see of all this.
     """
@@ -108,6 +110,8 @@ class Session:
     carried_plugins: dict[str, Any] = field(default_factory=dict)
     carried_loops: dict[str, Any] = field(default_factory=dict)
     saved_randomness: dict[str, Any] | None = None
+    saved_length: int | None = None
+    allows_other_length: bool = False
     is_sanity_check: bool = False
     context: Context = field(init=False)
     turns: Turns = field(init=False)
@@ -356,7 +360,11 @@ class Session:
             "plugins": self.carried_plugins
             | {name: _state_of(plugin) for name, plugin in self.plugins.items()},
             "loops": self.carried_loops | self.loop_states(),
-            "data": {"description": source.description, "state": source.state_dict()},
+            "data": {
+                "description": source.description,
+                "state": source.state_dict(),
+                "length": source.pass_length if self.cursor.batch else source.length,
+            },
             "engine": self.engine.state_dict(),
             "rng": rng.get_rng_state_dict(),
             "num_threads": torch.get_num_threads(),

@@ -26,6 +26,7 @@ ELASTIC = "tests/distributed/test_elastic.py"
 SAME_BITS = f"{ELASTIC}::test_any_number_of_processes_gives_the_same_bits"
 SAVER = "tests/checkpoint/test_saver.py"
 SAVE_FAULTS = "tests/integration/test_save_faults.py"
+OTHER_DATA = "tests/integration/test_other_data.py"
 STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
@@ -46,6 +47,41 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "another data set class goes on in silence",
+        "helios/startup/resume.py",
+        '_OF_DATA = (\n    "dataset",',
+        "_OF_DATA = (",
+        f"{OTHER_DATA}::test_another_class_of_equal_length_stops_the_run",
+    ),
+    Fault(
+        "what a wrapper wraps does not count as the data set",
+        "helios/data/identity.py",
+        "        return [dataset.dataset]\n    # Only",
+        "        return []\n    # Only",
+        f"{OTHER_DATA}::test_another_class_inside_a_subset_stops_the_run",
+    ),
+    Fault(
+        "a data set that has not grown again is not seen",
+        "helios/loops/fit.py",
+        "            self._check_length()\n",
+        "",
+        f"{OTHER_DATA}::test_a_data_set_that_has_not_grown_again_stops_the_run",
+    ),
+    Fault(
+        "replicas share a data set of the length that it had at first",
+        "helios/data/samplers.py",
+        "        if length == self._length:",
+        "        if True:",
+        f"{OTHER_DATA}::test_a_data_set_that_grows_is_counted_anew_each_epoch",
+    ),
+    Fault(
+        "another fingerprint is not said",
+        "helios/startup/resume.py",
+        "    if before is None or before == now:",
+        "    if True:",
+        f"{OTHER_DATA}::test_another_fingerprint_warns_and_goes_on",
+    ),
     Fault(
         "a run that was finished under a smaller total stays finished",
         "helios/startup/resume.py",

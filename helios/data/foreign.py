@@ -15,6 +15,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
+from helios.data.identity import count_samples, describe_class, find_fingerprint
 from helios.data.legacy import LegacyWatch
 from helios.data.loader import WorkerInit, end_workers
 from helios.data.order import Place
@@ -72,7 +73,9 @@ class ForeignSource(Source):
         loader = self.loader
         found: dict[str, Any] = {"loader": type(loader).__qualname__}
         if isinstance(loader, DataLoader):
-            found["dataset"] = type(loader.dataset).__qualname__
+            found["dataset"] = describe_class(loader.dataset)
+            found["fingerprint"] = find_fingerprint(loader.dataset)
+            found["length"] = count_samples(loader.dataset)
             found["num_workers"] = loader.num_workers
         return found
 

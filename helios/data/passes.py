@@ -58,6 +58,16 @@ class Source(ABC):
         """What the data is, in plain values; compared when a run is resumed (DESIGN section 6)."""
 
     @property
+    def length(self) -> int | None:
+        """The samples that the data has now; ``None`` where nobody says."""
+        return None
+
+    @property
+    def pass_length(self) -> int | None:
+        """What :attr:`length` was when the last pass began; ``None`` before there is one."""
+        return None
+
+    @property
     @abstractmethod
     def can_resume(self) -> bool:
         """Whether a pass can begin in its middle."""

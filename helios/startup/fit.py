@@ -150,6 +150,7 @@ class FitRun(Run):
             promise=promise,
             engine=self.engine,
             options=resume.identity(self.arguments, source.description, self.engine)
+            | {"fingerprint": source.description.get("fingerprint")}
             | resume.limits(self.arguments),
             watch=PluginWatch(self.plugins, self.model),
         )
@@ -211,13 +212,18 @@ class FitRun(Run):
         cursor = find_cursor(payload, source.description, session.replicas)
         if resume.is_extended(self.arguments, payload["options"]):
             cursor.go_on()
+        identity = resume.identity(self.arguments, source.description, self.engine)
         self._start.changes += resume.reconcile(
             payload["options"],
-            resume.identity(self.arguments, source.description, self.engine),
+            identity,
             tuple(self.arguments.allow_changes),
             state=state,
             cursor=cursor,
         )
+        self._start.changes += resume.note_fingerprint(source.description, payload["options"])
+        if payload["options"].get("length") == identity["length"]:
+            session.saved_length = payload["data"].get("length")
+            session.allows_other_length = "length" in self.arguments.allow_changes
         self._start.changes += resume.note_limits(self.arguments, payload["options"])
         self._start.is_shortened = resume.is_shortened(self.arguments, payload["options"])
         banner.warn_of_other_machine(payload.get("machine", {}), self.engine)

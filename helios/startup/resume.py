@@ -33,7 +33,23 @@ from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 
-_RESTARTING = ("length", "shuffle", "seed", "sampler", "random_seed", "is_distributed")
+_RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "random_seed", "is_distributed")
+
+
+_UNCOUNTED = ("length", None)
+"""What is stored of a loader whose samples nobody has counted."""
+
+_OF_DATA = (
+    "dataset",
+    "length",
+    "batch_size",
+    "shuffle",
+    "drop_last",
+    "seed",
+    "sampler",
+    "limit_batches",
+    "is_distributed",
+)
 
 
 @dataclass
@@ -249,9 +265,7 @@ def identity(
     arguments: Arguments, description: Mapping[str, Any], engine: Engine
 ) -> dict[str, Any]:
     """Return what defines a run, in the names of ``allow_changes``."""
-    names = ("length", "batch_size", "shuffle", "drop_last", "seed", "sampler", "limit_batches")
-    data = {name: description.get(name) for name in (*names, "is_distributed")}
-    return data | {
+    return {name: description.get(name) for name in _OF_DATA} | {
         "random_seed": arguments.seed,
         "train_unit": arguments.unit.name.lower(),
         "accumulation_steps": arguments.accumulation_steps,
@@ -317,6 +331,23 @@ def note_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[str]:
     return changes
 
 
+def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Warn of a data set that says of itself that it is another one; returns that as text.
+
+    It is the user's own mark of the data, so what a difference means is the user's to judge.
+    """
+    before, now = stored.get("fingerprint"), description.get("fingerprint")
+    if before is None or before == now:
+        return []
+    text = f"fingerprint: {before!r} -> {now!r}"
+    _LOGGER.warning(
+        "The training data set is not the one of the checkpoint, as its fingerprint says (%s). The "
+        "run goes on with it; its bits are those of other data from here on.",
+        text,
+    )
+    return [text]
+
+
 def report_finished(name: str, loaded: Loaded, reason: str) -> None:
     """Say that there is nothing to do, whose run it is, and what would change that."""
     _LOGGER.warning(
@@ -340,8 +371,8 @@ def reconcile(
 ) -> list[str]:
     """Compare what defines the run then and now; returns the changes, ``name: old -> new``.
 
-    An allowed change of length, shuffle, seed or sampler begins the epoch under way anew; with
-    another batch size it goes on at the stored sample.
+    An allowed change of data set, length, shuffle, seed or sampler begins the epoch under way anew;
+    with another batch size it goes on at the stored sample.
 
     Raises:
         RunMismatchError: for a change that was not allowed.
@@ -349,7 +380,7 @@ def reconcile(
     changed = {
         name: f"{name}: {stored[name]!r} -> {value!r}"
         for name, value in present.items()
-        if name in stored and stored[name] != value
+        if name in stored and stored[name] != value and (name, stored[name]) != _UNCOUNTED
     }
     refused = [name for name in changed if name not in allowed]
     if refused:

@@ -213,6 +213,8 @@ def test_the_description_says_what_can_be_seen() -> None:
     assert open_foreign(DataLoader(Indices(3))).description == {
         "loader": "DataLoader",
         "dataset": "Indices",
+        "fingerprint": None,
+        "length": 3,
         "num_workers": 0,
     }
 
