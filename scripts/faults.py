@@ -48,6 +48,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "an average has the names of data parallelism",
+        "helios/plugins/weights.py",
+        "        bare.of(name): part\n",
+        "        name: part\n",
+        f"{AVERAGES}::test_an_average_goes_on_with_and_without_data_parallelism",
+    ),
+    Fault(
+        "the averages of earlier versions keep the names of data parallelism",
+        "helios/plugins/weights.py",
+        "        self._rename(known)\n",
+        "",
+        f"{AVERAGES}::test_an_average_goes_on_with_and_without_data_parallelism",
+    ),
+    Fault(
         "another data set class goes on in silence",
         "helios/startup/resume.py",
         '_OF_DATA = (\n    "dataset",',
