@@ -26,6 +26,7 @@ ELASTIC = "tests/distributed/test_elastic.py"
 SAME_BITS = f"{ELASTIC}::test_any_number_of_processes_gives_the_same_bits"
 SAVER = "tests/checkpoint/test_saver.py"
 SAVE_FAULTS = "tests/integration/test_save_faults.py"
+FOREIGN = "tests/data/test_foreign.py"
 OTHER_DATA = "tests/integration/test_other_data.py"
 STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
@@ -48,10 +49,31 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a stream that begins anew at its end repeats the pass",
+        "helios/data/foreign.py",
+        "            if self._source.begins_at_end(is_empty=self._following is _END):",
+        "            if False:",
+        "tests/integration/test_data.py::test_a_stream_with_state_resumes_from_every_step",
+    ),
+    Fault(
+        "the stream of a loader with workers is asked for its state",
+        "helios/data/foreign.py",
+        "isinstance(loader, DataLoader) or loader.num_workers:",
+        "isinstance(loader, DataLoader):",
+        f"{FOREIGN}::test_a_stream_with_state_behind_workers_cannot_resume",
+    ),
+    Fault(
+        "a stream is saved as far as it was read ahead",
+        "helios/data/foreign.py",
+        "        self._source.hold_state()\n",
+        "",
+        f"{FOREIGN}::test_a_stream_with_state_goes_on_from_every_batch",
+    ),
+    Fault(
         "an average has the names of data parallelism",
         "helios/plugins/weights.py",
-        "        bare.of(name): part\n",
-        "        name: part\n",
+        "        bare.of(name): part",
+        "        name: part",
         f"{AVERAGES}::test_an_average_goes_on_with_and_without_data_parallelism",
     ),
     Fault(

@@ -48,6 +48,21 @@ class LimitedSource(Source):
         return self._source.level
 
     @property
+    def claimant(self) -> str | None:
+        """As without limit."""
+        return self._source.claimant
+
+    @property
+    def remedy(self) -> str:
+        """As without limit."""
+        return self._source.remedy
+
+    def copy(self) -> Source | None:
+        """Return a copy with the same limit, where there is one without."""
+        found = self._source.copy()
+        return None if found is None else LimitedSource(found, self._limit)
+
+    @property
     def ends_together(self) -> bool:
         """As without limit."""
         return self._source.ends_together

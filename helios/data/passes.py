@@ -78,6 +78,20 @@ class Source(ABC):
         """``"exact"``, ``"restart"`` for a foreign loader with state, else ``"none"``."""
 
     @property
+    def claimant(self) -> str | None:
+        """The class whose own ``state_dict`` a resume relies on; ``None`` where it is ours."""
+        return None
+
+    @property
+    def remedy(self) -> str:
+        """What would make a source resumable that is not; else empty."""
+        return ""
+
+    def copy(self) -> Source | None:
+        """Return a source over a copy of the data, to try a claimed state with; or ``None``."""
+        return None
+
+    @property
     def ends_together(self) -> bool:
         """Whether the passes of all processes end in the same iteration, by construction."""
         return True

@@ -197,9 +197,8 @@ class FitRun(Run):
             )
         if self.arguments.can_save and not source.can_resume:
             raise ArgumentError(
-                "The training loader can neither seek nor be saved (an IterableDataset, or a "
-                "loader not made by create_dataloader), so a checkpoint could not resume exactly. "
-                "Give it state_dict/load_state_dict, use a map-style data set, or leave out "
+                f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
+                f"saved, so a checkpoint could not resume exactly. {source.remedy} Or leave out "
                 "chkpt_frequency."
             )
         return source

@@ -103,11 +103,44 @@ def test_a_stream_trains_without_checkpoints() -> None:
 
 def test_a_stream_with_checkpoints_is_refused(tmp_path: Path) -> None:
     message = (
-        r"neither seek nor be saved .*IterableDataset.* state_dict/load_state_dict.* leave out"
+        r"neither seek nor be saved.* Give the Stream state_dict and load_state_dict and set "
+        r"num_workers=0, .* leave out chkpt_frequency"
     )
-    with pytest.raises(ArgumentError, match=message + " chkpt_frequency"):
+    with pytest.raises(ArgumentError, match=message):
         fit(Data(Stream(), batch_size=4), tmp_path)
     assert not list(tmp_path.rglob("*.pth"))
+
+
+class StatefulStream(Stream):
+    """The same with a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        data = IndexData(10)
+        while self.position < 10:
+            self.position += 1
+            yield data[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.position = state_dict["position"]
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_a_stream_with_state_resumes_from_every_step(unit: str, tmp_path: Path) -> None:
+    options = {"train_unit": unit, "total_steps": 8 if unit == "iteration" else 4}
+    whole = check_resumes(lambda: Data(StatefulStream(), batch_size=4), tmp_path, **options)
+    assert ids_of(whole)[:6] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
+
+
+def test_a_stream_with_state_behind_workers_names_the_loader_that_resumes(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"torchdata\.stateful_dataloader\.StatefulDataLoader"):
+        fit(Data(StatefulStream(), batch_size=4, num_workers=1), tmp_path)
 
 
 def _plain_loader() -> DataLoader[Any]:
@@ -134,7 +167,7 @@ def test_a_loader_of_the_users_own_trains_without_checkpoints() -> None:
 
 
 def test_a_loader_of_the_users_own_with_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a loader not made by create_dataloader"):
+    with pytest.raises(ArgumentError, match=r"collate_fn=loader\.collate_fn"):
         fit(Data(None, _plain_loader()), tmp_path)
     assert not list(tmp_path.rglob("*.pth"))
 
