@@ -49,6 +49,14 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "the generator that a sampler holds is not saved",
+        "helios/data/drawn.py",
+        "    return OwnGenerators(generators) if generators else None",
+        "    return None",
+        "tests/integration/test_data.py"
+        "::test_a_stock_sampler_with_a_generator_of_its_own_resumes_exactly",
+    ),
+    Fault(
         "a stream that begins anew at its end repeats the pass",
         "helios/data/foreign.py",
         "            if self._source.begins_at_end(is_empty=self._following is _END):",

@@ -6,6 +6,7 @@ where checkpoints are asked for (issue, "Data"; DESIGN R1, R2).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 import helios
-from helios.core import rng
+from helios.core import codec, rng
 from helios.data.samplers import ResumableSampler
 from helios.errors import ArgumentError
 from helios.plugins import Plugin
@@ -423,3 +432,91 @@ def test_a_run_leaves_numpys_legacy_generator_alone(capsys: pytest.CaptureFixtur
     assert np.array_equal(before[1], after[1])
     assert before[2:] == after[2:]
     assert "global generator" not in capsys.readouterr().err
+
+
+class Wrapped(Sampler[int]):
+    """A sampler around a stock one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class PythonShuffle(ResumableSampler):
+    """Shuffles by a generator of its own."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(4)
+        self.length = length
+        self.shuffler = random.Random(7)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        self.shuffler.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def _stock_batches() -> Any:
+    return BatchSampler(RandomSampler(range(22), generator=_own_generator()), 4, drop_last=False)
+
+
+def _weighted_batches() -> Any:
+    weights = [1.0 + index % 3 for index in range(22)]
+    sampler = WeightedRandomSampler(weights, 22, generator=_own_generator())
+    return BatchSampler(sampler, 4, drop_last=False)
+
+
+def _drawn_with_replacement() -> Any:
+    sampler = RandomSampler(range(22), replacement=True, generator=_own_generator())
+    return BatchSampler(Wrapped(sampler), 4, drop_last=False)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make", [_stock_batches, _weighted_batches, _drawn_with_replacement])
+def test_a_stock_sampler_with_a_generator_of_its_own_resumes_exactly(
+    make: Callable[[], Any], num_workers: int, tmp_path: Path
+) -> None:
+    def data() -> Data:
+        return Data(IndexData(), batch_sampler=make(), num_workers=num_workers)
+
+    whole = check_resumes(data, tmp_path, total_steps=14, chkpt_frequency=3 if num_workers else 1)
+    first, second = ids_of(whole)[:6], ids_of(whole)[6:12]
+    assert first != second
+
+
+def test_a_sampler_with_a_generator_of_its_own_resumes_exactly(tmp_path: Path) -> None:
+    whole = check_resumes(
+        lambda: Data(IndexData(), sampler=PythonShuffle(22), batch_size=4), tmp_path, total_steps=14
+    )
+    assert ids_of(whole)[:6] != ids_of(whole)[6:12]
+
+
+def test_a_checkpoint_without_the_generators_state_says_that_the_order_is_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier versions saved none."""
+    fit(Data(IndexData(), batch_sampler=_stock_batches()), tmp_path, total_steps=3)
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    payload = codec.read(newest)
+    payload["data"]["state"] = {}
+    with newest.open("wb") as handle:
+        codec.write(handle, codec.encode(payload, where=""))
+    newest.with_suffix(".json").unlink()
+    capsys.readouterr()
+    model = fit(Data(IndexData(), batch_sampler=_stock_batches()), tmp_path, total_steps=8)
+    assert sorted(model.records) == [4, 5, 6, 7, 8]
+    shown = capsys.readouterr().err
+    assert shown.count("no state of the generator that BatchSampler draws from") == 1
