@@ -122,6 +122,16 @@ class LiveData(Protocol):
         ...
 
     @property
+    def length(self) -> int | None:
+        """The samples that it has now; ``None`` if unknown."""
+        ...
+
+    @property
+    def pass_length(self) -> int | None:
+        """The samples of the pass under way; ``None`` if unknown."""
+        ...
+
+    @property
     def state_is_per_process(self) -> bool:
         """Whether each process has another state."""
         ...
@@ -225,7 +235,11 @@ def capture(run: LiveRun) -> Record:
         is_manual=run.is_manual,
         plugins=plugins,
         loops=loops,
-        data={"description": source.description, "state": source.state_dict()},
+        data={
+            "description": source.description,
+            "state": source.state_dict(),
+            "length": source.pass_length if run.cursor.batch else source.length,
+        },
         engine=engine,
         rng=rng.get_rng_state_dict(),
         num_threads=torch.get_num_threads(),

@@ -261,7 +261,7 @@ class FitRecorder:
 
         def conclude() -> None:
             saver.finish()
-            if reason is None or saver.newest is None:
+            if reason is None or saver.newest is None or self._is_past_its_end(saver.newest):
                 return
             try:
                 folder.mark_finished(saver.newest, reason)
@@ -274,6 +274,14 @@ class FitRecorder:
                 )
 
         on_first(self._replicas, conclude)
+
+    def _is_past_its_end(self, newest: Path) -> bool:
+        """Whether nothing was trained, since a longer run has come further than this one goes.
+
+        The checkpoint is that run's, and says nothing of its end.
+        """
+        loaded = self._start.loaded
+        return self._start.is_shortened and loaded is not None and loaded.path == newest
 
     def close(self) -> None:
         """Let no save be in flight any more, whatever has happened."""
