@@ -46,6 +46,35 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a file is believed what it says of its tensors' sizes",
+        "helios/core/codec.py",
+        "            records.check_sizes(handle)\n",
+        "",
+        "tests/checkpoint/test_trust.py::test_a_record_that_promises_gigabytes_takes_none",
+    ),
+    Fault(
+        "a reference is read with what the memo held before",
+        "helios/core/records.py",
+        "            memo[argument] = top",
+        "            memo.setdefault(argument, top)",
+        "tests/core/test_records.py::test_a_reference_that_torch_does_not_write_is_refused",
+    ),
+    Fault(
+        "of two records one is looked at and the other one read",
+        "helios/core/records.py",
+        "    if len(records) < len(container.infolist()):",
+        "    if not records:",
+        "tests/core/test_records.py::test_two_records_whose_names_differ_in_case_only_are_refused",
+    ),
+    Fault(
+        "a graph is drawn with a warning that nobody can heed",
+        "helios/core/tensorboard.py",
+        "(DeprecationWarning, FutureWarning):",
+        "(DeprecationWarning,):",
+        "tests/core/test_tensorboard.py"
+        "::test_a_graph_is_drawn_without_a_warning_that_its_author_cannot_heed",
+    ),
+    Fault(
         "a training that only loads ends the run",
         "helios/startup/outputs.py",
         " or not self._arguments.can_save:",
