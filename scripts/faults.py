@@ -46,6 +46,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a frozen checkpoint gives every process what rank 0 had",
+        "helios/startup/own_parts.py",
+        "    own = by_rank[replicas.rank]",
+        "    own = by_rank[0]",
+        "tests/integration/test_today.py::test_a_frozen_checkpoint_resumes_to_its_bits",
+    ),
+    Fault(
+        "random numbers are others than those of the frozen runs",
+        "helios/core/rng.py",
+        "digest_size=8",
+        'digest_size=8, person=b"another"',
+        "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start",
+    ),
+    Fault(
         "a file is believed what it says of its tensors' sizes",
         "helios/core/codec.py",
         "            records.check_sizes(handle)\n",
