@@ -1,4 +1,7 @@
-"""Write the golden files anew: run it when a change of them is meant, and read the difference."""
+"""Write the golden files anew: run it when a change of them is meant, and read the difference.
+
+What is in ``tests/golden/today`` is not among them: it is never written again.
+"""
 
 from __future__ import annotations
 
