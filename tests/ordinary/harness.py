@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import random
+import shutil
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from torch.utils.data import Dataset
 import helios
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.support.resume import copy_checkpoint
 from tests.support.warned import collect_warnings
 
 TOTAL, FREQUENCY = 12, 3
@@ -98,30 +98,32 @@ class Case:
     Attributes:
         model: makes the model.
         data: makes the data module.
-        options: makes the arguments of the trainer that are special.
+        options: makes the arguments of the trainer that are special, for a folder.
+        connect: puts loops into the trainer.
     """
 
     model: Callable[[], helios.Model]
     data: Callable[[], helios.DataModule] = Data
-    options: Callable[[], dict[str, Any]] = dict
+    options: Callable[[Path], dict[str, Any]] = lambda _: {}
+    connect: Callable[[helios.Trainer], object] = lambda _: None
 
 
 class Recorder(Plugin):
-    """Keeps the bytes of all losses, and of what the model holds at the end."""
+    """Keeps all losses, and of what the model holds at the end."""
 
     unsaved = ("losses", "end")
 
     def __init__(self) -> None:
         super().__init__("recorder")
-        self.losses: dict[int, bytes] = {}
+        self.losses: dict[int, str] = {}
         self.end: dict[str, str] = {}
 
     def setup(self) -> None:
         """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        loss = self.context.model.loss_items["loss"]
-        self.losses[state.global_iteration] = loss.float().numpy().tobytes()
+        losses = self.context.model.loss_items
+        self.losses[state.global_iteration] = repr([float(losses[name]) for name in losses])
 
     def on_training_end(self) -> None:
         parts = {name: value for name, value in vars(self.context.model).items() if name[0] != "_"}
@@ -169,7 +171,7 @@ def _members(value: Any) -> list[tuple[Any, Any]]:
 class Outcome:
     """What a training left."""
 
-    losses: dict[int, bytes]
+    losses: dict[int, str]
     end: dict[str, str]
     sidecars: list[dict[str, Any]]
     warnings: list[str]
@@ -178,7 +180,7 @@ class Outcome:
 def train(case: Case, folder: Path) -> Outcome:
     """Train with new objects in a folder, from what lies there."""
     recorder = Recorder()
-    options = case.options()
+    options = case.options(folder)
     plugins: Sequence[Plugin] = options.pop("plugins", ())
     settings = {
         "train_unit": "iteration",
@@ -189,11 +191,26 @@ def train(case: Case, folder: Path) -> Outcome:
         "print_banner": False,
         **options,
     }
-    trainer = helios.Trainer(chkpt_root=folder, plugins=[*plugins, recorder], **settings)
+    trainer = helios.Trainer(chkpt_root=folder / "runs", plugins=[*plugins, recorder], **settings)
+    case.connect(trainer)
     with collect_warnings() as warnings:
         assert trainer.fit(case.model(), case.data())
-    sidecars = [json.loads(path.read_text()) for path in sorted(folder.glob("*/*iter_*.json"))]
+    sidecars = [json.loads(path.read_text()) for path in sorted(folder.glob("runs/*/*iter_*.json"))]
     return Outcome(recorder.losses, recorder.end, sidecars, warnings)
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    return {int(path.stem.split("_iter_")[1]): path for path in folder.glob("runs/*/*.pth")}
+
+
+def cut_off(whole: Path, iteration: int, folder: Path) -> Path:
+    """Copy a run with all its files, but for the checkpoints after an iteration."""
+    shutil.copytree(whole, folder)
+    for number, path in _checkpoints(folder).items():
+        if number > iteration:
+            path.unlink()
+            path.with_suffix(".json").unlink()
+    return folder
 
 
 def assert_ordinary(case: Case, folder: Path) -> None:
@@ -202,11 +219,10 @@ def assert_ordinary(case: Case, folder: Path) -> None:
     assert sorted(whole.losses) == list(range(1, len(whole.losses) + 1))
     assert whole.end, "nothing is compared"
     assert_quiet(whole)
-    files = {int(path.stem.split("_iter_")[1]): path for path in folder.glob("whole/*/*.pth")}
-    saves = sorted(files)
+    saves = sorted(_checkpoints(folder / "whole"))
     assert len(saves) >= 3, "the run wrote too few checkpoints to show anything"
     for since in (saves[0], saves[-2]):
-        resumed = train(case, copy_checkpoint(files[since], folder / f"resumed-{since}"))
+        resumed = train(case, cut_off(folder / "whole", since, folder / f"resumed-{since}"))
         tail = {number: loss for number, loss in whole.losses.items() if number > since}
         assert resumed.losses == tail, f"losses differ, resumed after iteration {since}"
         different = {name for name, bits in whole.end.items() if resumed.end.get(name) != bits}

@@ -175,4 +175,4 @@ class Measured(Regression):
 
 
 def test_torchmetrics_among_the_attributes_resume_without_a_warning(tmp_path: Path) -> None:
-    assert_ordinary(Case(Measured, options=lambda: {"valid_frequency": 4}), tmp_path)
+    assert_ordinary(Case(Measured, options=lambda _: {"valid_frequency": 4}), tmp_path)

@@ -293,7 +293,7 @@ def test_a_way_to_train_resumes_without_a_warning(
 ) -> None:
     loading = {"batch_size": 2, "shuffle": True, "drop_last": True}
     data = partial(Data, make_options=lambda: loading)
-    case = Case(lambda: WithNetwork("batch norm"), data, lambda: dict(options))
+    case = Case(lambda: WithNetwork("batch norm"), data, lambda _: dict(options))
     assert_ordinary(case, tmp_path)
 
 

@@ -170,5 +170,5 @@ class OnPlateau(Regression):
 
 
 def test_a_scheduler_that_follows_validation_resumes_without_a_warning(tmp_path: Path) -> None:
-    case = Case(OnPlateau, options=lambda: {"valid_frequency": 2})
+    case = Case(OnPlateau, options=lambda _: {"valid_frequency": 2})
     assert_ordinary(case, tmp_path)

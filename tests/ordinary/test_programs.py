@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import logging
 import random
+import re
+import threading
+import types
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,7 +24,6 @@ from torch.utils.data import BatchSampler, WeightedRandomSampler
 
 import helios
 from helios.core.rng import get_default_numpy_rng
-from helios.plugins import EMA, SWA, EarlyStopping
 from helios.state import TrainingState
 from tests.ordinary.harness import LENGTH, WIDTH, Case, Data, Regression, Samples, assert_ordinary
 
@@ -264,65 +267,107 @@ class Task:
 
 
 class Configured(Regression):
-    """Holds what never changes: a helper object, a criterion, functions, a table of words."""
+    """Holds what never changes: objects, functions, settings, tables, locks, loggers."""
+
+    names = ("first", "second")
+    weights: ClassVar[list[float]] = [0.5, 0.25]
 
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
         self.task = Task(0.5)
         self.criterion = nn.SmoothL1Loss()
         self.activation = torch.tanh
+        self.clamp = partial(torch.clamp, max=2.0)
         self.vocabulary = {f"word{number}": number for number in range(50)}
         self.table = np.linspace(0, 1, WIDTH, dtype=np.float32)
         self.targets = iter(range(3))
+        self.settings = types.SimpleNamespace(rate=0.1, sizes=[1, 2])
+        self.pattern = re.compile("net.*weight")
+        self.log = logging.getLogger("ordinary")
+        self.lock = threading.Lock()
+        self.kinds = {nn.Linear: "linear", nn.Tanh: "tanh"}
+        self.layers = [self.net[0], self.net[2]]
 
     def loss(self, batch: Any) -> Tensor:
-        inputs = self.activation(batch[0]) + torch.from_numpy(self.table)
-        return self.task.scale(self.criterion(self.net(inputs), batch[1]))
+        with self.lock:
+            inputs = self.clamp(self.activation(batch[0]) + torch.from_numpy(self.table))
+        return self.task.scale(self.criterion(self.net(inputs), batch[1])) * self.weights[0]
+
+
+class Centered(nn.Module):
+    """A loss that knows a center, as self-distillation has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = (outputs - targets - self.center).square().mean()
+        self.center = self.center * 0.9 + 0.1 * outputs.detach().mean(0)
+        return loss
+
+
+class Distilled(Regression):
+    """Learns by a loss that changes."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.criterion = Centered()
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.criterion(self.net(batch[0]), batch[1])
+
+
+class Hooked(Regression):
+    """Looks into its network by hooks, of setup and for the time of a step."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.features: dict[str, Tensor] = {}
+        self.net[0].register_forward_hook(self.keep)
+        self.norms: list[float] = []
+
+    def keep(self, module: nn.Module, inputs: Any, outputs: Tensor) -> None:
+        self.features["first"] = outputs.detach()
+
+    def note(self, module: nn.Module, inputs: Any, outputs: Tensor) -> None:
+        self.norms.append(outputs.detach().norm().item())
+
+    def loss(self, batch: Any) -> Tensor:
+        handle = self.net[2].register_forward_hook(self.note)
+        loss = super().loss(batch)
+        handle.remove()
+        return loss + 0.01 * self.features["first"].mean()
+
+
+class Rated(Regression):
+    """Sets its learning rate by hand, and steps by a scaler."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+    def train_step(self, batch: Any, state: State) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 / state.global_iteration
+        loss = self.loss(batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=False)
+        self._loss_items["loss"] = loss.detach()
 
 
 MODELS = [
     *(Gan, Averaging, ByTorch, Teacher, Agent, Curriculum, History, Staged, Drawing),
-    *(Unfreezing, Weighted, ByHand, Configured),
+    *(Unfreezing, Weighted, ByHand, Configured, Distilled, Hooked, Rated),
 ]
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_program_resumes_without_a_warning(kind: type[helios.Model], tmp_path: Path) -> None:
     validates = {"valid_frequency": 4} if issubclass(kind, Regression) else {}
-    assert_ordinary(Case(kind, options=lambda: dict(validates)), tmp_path)
-
-
-PLUGINS: dict[str, Callable[[], dict[str, Any]]] = {
-    "EMA": lambda: {"plugins": [EMA(decay=0.9, network="net")]},
-    "SWA": lambda: {"plugins": [SWA(start=5, network="net")]},
-    "EarlyStopping": lambda: {"plugins": [EarlyStopping("loss", patience=50)]},
-}
-
-
-@pytest.mark.parametrize("name", PLUGINS)
-def test_a_plugin_of_the_package_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
-    case = Case(Regression, options=lambda: {"valid_frequency": 4, **PLUGINS[name]()})
-    assert_ordinary(case, tmp_path)
-
-
-class CountingPlugin(helios.plugins.Plugin):
-    """Counts, and keeps a history."""
-
-    def __init__(self) -> None:
-        super().__init__("counting")
-
-    def setup(self) -> None:
-        self.steps = 0
-        self.history: list[int] = []
-
-    def on_training_batch_end(self, state: State, should_log: bool) -> None:
-        self.steps += 1
-        self.history.append(state.global_iteration)
-
-
-def test_a_plugin_that_counts_resumes_without_a_warning(tmp_path: Path) -> None:
-    case = Case(Regression, options=lambda: {"plugins": [CountingPlugin()]})
-    assert_ordinary(case, tmp_path)
+    assert_ordinary(Case(kind, options=lambda _: dict(validates)), tmp_path)
 
 
 class Augmented(Samples):
@@ -357,6 +402,9 @@ DATA: dict[str, Callable[[], helios.DataModule]] = {
     "augmented": partial(Data, Augmented),
     "mixed": partial(
         Data, Augmented, lambda: {"batch_size": 3, "shuffle": True, "collate_fn": mix}
+    ),
+    "by workers": partial(
+        Data, Augmented, lambda: {"batch_size": 2, "shuffle": True, "num_workers": 1}
     ),
     "in order": partial(Data, Samples, lambda: {"batch_size": 3, "drop_last": True}),
     "weighted": partial(Data, Samples, weighted),
