@@ -57,8 +57,18 @@ class Part:
 
 
 class Owners(Part):
-    def capture(self) -> Any:
+    def capture(self, own: Mapping[str, Any]) -> Any:
+        self.own = own
         return self.state, {"plugin 'p': handle": "a file"}
+
+    def restore(self, states: Mapping[str, Any], *, is_inference: bool = False) -> None:
+        self.loaded = (states, is_inference)
+
+    def begin_training(self) -> None:
+        raise NotImplementedError
+
+    def marks(self, states: Mapping[str, Any]) -> dict[str, bytes]:
+        return {name: repr(state).encode() for name, state in states.items()}
 
 
 @dataclasses.dataclass
@@ -100,6 +110,8 @@ class Run:
             description={"length": 8},
             missing={"data: sampler": "a generator"},
             state_is_per_process=False,
+            length=8,
+            pass_length=7,
         )
         self.replicas = team or Team()
 
@@ -121,7 +133,10 @@ def test_what_was_captured_is_applied() -> None:
     assert fresh.training_source.loaded == ({"position": 4}, False)
     assert fresh.plugin_states.loaded == {"p": {"n": 1}}
     assert fresh.loop_states.loaded == {"fit": {"n": 2}}
-    assert fresh.owner_states.loaded == {"plugin 'p'": {"best": 3}}
+    assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": 3}}, False)
+    assert run.owner_states.own["plugin 'p'"] == {"n": 1}
+    assert run.owner_states.own["loop 'fit'"] == {"n": 2}
+    assert record.data["length"] == 7
     assert list(fresh.model.tables["_loss_items"]) == ["loss"]
     assert not fresh.model.tables["_loss_items"]["loss"].requires_grad
     assert fresh.saved_randomness is record.rng
@@ -146,6 +161,24 @@ def test_a_model_with_a_state_of_its_own_may_have_a_key_of_that_name() -> None:
     assert "net.hook" not in capture(run).missing
 
 
+def test_what_differs_between_processes_is_kept_by_rank_and_binds_the_run_to_them() -> None:
+    class Both(Team):
+        def gather_objects(self, value: Any) -> list[Any]:
+            if isinstance(value, dict) and value.keys() == {"plugin 'p'"}:
+                return [value, {"plugin 'p'": b"other"}]
+            return [value, value]
+
+    run = Run(Both(num_replicas=2, num_processes=2))
+    record = capture(run)
+    assert record.obstacles[-1] == "plugin 'p' holds something else in each process"
+    own = record.by_rank[1] | {"owners": {"plugin 'p'": {"best": 9}}}
+    record = dataclasses.replace(record, by_rank=[record.by_rank[0], own])
+    for rank, best in ((0, 3), (1, 9)):
+        fresh = Run(Both(num_replicas=2, num_processes=2, rank=rank))
+        apply(record, fresh, state=run.state, cursor=run.cursor)
+        assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": best}}, False)
+
+
 def test_nobody_lacks_anything_by_default() -> None:
     run = Run()
     run.missing, run.training_source.missing, run.owner_states = {}, {}, NoOwners()
@@ -156,9 +189,10 @@ def test_nobody_lacks_anything_by_default() -> None:
 
 def test_what_was_trained_is_given_to_inference() -> None:
     run, fresh = Run(), Run()
-    trained = capture_trained(run.model, run.plugin_states, NoOwners())
+    trained = capture_trained(run.model, run.plugin_states, run.owner_states)
     assert trained == Trained.of(capture(run))
-    apply_trained(trained, fresh.model, fresh.plugin_states)
+    apply_trained(trained, fresh.model, fresh.plugin_states, fresh.owner_states)
+    assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": 3}}, True)
     assert fresh.model.loaded == (run.model.state, True)
     assert fresh.model.tables == trained.tables
     assert fresh.plugin_states.loaded == {"p": {"n": 1}}

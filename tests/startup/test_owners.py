@@ -1,0 +1,236 @@
+"""What training changes in plugins, data, loops and engines comes back, or is named."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+import helios
+from helios.checkpoint.layout import find_last_checkpoint, sidecar_path
+from helios.checkpoint.sidecar import Sidecar
+from helios.data.params import DataLoaderParams
+from helios.engines.engine import Engine
+from helios.loops.epoch import EpochLoop
+from helios.plugins import Plugin
+from helios.plugins.channels import PipelineHooks
+from helios.plugins.contexts import HookContext
+from helios.run_state.owners import internals_of
+from helios.state import TrainingState
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.rng = random.Random(4)
+        self.level = 0
+        self.names = [str(number) for number in range(20_000)]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index + self.level + self.rng.random()])
+
+
+class Data(helios.DataModule):
+    num_workers = 0
+
+    def setup(self) -> None:
+        self.stage = 0
+        self.numbers = Numbers()
+        options = DataLoaderParams(batch_size=1, num_workers=self.num_workers)
+        self._train_dataset = self._create_dataset(Subset(self.numbers, range(8)), options)
+
+
+class Model(helios.Model):
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        nn.init.ones_(self.net.weight)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.5)
+        self.seen: list[float] = []
+
+    def train_step(self, batch: torch.Tensor, state: TrainingState) -> torch.Tensor:
+        self.seen.append(float(batch))
+        return self.net(batch).sum() * 2**-10
+
+
+class Counting(Plugin):
+    """A plugin without a state_dict, as most are."""
+
+    def __init__(self) -> None:
+        super().__init__("counting")
+        self.count = 0
+        self.rng = np.random.default_rng(2)
+
+    def setup(self) -> None:
+        self.net = nn.Linear(1, 1)
+        self.handle: Any = None
+
+    def on_training_start(self) -> None:
+        self.handle = lambda: 1
+        self.borrowed = self.trainer.model.net  # type: ignore[union-attr]
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        self.count += 1
+        self.last = self.rng.random()
+        data = self.trainer.datamodule  # type: ignore[union-attr]
+        data.stage = self.count
+        data.numbers.level = self.count
+        with torch.no_grad():
+            self.net.weight.fill_(self.count)
+
+
+class Marked(EpochLoop):
+    num_batches = 0
+
+    def on_advance_end(self) -> None:
+        super().on_advance_end()
+        self.num_batches = self.num_batches + 1
+
+
+class Tracking(Engine):
+    num_clips = 0
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_clips = self.num_clips + 1
+        return super().clip_gradients(*args, **kwargs)
+
+
+class Context(HookContext):
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def on_enter(self, ctx: Any) -> None:
+        self.num_steps += 1
+
+
+class Parts:
+    """Everything that a run consists of, newly made."""
+
+    def __init__(self, tmp_path: Path, total: int, data: type[Data] = Data) -> None:
+        self.model, self.data, self.plugin = Model("m"), data(), Counting()
+        self.context = Context()
+        self.hooks = PipelineHooks()
+        self.hooks.register("on_optimizer_step", self.context)
+        self.engine = Tracking("cpu", clip_norm=4.0)
+        self.trainer = helios.Trainer(
+            total_steps=total,
+            chkpt_frequency=1,
+            chkpt_root=tmp_path,
+            plugins=[self.plugin, self.hooks],
+            engine=self.engine,
+            train_unit="iteration",
+        )
+        self.loop = Marked()
+        self.trainer.fit_loop.connect(epoch_loop=self.loop)
+
+    def run(self) -> Parts:
+        assert self.trainer.fit(self.model, self.data)
+        return self
+
+    def found(self) -> dict[str, Any]:
+        return {
+            "plugin": (self.plugin.count, self.plugin.last, self.plugin.net.weight.tolist()),
+            "context": self.context.num_steps,
+            "data": (self.data.stage, self.data.numbers.level, self.data.numbers.rng.getstate()),
+            "loop": self.loop.num_batches,
+            "engine": self.engine.num_clips,
+            "seen": self.model.seen,
+            "weight": self.model.net.weight.tolist(),
+        }
+
+
+def _sidecar(folder: Path) -> Sidecar:
+    newest = find_last_checkpoint(folder / "m")
+    assert newest is not None
+    return Sidecar.from_json(sidecar_path(newest).read_text(), name="sidecar")
+
+
+def test_every_owner_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Parts(tmp_path / "whole", 6).run()
+    Parts(tmp_path / "cut", 3).run()
+    assert _sidecar(tmp_path / "cut").missing == {}
+    again = Parts(tmp_path / "cut", 6).run()
+    assert again.found() == whole.found()
+    assert again.plugin.borrowed is again.model.net
+    assert "incomplete" not in capsys.readouterr().err
+
+
+def test_a_plugin_that_is_gone_leaves_its_attributes_in_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Parts(tmp_path, 2).run()
+    middle = Parts(tmp_path, 4)
+    middle.trainer = helios.Trainer(
+        total_steps=4, chkpt_frequency=1, chkpt_root=tmp_path, train_unit="iteration"
+    )
+    middle.run()
+    assert "attributes of plugin 'counting'" in capsys.readouterr().err
+    last = Parts(tmp_path, 5).run()
+    assert last.plugin.count == 3
+
+
+def test_an_evaluation_finds_the_attributes_of_plugins_too(tmp_path: Path) -> None:
+    Parts(tmp_path, 3).run()
+
+    class Tested(Data):
+        def setup(self) -> None:
+            super().setup()
+            self._test_dataset = self._train_dataset
+
+    parts = Parts(tmp_path, 3, Tested)
+    parts.trainer.test(parts.model, parts.data)
+    assert parts.plugin.count == 3
+    assert parts.data.stage == 3
+
+
+def test_a_generator_in_a_data_set_is_named_where_workers_have_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class WithWorkers(Data):
+        num_workers = 1
+
+    Parts(tmp_path, 1, WithWorkers).run()
+    assert list(_sidecar(tmp_path).missing) == ["data set.dataset: rng"]
+    assert "data set.dataset: rng: with num_workers=1" in capsys.readouterr().err
+
+
+def test_what_a_state_dict_of_the_model_leaves_out_comes_back(tmp_path: Path) -> None:
+    class Own(Model):
+        def state_dict(self) -> dict[str, Any]:
+            return {"net": self.net.state_dict()}
+
+        def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+            self.net.load_state_dict(state_dict["net"])
+
+    def make(folder: str, total: int) -> Parts:
+        parts = Parts(tmp_path / folder, total)
+        parts.model = Own("m")
+        return parts.run()
+
+    whole = make("whole", 6)
+    make("cut", 3)
+    assert make("cut", 6).found() == whole.found()
+
+
+def test_attributes_of_helios_own_classes_are_declared() -> None:
+    parts = Parts(Path("unused"), 1)
+    trainer = parts.trainer
+    owners: list[object] = [parts.engine, parts.data, parts.plugin, parts.hooks, parts.loop]
+    loop: Any = trainer.fit_loop
+    while loop is not None:
+        owners.append(loop)
+        loop = next(iter(loop.children().values()), None)
+    own = {"count", "rng", "num_batches", "num_clips"}
+    for owner in owners:
+        assert vars(owner).keys() - own <= internals_of(owner), type(owner)
