@@ -347,6 +347,12 @@ class Session:
             self.hooks.emit("on_save_checkpoint", snapshot)
             self.recorder.save(snapshot)
 
+    def begin_training(self) -> None:
+        """Note that the start events are over: what they set up, every start sets up again."""
+        if self.can_save:
+            self.model.discovery.begin_training()
+            self.owner_states.begin_training()
+
     def check_alike(self) -> None:
         """Check that all processes have the same weights; a ``UsageError`` if they have not."""
         if not self.replicas.is_whole:

@@ -46,26 +46,49 @@ class NoStates:
 
 
 class Owners(Protocol):
-    """The plain attributes of plugins, data module, loops and engine."""
+    """The attributes of plugins, data module, loops and engine."""
 
-    def capture(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return the states by owner, and what they lack: place and reason."""
+    def begin_training(self) -> None:
+        """Note that the start events are over, which every start repeats."""
         ...
 
-    def restore(self, states: Mapping[str, dict[str, Any]]) -> None:
+    def capture(
+        self, own: Mapping[str, dict[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return what training changed by owner, and what that lacks: place and reason.
+
+        Args:
+            own: what the ``state_dict`` of owners returned, by name.
+        """
+        ...
+
+    def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Give the owners their states."""
+        ...
+
+    def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
+        """Return what is equal for equal states, by owner."""
         ...
 
 
 class NoOwners:
-    """Nothing with plain attributes."""
+    """Nothing with attributes."""
 
-    def capture(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    def begin_training(self) -> None:
+        """Do nothing."""
+
+    def capture(
+        self, own: Mapping[str, dict[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return nothing."""
         return {}, {}
 
-    def restore(self, states: Mapping[str, dict[str, Any]]) -> None:
+    def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Do nothing."""
+
+    def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
+        """Return nothing."""
+        return {}
 
 
 class LiveModel(Protocol):
@@ -185,9 +208,11 @@ class LiveRun(Protocol):
 
 def capture(run: LiveRun) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
-    source = run.training_source
+    source, engine = run.training_source, run.engine.state_dict()
     model = run.model.state_dict()
-    owners, lacking = run.owner_states.capture()
+    plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
+    own = {"model": model, "engine": engine, **_named("plugin", plugins), **_named("loop", loops)}
+    owners, lacking = run.owner_states.capture(own)
     # A model with a state_dict of its own may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
     missing, claims = _join(run, {**run.missing, **source.missing, **lost, **lacking})
@@ -195,13 +220,13 @@ def capture(run: LiveRun) -> Record:
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
         model=model,
-        by_rank=_gather_own_parts(run, model),
+        by_rank=_gather_own_parts(run, model, owners),
         tables=_capture_tables(run.model),
         is_manual=run.is_manual,
-        plugins=run.plugin_states.capture(),
-        loops=run.loop_states.capture(),
+        plugins=plugins,
+        loops=loops,
         data={"description": source.description, "state": source.state_dict()},
-        engine=run.engine.state_dict(),
+        engine=engine,
         rng=rng.get_rng_state_dict(),
         num_threads=torch.get_num_threads(),
         num_replicas=run.replicas.num_replicas,
@@ -249,24 +274,28 @@ class Trained:
         model: what its ``state_dict`` returned.
         tables: its tables of losses and scores.
         plugins: states of plugins by id.
+        owners: their attributes that training changed, by owner.
     """
 
     model: dict[str, Any]
     tables: dict[str, dict[str, Any]]
     plugins: dict[str, Any]
+    owners: dict[str, dict[str, Any]]
 
     @classmethod
     def of(cls, record: Record) -> Trained:
         """Return the part of a record."""
-        return cls(record.model, record.tables, record.plugins)
+        return cls(record.model, record.tables, record.plugins, record.owners)
 
 
-def capture_trained(model: LiveModel, plugins: States) -> Trained:
+def capture_trained(model: LiveModel, plugins: States, owners: Owners) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
-    return Trained(model.state_dict(), _capture_tables(model), plugins.capture())
+    state, states = model.state_dict(), plugins.capture()
+    attributes, _ = owners.capture({"model": state, **_named("plugin", states)})
+    return Trained(state, _capture_tables(model), states, attributes)
 
 
-def apply_trained(trained: Trained, model: LiveModel, plugins: States) -> None:
+def apply_trained(trained: Trained, model: LiveModel, plugins: States, owners: Owners) -> None:
     """Give a model that was set up for inference, and plugins, what was trained.
 
     Raises:
@@ -275,6 +304,12 @@ def apply_trained(trained: Trained, model: LiveModel, plugins: States) -> None:
     model.load_state_dict(trained.model, fast_init=True)
     apply_tables(trained.tables, model)
     plugins.restore(trained.plugins)
+    owners.restore(trained.owners, is_inference=True)
+
+
+def _named(kind: str, states: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return states under the names of their owners."""
+    return {f"{kind} {name!r}": state for name, state in states.items()}
 
 
 def _capture_tables(model: LiveModel) -> dict[str, dict[str, Any]]:
@@ -306,10 +341,15 @@ def _join(run: LiveRun, missing: dict[str, str]) -> tuple[dict[str, str], list[s
     return everybodys, list(claims)
 
 
-def _gather_own_parts(run: LiveRun, model: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather_own_parts(
+    run: LiveRun, model: dict[str, Any], owners: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Return what differs between processes of the same run, by rank; empty for one process."""
     source = run.training_source
-    if run.replicas.is_whole or not (run.unshared or source.state_is_per_process):
+    if run.replicas.is_whole:
+        return []
+    differing = _find_differing(run, owners)
+    if not (run.unshared or source.state_is_per_process or differing):
         return []
     # A model with a state_dict of its own is taken at its word.
     objects = model["objects"] if run.is_discovered else {}
@@ -317,8 +357,19 @@ def _gather_own_parts(run: LiveRun, model: dict[str, Any]) -> list[dict[str, Any
         "values": model["values"] if run.is_discovered and run.unshared else None,
         "objects": {path: part for path, part in objects.items() if _holds_any(path, run.unshared)},
         "data": source.state_dict() if source.state_is_per_process else None,
+        "owners": {name: owners[name] for name in differing if name in owners},
     }
     return run.replicas.gather_objects(own)
+
+
+def _find_differing(run: LiveRun, owners: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the owners that hold something else in other processes; it binds the run to these."""
+    tables = run.replicas.gather_objects(run.owner_states.marks(owners))
+    names = sorted({name for table in tables for name in table})
+    differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
+    texts = [f"{name} holds something else in each process" for name in differing]
+    run.obstacles += [text for text in texts if text not in run.obstacles]
+    return differing
 
 
 def _holds_any(path: str, names: list[str]) -> bool:
@@ -334,7 +385,7 @@ def _take_own_part(record: Record, replicas: Team) -> Record:
             "%d processes went on each with its own %s, and now there are %d: all take what rank 0 "
             "had, so bits may differ from an undisturbed run's.",
             len(record.by_rank),
-            ", ".join(record.unshared) or "loader",
+            ", ".join(record.unshared) or "loader or plugins",
             replicas.num_processes,
         )
         return record
@@ -345,7 +396,8 @@ def _take_own_part(record: Record, replicas: Team) -> Record:
         model = {**model, "values": own["values"], "objects": objects}
     if own["data"] is not None:
         data = {**data, "state": own["data"]}
-    return dataclasses.replace(record, model=model, data=data)
+    owners = record.owners | own.get("owners", {})
+    return dataclasses.replace(record, model=model, data=data, owners=owners)
 
 
 def detach(record: Record, *, keeps_model: bool) -> Record:

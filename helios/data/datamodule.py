@@ -73,12 +73,16 @@ class DataModule(ABC):
     ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and
     ``_predict_dataset``, those that there are, with :meth:`_create_dataset`. All but the first may
     be a list of what that returns, or a dict of them by name (L32).
+
+    Attributes:
+        unsaved: names of attributes that training changes and that no checkpoint needs.
     """
 
     _internals: ClassVar[str] = (
         "_is_distributed _num_replicas _predict_dataset _test_dataset _train_dataset _trainer "
         "_valid_dataset"
     )
+    unsaved: ClassVar[tuple[str, ...]] = ()
 
     _train_dataset: Dataset | None = None
     _valid_dataset: Datasets | None = None

@@ -52,6 +52,7 @@ class Engine(Peer):
     Attributes:
         device: where the training runs.
         replicas: the replicas of the run; the trainer sets them.
+        unsaved: names of attributes that training changes and that no checkpoint needs.
 
     Raises:
         ArgumentError: for a name that is no device's, and for a limit that is no positive number,
@@ -60,6 +61,7 @@ class Engine(Peer):
     """
 
     _internals: ClassVar[str] = "_clipping _open_micro_batches _precision _scaler _sums replicas"
+    unsaved: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class FitLoop(Loop):
         if session.is_resumed:
             session.hooks.emit("on_training_resume", session.state)
             session.restore_randomness()
+        session.begin_training()
         session.agree()
         session.check_alike()
         if not session.is_in_epoch:

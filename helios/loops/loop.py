@@ -60,10 +60,12 @@ class Loop(ABC):
         roles: names of the children; each is an attribute that holds a loop.
         role_types: which of Helios' own loops a role takes; a loop that derives from none of them
             may take any role.
+        unsaved: names of attributes that training changes and that no checkpoint needs.
         session: what the loop may see; before it is attached, a ``UsageError`` (L7).
     """
 
     _internals: ClassVar[str] = "_is_made session"
+    unsaved: ClassVar[tuple[str, ...]] = ()
 
     roles: ClassVar[tuple[str, ...]] = ()
     role_types: ClassVar[Mapping[str, type[Loop]]] = {}

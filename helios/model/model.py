@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from helios.errors import ArgumentError, StateError, UsageError
 from helios.hooks.events import silent
 from helios.model.processor import BatchProcessor, Processed
 from helios.run_state.discovery import Discovery
+from helios.run_state.owners import internals_of
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:
@@ -29,22 +30,6 @@ if TYPE_CHECKING:
 MODEL_REGISTRY = Registry("model")
 
 TABLES = ("_loss_items", "_val_scores", "_running_losses", "_test_scores")
-_INTERNALS = frozenset(
-    (
-        *TABLES,
-        "_save_name",
-        "is_distributed",
-        "map_loc",
-        "_device",
-        "_engine",
-        "rank",
-        "_trainer",
-        "_discovery",
-        "_modes_before_eval",
-        "unsaved",
-        "scheduler_interval",
-    )
-)
 
 
 def create_model(type_name: str, *args: Any, **kwargs: Any) -> Model:
@@ -86,6 +71,11 @@ class Model(ABC):
         save_name: names the run's folder, and its checkpoints where the trainer has no run name.
     """
 
+    _internals: ClassVar[str] = (
+        "_loss_items _val_scores _running_losses _test_scores _save_name is_distributed map_loc "
+        "_device _engine rank _trainer _discovery _modes_before_eval unsaved scheduler_interval"
+    )
+
     unsaved: tuple[str, ...] = ()
     batch_processor: BatchProcessor | None = None
     scheduler_interval: Mapping[str, str] = {}
@@ -109,7 +99,7 @@ class Model(ABC):
         self._val_scores: dict[str, Any] = {}
         self._test_scores: dict[str, Any] = {}
         self._modes_before_eval: list[tuple[torch.nn.Module, bool]] = []
-        self._discovery = Discovery(self, exclude=_INTERNALS, unsaved=self.unsaved)
+        self._discovery = Discovery(self, exclude=internals_of(self), unsaved=self.unsaved)
 
     @property
     def save_name(self) -> str:

@@ -13,6 +13,7 @@ from helios.run_state.changes import digests_of
 from helios.run_state.classes import class_marks
 from helios.run_state.found import Found, SlotKey
 from helios.run_state.hooks import hooks_of
+from helios.run_state.optimizers import Roster, roster_of
 from helios.run_state.parts import Shape, shape_of
 from helios.run_state.scene import Scene
 from helios.run_state.values import Digest, Identities, take_digest
@@ -28,6 +29,7 @@ class Baseline:
     Attributes:
         paths: paths of objects and loose parameters.
         shapes: what a state must fit, by path of the object.
+        roster: which parameters optimizers moved.
         digests: of all places without a state of their own.
         settled: members of modules that can change by being replaced only.
         aliases: which object a place named.
@@ -41,6 +43,7 @@ class Baseline:
 
     paths: frozenset[str]
     shapes: dict[str, Shape]
+    roster: Roster
     digests: dict[SlotKey, Digest]
     settled: dict[str, dict[str, Any]]
     aliases: dict[SlotKey, str]
@@ -79,6 +82,7 @@ def take_baseline(
     return Baseline(
         paths=scene.paths(),
         shapes={path: shape_of(part) for path, part in found.objects.items()},
+        roster=roster_of(found, scene.parameters),
         digests=digests_of(found, scene, identities),
         settled=settled_in(found),
         aliases=dict(found.aliases),

@@ -28,6 +28,7 @@ from helios.run_state.found import Found, Rules
 from helios.run_state.generators import kind_of_generator, state_of_generator
 from helios.run_state.hooks import hooks_of
 from helios.run_state.losses import Losses
+from helios.run_state.optimizers import changes_of_optimizers
 from helios.run_state.parts import (
     flags_of,
     grads_of,
@@ -151,8 +152,8 @@ class Discovery:
                 ``None`` for an owner without one.
 
         Returns:
-            ``objects``: state dictionaries by path; ``kinds``: names of their classes; ``groups``:
-            names of the parameters in groups that optimizers got after setup; ``parameters``:
+            ``objects``: state dictionaries by path; ``kinds``: names of their classes;
+            ``members``, ``built``, ``drivers``: see :func:`changes_of_optimizers`; ``parameters``:
             tensors that an optimizer moves and no module holds; ``flags``: frozen parameters and
             submodules in evaluation mode, by module; ``grads``: open gradients by module and
             parameter; ``values``: plain values that training changed, by the path of what holds
@@ -178,7 +179,8 @@ class Discovery:
             baseline.digests, found, scene, self._identities, frozenset(self._named)
         )
         _drop_copies(changes, covers, shared)
-        groups, misfits = structure_since(baseline.shapes, found, scene.parameters)
+        moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
+        misfits |= structure_since(baseline.shapes, found)
         aliases, lost = changed_aliases(baseline.aliases, found, scene.names)
         if self._is_strict:
             misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
@@ -192,7 +194,7 @@ class Discovery:
         return {
             "objects": self._uncovered(objects, covers) if own is not None else objects,
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
-            "groups": groups,
+            **moved,
             "parameters": {name: part.detach() for name, part in scene.parameters.loose.items()},
             "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),

@@ -6,11 +6,16 @@ leaves out and training has changed is saved here, or named.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
+from helios.run_state.baseline import mark_of_state
 from helios.run_state.discovery import Discovery
+from helios.run_state.values import Identities
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def internals_of(owner: object) -> frozenset[str]:
@@ -54,6 +59,7 @@ class Owners:
         self._owners = {owner.name: owner for owner in owners}
         self._outside = outside
         self._shared: Mapping[str, object] | None = None
+        self._carried: dict[str, dict[str, Any]] = {}
         self._found = {
             owner.name: Discovery(
                 owner.part,
@@ -99,7 +105,7 @@ class Owners:
             by place.
         """
         self._shared = None
-        states: dict[str, dict[str, Any]] = {}
+        states = dict(self._carried)
         missing: dict[str, str] = {}
         for name, found in self._found.items():
             has_own = self._owners[name].has_own_state
@@ -109,15 +115,24 @@ class Owners:
                 states[name] = state
         return states, missing
 
-    def restore(
-        self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False
-    ) -> list[str]:
-        """Put back what :meth:`capture` returned; returns the names of owners that are gone."""
+    def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
+        """Put back what :meth:`capture` returned; in a training, keep that of who is gone."""
         self._shared = None
         for name, state in states.items():
             if name in self._found:
                 self._found[name].restore(state, is_inference=is_inference)
-        return [name for name in states if name not in self._found]
+            elif not is_inference:
+                self._carried[name] = state
+        if self._carried:
+            _LOGGER.warning(
+                "The checkpoint holds attributes of %s, which is not there now. They are carried "
+                "along unread; register it again to use them.",
+                ", ".join(self._carried),
+            )
+
+    def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
+        """Return what is equal for equal states, by name."""
+        return {name: mark_of_state(state, Identities()) for name, state in states.items()}
 
 
 def is_any(state: Mapping[str, Any]) -> bool:

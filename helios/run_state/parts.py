@@ -17,7 +17,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
 from helios.core.wrappers import BareNames
-from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.found import Found
 from helios.run_state.values import storage_of
@@ -93,13 +92,10 @@ def kind_of(part: object) -> str:
 
 
 def shape_of(part: Stateful) -> Shape:
-    """Return the classes, parameters and groups of an object; nothing for a lazy module.
+    """Return the classes and parameters of an object; nothing for a lazy module.
 
     Lazy modules get their sizes and even their class from the first batch.
     """
-    if isinstance(part, Optimizer):
-        sizes = [len(group["params"]) for group in part.param_groups]
-        return {"": kind_of(part), "sizes of groups": sizes}
     if not isinstance(part, nn.Module):
         return {"": kind_of(part)}
     shape: Shape = {}
@@ -136,69 +132,19 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield key, buffer
 
 
-def structure_since(
-    before: dict[str, Shape], found: Found, parameters: Parameters
-) -> tuple[dict[str, list[list[str]]], dict[str, str]]:
-    """Compare objects with the shapes that they had after setup.
+def structure_since(before: dict[str, Shape], found: Found) -> dict[str, str]:
+    """Say what no longer has the shape that it had after setup, by path.
 
     Args:
         before: results of :func:`shape_of` by path.
         found: what is there now.
-        parameters: those that an optimizer may have got in addition.
-
-    Returns:
-        The parameter names in the groups that optimizers got, by path, which a resume can add;
-        and what else no longer fits what setup makes, in words, by path.
     """
-    groups: dict[str, list[list[str]]] = {}
     misfits: dict[str, str] = {}
     for path, part in found.objects.items():
         known, shape = before.get(path), shape_of(part)
-        if not known or known == shape:
-            continue
-        added = _added_groups(known, part, parameters) if isinstance(part, Optimizer) else None
-        if added is None:
+        if known and known != shape:
             misfits[path] = difference(known, shape)
-        else:
-            groups[path] = added
-    return groups, misfits
-
-
-def _added_groups(
-    before: Shape, optimizer: Optimizer, parameters: Parameters
-) -> list[list[str]] | None:
-    """Return the names in the groups after the known ones; ``None`` if any cannot be named."""
-    sizes = before.get("sizes of groups")
-    if not isinstance(sizes, list) or kind_of(optimizer) != before[""]:
-        return None
-    groups = [group["params"] for group in optimizer.param_groups]
-    names = {id(tensor): name for name, tensor in parameters.named().items()}
-    added = [[names.get(id(part), "") for part in group] for group in groups[len(sizes) :]]
-    fits = list(map(len, groups[: len(sizes)])) == sizes
-    return added if fits and all(map(all, added)) else None
-
-
-def complete_groups(found: Found, state: dict[str, Any], parameters: Parameters) -> None:
-    """Give optimizers the groups that they had got when the state was saved.
-
-    Raises:
-        StateError: if a parameter of such a group does not exist.
-    """
-    tensors = parameters.named()
-    for path, part in found.objects.items():
-        if not isinstance(part, Optimizer) or path not in state["groups"]:
-            continue
-        missing = len(state["objects"][path]["param_groups"]) - len(part.param_groups)
-        is_named = any("param_names" in group for group in part.param_groups)
-        for names in state["groups"][path][-missing:] if missing > 0 else ():
-            if unknown := sorted(set(names) - tensors.keys()):
-                raise StateError(
-                    f"{path} had a group of parameters that do not exist: {', '.join(unknown)}. "
-                    "Build the networks in setup() as they were when the state was saved."
-                )
-            members = [(name, tensors[name]) if is_named else tensors[name] for name in names]
-            # Its settings come with the state; only the parameters must be there.
-            part.add_param_group({"params": members})
+    return misfits
 
 
 def _versions(state: dict[str, Any]) -> dict[str, Any]:
@@ -319,16 +265,27 @@ def load_flags(
     flags: dict[str, dict[str, list[str]]], found: Found, parameters: Parameters
 ) -> None:
     """Freeze and unfreeze parameters and set modes as :func:`flags_of` found them."""
-    for path, table in {**parameters.of_modules, "": parameters.loose}.items():
-        frozen = set(flags[path]["frozen"])
-        for name, tensor in table.items():
-            if tensor.requires_grad == (name in frozen):
-                tensor.requires_grad_(name not in frozen)
+    places = places_of(found, parameters)
+    saved = {path: table["frozen"] for path, table in flags.items()}
+    frozen = {id(places.get((path, name))) for path, names in saved.items() for name in names}
+    for tensor in (parameters.named() | parameters.loose).values():
+        if tensor.requires_grad == (id(tensor) in frozen):
+            tensor.requires_grad_(id(tensor) not in frozen)
     for path, module in found.modules().items():
         resting = set(flags[path]["eval"])
         bare = BareNames(module)
         for name, part in module.named_modules():
             part.training = bare.of(name) not in resting
+
+
+def places_of(found: Found, parameters: Parameters) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors by module and name; a shared one may have been saved under any name."""
+    places = {("", name): tensor for name, tensor in parameters.tables()[""].items()}
+    for path, module in found.modules().items():
+        bare = BareNames(module)
+        for name, tensor in module.named_parameters(remove_duplicate=False):
+            places[path, bare.of(name)] = tensor
+    return places
 
 
 def grads_of(parameters: Parameters) -> dict[str, dict[str, Tensor]]:
@@ -340,10 +297,15 @@ def grads_of(parameters: Parameters) -> dict[str, dict[str, Tensor]]:
     return {path: table for path, table in grads.items() if table}
 
 
-def load_grads(grads: dict[str, dict[str, Tensor]], parameters: Parameters) -> None:
+def load_grads(grads: dict[str, dict[str, Tensor]], found: Found, parameters: Parameters) -> None:
     """Set gradients as :func:`grads_of` found them; a parameter without one gets none."""
-    for path, table in parameters.tables().items():
-        saved = grads.get(path, {})
-        for name, tensor in table.items():
-            grad = saved.get(name)
+    places = places_of(found, parameters)
+    saved = {
+        id(places.get((path, name))): grad
+        for path, table in grads.items()
+        for name, grad in table.items()
+    }
+    for table in parameters.tables().values():
+        for tensor in table.values():
+            grad = saved.get(id(tensor))
             tensor.grad = None if grad is None else grad.detach().to(tensor.device, copy=True)

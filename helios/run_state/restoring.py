@@ -19,8 +19,8 @@ from helios.run_state.changes import restore_values
 from helios.run_state.found import Container
 from helios.run_state.generators import kind_of_generator, load_generator, make_generator
 from helios.run_state.names import KeyedByObjects
+from helios.run_state.optimizers import arrange
 from helios.run_state.parts import (
-    complete_groups,
     kind_of,
     load_flags,
     load_grads,
@@ -68,7 +68,7 @@ class Restoring:
             self._warn_of_untrained(scene.found.objects, state["objects"])
         else:
             self._check(scene, state)
-            complete_groups(scene.found, state, scene.parameters)
+            arrange(scene.found, state, scene.parameters)
         shared = _shared_groups(objects)
         # Networks first: an object that follows one may look at its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
@@ -83,7 +83,7 @@ class Restoring:
                 _fill(name, tensor, state["parameters"][name])
         if not is_inference:
             load_flags(state["flags"], scene.found, parameters)
-            load_grads(state["grads"], parameters)
+            load_grads(state["grads"], scene.found, parameters)
 
     def _restore_places(self, scene: Scene, state: dict[str, Any]) -> None:
         """Put back values, generators, and which object a place names."""

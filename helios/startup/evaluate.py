@@ -60,6 +60,7 @@ class EvaluationRun(Run):
             _LOGGER.info("%s of %s.", self.verb, loaded.path.name)
         if trained is not None:
             session.plugin_states.restore(trained.plugins)
+            self.owners.restore(trained.owners, is_inference=True)
         return self.loop.run()
 
     def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> None:

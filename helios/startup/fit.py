@@ -23,11 +23,11 @@ from helios.startup.call import Call
 from helios.startup.claims import judge
 from helios.startup.folder import lock_folder
 from helios.startup.migrated import find_cursor
+from helios.startup.owners import find_owners, find_stranded_generators
 from helios.startup.processes import Plan, describe_processes
 from helios.startup.promise import find_promise
 from helios.startup.registration import log_order
 from helios.startup.run import Run
-from helios.startup.watch import PluginWatch
 from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -133,6 +133,14 @@ class FitRun(Run):
     def _build(self) -> Session:
         source = self._open_training_source()
         has_validation = self._open_source(Phase.VALIDATION) is not None
+        self.owners = find_owners(
+            self.plugins,
+            self.model,
+            self.datamodule,
+            engine=self.engine,
+            loop=(_LOOP_PATH, self.loop),
+            source=source,
+        )
         self._require_alike_setup()
         if self.arguments.valid_frequency is not None and not has_validation:
             _LOGGER.warning(
@@ -157,7 +165,6 @@ class FitRun(Run):
             engine=self.engine,
             options=resume.identity(self.arguments, source.description, self.engine)
             | resume.limits(self.arguments),
-            watch=PluginWatch(self.plugins, self.model),
         )
         self._settings.callback(self._recorder.close)
         loaded = self._start.loaded
@@ -184,7 +191,8 @@ class FitRun(Run):
             recorder=self._recorder,
             can_save=self.arguments.can_save,
             loop_states=LoopStates(self.loop, _LOOP_PATH),
-            missing=claim.missing,
+            owner_states=self.owners,
+            missing=claim.missing | find_stranded_generators(source),
             claims=claim.words,
             refuses_incomplete=self.arguments.on_incomplete == "raise",
             note_last_safe_point=self.call.standing.listener.note_safe_point,

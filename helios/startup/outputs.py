@@ -28,7 +28,6 @@ from helios.startup.banner import machine
 from helios.startup.promise import Promise, find_compiled
 from helios.startup.resume import Start
 from helios.startup.together import on_first
-from helios.startup.watch import PluginWatch
 from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -102,7 +101,6 @@ class FitRecorder:
         promise: the level of reproducibility that the run reaches.
         engine: the device and the replicas; rank 0 writes.
         options: what defines the run and what ends it.
-        watch: looks after plugins at the first checkpoint.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class FitRecorder:
         promise: Promise,
         engine: Engine,
         options: dict[str, Any],
-        watch: PluginWatch,
     ) -> None:
         self._arguments = arguments
         self._model = model
@@ -123,7 +120,6 @@ class FitRecorder:
         self._replicas = engine.replicas
         self._options = options
         self._machine = machine(engine)
-        self._watch = watch
         self._saver: Saver | None = None
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
         if start.folder is not None:
@@ -179,7 +175,6 @@ class FitRecorder:
                 "no longer agree on where they are. Let the error end this process, and start the "
                 "run again: it goes on from the newest checkpoint."
             )
-        self._watch.look()
         self._newest = on_first(
             self._replicas, lambda: self._write(saver, Record.from_payload(snapshot))
         )

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
+from helios.checkpoint.capture import (
+    NoOwners,
+    Owners,
+    Trained,
+    apply_trained,
+    capture_trained,
+    detach,
+)
 from helios.checkpoint.record import Record
 from helios.core import logging as log
 from helios.core import rng
@@ -47,6 +54,7 @@ from helios.startup.checks import (
     check_state_methods,
     warn_of_unknown_hooks,
 )
+from helios.startup.owners import find_owners
 from helios.startup.preparation import move_networks, take_own_processor
 from helios.startup.processes import Plan
 from helios.startup.together import on_each
@@ -110,6 +118,7 @@ class Run(ABC):
         self.session: Session | None = None
         self._settings = ExitStack()
         self._has_begun = False
+        self.owners: Owners = NoOwners()
 
     def _make_bus(self) -> Bus:
         return Bus(
@@ -213,7 +222,7 @@ class Run(ABC):
         All processes build it, since a plugin may gather its state; rank 0 keeps it.
         """
         plugins = PluginStates(self.plugins, carries=False)
-        trained = capture_trained(self.model, plugins)
+        trained = capture_trained(self.model, plugins, self.owners)
         if self.plan.info.rank != 0:
             return
         on_cpu = move_to_device(trained, torch.device("cpu"))
@@ -239,7 +248,7 @@ class Run(ABC):
         self._set_up(is_inference=True)
         session = self._make_inference_session()
         self._take_session(session)
-        apply_trained(trained, self.model, session.plugin_states)
+        apply_trained(trained, self.model, session.plugin_states, self.owners)
 
     def _detach(self, record: Record, *, is_shown: bool = False) -> Record:
         """Return a record of whose file nothing is kept; ``is_shown``: user code sees the whole."""
@@ -308,6 +317,8 @@ class Run(ABC):
         watch.end()
         check_processor(self.model, is_inference=is_inference)
         self.model.discovery.take_baseline()
+        if is_inference:
+            self.owners = find_owners(self.plugins, self.model, self.datamodule, engine=self.engine)
         # What setup has put in the place of a method is heard from here on.
         self.hooks = self._make_bus()
 

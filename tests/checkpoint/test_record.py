@@ -156,7 +156,7 @@ def test_nobody_lacks_anything_by_default() -> None:
 
 def test_what_was_trained_is_given_to_inference() -> None:
     run, fresh = Run(), Run()
-    trained = capture_trained(run.model, run.plugin_states)
+    trained = capture_trained(run.model, run.plugin_states, NoOwners())
     assert trained == Trained.of(capture(run))
     apply_trained(trained, fresh.model, fresh.plugin_states)
     assert fresh.model.loaded == (run.model.state, True)

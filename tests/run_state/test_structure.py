@@ -44,11 +44,11 @@ def _register(owner: Any) -> None:
 
 _REBUILT = {
     "another optimizer": (_swap_optimizer, "optimizer (class: Adam, now SGD)", "saved by SGD"),
-    "pruning": (_prune, "0.weight: (4, 3), now none", "net .*weight_orig"),
+    "pruning": (_prune, "0.weight: (4, 3), now none", r"net\.0\.weight_orig"),
     "a layer more": (_append, "4: none, now Linear", "net"),
     "another activation": (_activate, "net (2: ReLU, now GELU)", None),
     "another size": (_widen, "3.weight: (1, 4), now (2, 4)", r"not there: optimizer\.0\.4"),
-    "a group of strangers": (_add_strangers, "sizes of groups: [6], now [6, 1]", "optimizer"),
+    "a group of strangers": (_add_strangers, "model holds: optimizer.1.0", "optimizer"),
     "a buffer": (_register, "net (scale: none, now buffer)", "net"),
 }
 

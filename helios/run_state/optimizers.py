@@ -1,0 +1,305 @@
+"""Which parameters an optimizer moves, by name and in order.
+
+torch saves the state of an optimizer by position, and gradients are clipped in that order. A set of
+names in ``setup`` orders parameters anew at every start, so positions are saved with names, and a
+resume brings the groups into the order that was saved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.errors import StateError
+from helios.run_state.found import Found
+from helios.run_state.parts import Parameters, places_of
+
+Members: TypeAlias = list[list[str]]
+"""The names of an optimizer's parameters by group, in order."""
+
+_Tensors: TypeAlias = list[list[Tensor]]
+
+_LOGGER = logging.getLogger(__name__)
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who moves what at a moment.
+
+    Attributes:
+        members: names of the parameters of each optimizer, by path.
+        strangers: those of them that no attribute of the model holds, by path of the optimizer.
+        abandoned: names of parameters of whom an optimizer has state, and that it moves no more.
+        drivers: the path of the optimizer whose learning rates a scheduler sets, by its path.
+    """
+
+    members: dict[str, Members]
+    strangers: dict[str, set[str]]
+    abandoned: dict[str, list[str]]
+    drivers: dict[str, str]
+
+
+def roster_of(found: Found, parameters: Parameters) -> Roster:
+    """Return who moves what now."""
+    nameless = _nameless(found, parameters)
+    named = parameters.named() | parameters.loose | nameless
+    names = {id(part): name for name, part in named.items()}
+    optimizers = _optimizers(found)
+    members = {
+        path: [[names[id(tensor)] for tensor in group["params"]] for group in part.param_groups]
+        for path, part in optimizers.items()
+    }
+    strangers = (parameters.loose.keys() - parameters.leaves.keys()) | nameless.keys()
+    paths = {id(part): path for path, part in optimizers.items()}
+    drivers = {
+        path: paths[id(part.optimizer)]
+        for path, part in found.objects.items()
+        if isinstance(part, LRScheduler) and id(part.optimizer) in paths
+    }
+    return Roster(
+        members,
+        {path: strangers.intersection(_flat(each)) for path, each in members.items()},
+        {path: _abandoned(part, names) for path, part in optimizers.items()},
+        drivers,
+    )
+
+
+def _abandoned(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return []
+    # That of torch fails with the bare address of such a parameter.
+    moved = {id(part) for group in optimizer.param_groups for part in group["params"]}
+    held = [id(part) for part in optimizer.state if isinstance(part, Tensor)]
+    return sorted(names.get(part, "one without a name") for part in held if part not in moved)
+
+
+def changes_of_optimizers(
+    before: Roster, found: Found, parameters: Parameters
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what a state says of optimizers besides their own, and what no resume can make.
+
+    Args:
+        before: who moved what after ``setup``.
+        found: what is there now.
+        parameters: of these.
+
+    Returns:
+        ``members``: the names of parameters by group; ``built``: those that setup had given to
+        optimizers that training has changed since, which a resume recognises; ``drivers``: the
+        optimizer that each scheduler moves. And what does not fit what setup makes, by path.
+    """
+    now = roster_of(found, parameters)
+    built: dict[str, Members] = {}
+    misfits: dict[str, str] = {}
+    for path in sorted(before.members.keys() & now.members.keys()):
+        if _unordered(before.members[path]) != _unordered(now.members[path]):
+            built[path] = before.members[path]
+        if new := sorted(now.strangers[path] - before.strangers[path]):
+            misfits[path] = f"moves what no attribute of the model holds: {_some(new)}"
+        if left := now.abandoned[path]:
+            misfits[path] = f"keeps state of parameters that left its groups: {_some(left)}"
+    for path in sorted(before.drivers.keys() & now.drivers.keys()):
+        if before.drivers[path] != now.drivers[path]:
+            misfits[path] = f"moved {before.drivers[path]}, now {now.drivers[path]}"
+    return {"members": now.members, "built": built, "drivers": now.drivers}, misfits
+
+
+def arrange(found: Found, state: dict[str, Any], parameters: Parameters) -> None:
+    """Bring the parameters of optimizers into the groups and the order that were saved.
+
+    A state of format 1 has no names: its positions are taken for those of now, and only groups that
+    the optimizers got in training are added.
+
+    Raises:
+        StateError: if an optimizer has other parameters, or they cannot be brought into that order;
+            then nothing is changed.
+    """
+    present = roster_of(found, parameters)
+    states = {**state["objects"], **state.get("inner", {})}
+    has_names = "members" in state
+    places = places_of(found, parameters)
+    tensors = _nameless(found, parameters)
+    tensors |= {f"{path}.{name}" if path else name: part for (path, name), part in places.items()}
+    plans: dict[str, _Tensors] = {}
+    for path, part in _optimizers(found).items():
+        if path not in states:
+            continue
+        now = present.members[path]
+        saved = state["members"].get(path, now) if has_names else _completed(path, now, state)
+        built = state["built"].get(path, saved) if has_names else now
+        plans[path] = _plan(path, part, [saved, built], tensors)
+        _check_functions(path, part, plans[path], found)
+    _check_drivers(present.drivers, state["drivers"] if has_names else {})
+    for path, part in _optimizers(found).items():
+        if path in plans:
+            _regroup(part, plans[path], {id(tensor): name for name, tensor in tensors.items()})
+    if plans and not has_names:
+        _LOGGER.warning(
+            "This checkpoint was written by an earlier version of Helios and does not name the "
+            "parameters of %s: their state is matched by position. From the next checkpoint on it "
+            "is matched by name.",
+            ", ".join(plans),
+        )
+
+
+def _optimizers(found: Found) -> dict[str, Optimizer]:
+    parts = {**found.inner, **found.objects}
+    return {path: part for path, part in parts.items() if isinstance(part, Optimizer)}
+
+
+def _unordered(groups: Members) -> Members:
+    return sorted(map(sorted, groups))
+
+
+def _nameless(found: Found, parameters: Parameters) -> dict[str, Tensor]:
+    """Return, by place, what optimizers inside of other objects move and nothing else holds."""
+    known = set(map(id, (parameters.named() | parameters.loose).values()))
+    return {
+        f"{path}.{number}.{index}": tensor
+        for path, part in found.inner.items()
+        if isinstance(part, Optimizer)
+        for number, group in enumerate(part.param_groups)
+        for index, tensor in enumerate(group["params"])
+        if id(tensor) not in known
+    }
+
+
+def _flat(groups: Iterable[Iterable[Any]]) -> list[Any]:
+    return [member for group in groups for member in group]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _completed(path: str, now: Members, state: dict[str, Any]) -> Members:
+    added = state["groups"].get(path, [])
+    missing = len(state["objects"][path]["param_groups"]) - len(now) if added else 0
+    return [*now, *added[len(added) - missing :]] if 0 < missing <= len(added) else now
+
+
+def _plan(
+    path: str, optimizer: Optimizer, known: list[Members], tensors: dict[str, Tensor]
+) -> _Tensors:
+    """Return the tensors of each group as they were saved.
+
+    Args:
+        path: of the optimizer.
+        optimizer: as ``setup`` made it.
+        known: the names that were saved, and those that setup had given it then.
+        tensors: all parameters, by each of their names.
+    """
+    saved, _ = known
+    if unknown := sorted(set(_flat(saved)) - tensors.keys()):
+        raise StateError(
+            f"{path} had a group of parameters that do not exist: {_some(unknown)}. "
+            "Build the networks in setup() as they were when the state was saved."
+        )
+    now = _keys(group["params"] for group in optimizer.param_groups)
+    if not any(
+        now == _keys([tensors[name] for name in group if name in tensors] for group in groups)
+        for groups in known
+    ):
+        _refuse(path, optimizer, known[1], tensors)
+    return [[tensors[name] for name in group] for group in saved]
+
+
+def _keys(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, ...]]:
+    """Return the groups without any order, to be compared."""
+    return sorted(tuple(sorted(map(id, group))) for group in groups)
+
+
+def _refuse(path: str, optimizer: Optimizer, known: Members, tensors: dict[str, Tensor]) -> None:
+    names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    now = [names.get(id(part), "") for group in optimizer.param_groups for part in group["params"]]
+    saved = [names[id(tensors[name])] if name in tensors else name for name in _flat(known)]
+    missing, left_over = sorted(set(saved) - set(now)), sorted(set(now) - set(saved))
+    found = (
+        f"Saved, but not in it now: {_some(missing) or 'nothing'}. In it now, but not saved: "
+        f"{_some(left_over) or 'nothing'}."
+        if missing or left_over
+        else f"Saved were the groups {known}, and the same parameters lie in other groups now."
+    )
+    raise StateError(
+        f"{path} must move the parameters that it moved when the state was saved, since its state "
+        f"belongs to them. {found} Give it the same parameters in setup(); where their order comes "
+        "from a set, sort it."
+    )
+
+
+def _check_functions(path: str, optimizer: Optimizer, plan: _Tensors, found: Found) -> None:
+    """Refuse another order of groups where a scheduler has a function for each of them."""
+    order = [sorted(map(id, group)) for group in plan]
+    now = [sorted(map(id, group["params"])) for group in optimizer.param_groups]
+    if order[: len(now)] == now:
+        return
+    for name, part in found.objects.items():
+        if isinstance(part, LRScheduler) and part.optimizer is optimizer and _tells_groups(part):
+            raise StateError(
+                f"The groups of {path} must stand in the order in which they were saved, since "
+                f"{name} has a function for each of them; they come in another one now. Build them "
+                "in setup() in a fixed order: sort what comes from a set."
+            )
+
+
+def _tells_groups(scheduler: LRScheduler) -> bool:
+    attributes = vars(scheduler)
+    functions = attributes.get("lr_lambdas", ())
+    return len(set(map(id, functions))) > 1 or any(
+        map(_tells_groups, attributes.get("_schedulers", ()))
+    )
+
+
+def _check_drivers(now: dict[str, str], saved: dict[str, str]) -> None:
+    for path in sorted(now.keys() & saved.keys()):
+        if now[path] != saved[path]:
+            raise StateError(
+                f"{path} must set the learning rates of {saved[path]}, as when the state was "
+                f"saved, and sets those of {now[path]}. Build schedulers in setup() in a fixed "
+                "order: sort what comes from a set."
+            )
+
+
+def _regroup(optimizer: Optimizer, plan: _Tensors, names: dict[int, str]) -> None:
+    """Put tensors into groups, in place: some optimizers keep the list of their first group."""
+    groups = optimizer.param_groups
+    is_named = any("param_names" in group for group in groups)
+    names = names | {
+        id(part): name
+        for group in groups
+        for part, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+    chosen = _choose(groups, plan)
+    for group, tensors in zip(chosen, plan, strict=True):
+        if group is not None:
+            group["params"][:] = tensors
+            if is_named:
+                group["param_names"] = [names[id(tensor)] for tensor in tensors]
+    groups[:] = [group for group in chosen if group is not None]
+    for position, tensors in enumerate(plan):
+        if chosen[position] is None:
+            pairs = [(names[id(tensor)], tensor) for tensor in tensors]
+            # Its settings come with the state; only the parameters must be there.
+            optimizer.add_param_group({"params": pairs if is_named else list(tensors)})
+            groups.insert(position, groups.pop())
+
+
+def _choose(groups: list[dict[str, Any]], plan: _Tensors) -> list[dict[str, Any] | None]:
+    """Return the present group for each planned one, the one with its parameters if there is."""
+    alike: defaultdict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)
+    for group in reversed(groups):
+        alike[tuple(sorted(map(id, group["params"])))].append(group)
+    keys = [tuple(sorted(map(id, tensors))) for tensors in plan]
+    chosen = [alike[key].pop() if alike[key] else None for key in keys]
+    taken = set(map(id, chosen))
+    rest: Iterator[dict[str, Any]] = (group for group in groups if id(group) not in taken)
+    return [next(rest, None) if group is None else group for group in chosen]

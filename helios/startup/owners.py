@@ -1,0 +1,133 @@
+"""Who holds state in a run besides the model, and under which name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from helios.data.datamodule import DataModule
+from helios.data.keyed import KeyedDataset
+from helios.data.source import Source
+from helios.engines.engine import Engine
+from helios.hooks.events import CHANNELS
+from helios.loops.loop import Loop
+from helios.model.model import Model
+from helios.plugins.channels import PipelineHooks
+from helios.plugins.contexts import has_state
+from helios.plugins.plugin import Plugin
+from helios.run_state.data_members import generators_in
+from helios.run_state.owners import Owner, Owners
+
+_LOGGER = logging.getLogger(__name__)
+
+_MANY = 100
+"""Members of a list up to which it may be one of data sets that are joined."""
+
+_IN_WORKERS = "a generator that each loader worker has a copy of: draw from torch or random instead"
+
+
+def find_owners(
+    plugins: Mapping[str, Plugin],
+    model: Model,
+    datamodule: DataModule,
+    *,
+    engine: Engine,
+    loop: tuple[str, Loop] | None = None,
+    source: Source | None = None,
+) -> Owners:
+    """Return everything that may hold state, right after setup.
+
+    Args:
+        plugins: by id.
+        model: one with a ``state_dict`` of its own may leave something out.
+        datamodule: the data module.
+        engine: the engine.
+        loop: the role and the root of the loops of a training; ``None`` outside of one.
+        source: the training data; ``None`` outside of a training.
+    """
+    owners = [Owner("engine", engine, tuple(engine.unsaved), _has_own(engine, Engine))]
+    owners += _of_plugins(plugins)
+    if type(model).state_dict is not Model.state_dict:
+        owners.append(Owner("model", model, tuple(model.unsaved), has_own_state=True))
+    owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
+    if loop is not None:
+        owners += _of_loops(*loop)
+    if source is not None and not _count_workers(source):
+        owners += (Owner(name, part, is_data=True) for name, part in _parts_of(source))
+    found = Owners(owners, lambda: {"<model>": model, **model.discovery.named_objects()})
+    found.take_baseline()
+    return found
+
+
+def find_stranded_generators(source: Source) -> dict[str, str]:
+    """Return the generators in a data set that workers have copies of, and warn of them."""
+    num_workers = _count_workers(source)
+    if not num_workers:
+        return {}
+    names = [f"{name}: {key}" for name, part in _parts_of(source) for key in generators_in(part)]
+    if names:
+        _LOGGER.warning(
+            "%s: with num_workers=%d each worker draws from a copy that no checkpoint holds. Draw "
+            "from torch, random or Helios' NumPy generator, which are seeded for each batch, or "
+            "use num_workers=0.",
+            ", ".join(names),
+            num_workers,
+        )
+    return dict.fromkeys(names, _IN_WORKERS)
+
+
+def _has_own(part: Any, base: type) -> bool:
+    return type(part).state_dict is not base.state_dict  # type: ignore[attr-defined]
+
+
+def _of_plugins(plugins: Mapping[str, Plugin]) -> Iterator[Owner]:
+    for name, plugin in plugins.items():
+        has_own = type(plugin).state_dict not in (Plugin.state_dict, PipelineHooks.state_dict)
+        yield Owner(f"plugin {name!r}", plugin, tuple(plugin.unsaved), has_own)
+        if isinstance(plugin, PipelineHooks):
+            yield from _of_contexts(name, plugin)
+
+
+def _of_contexts(name: str, plugin: PipelineHooks) -> Iterator[Owner]:
+    for channel in CHANNELS:
+        for place, hook in enumerate(plugin.contexts(channel)):
+            context = f"context {place} ({type(hook).__name__}) of {channel} in {name!r}"
+            yield Owner(context, hook, tuple(hook.unsaved), has_state(hook))
+
+
+def _of_loops(path: str, loop: Loop) -> Iterator[Owner]:
+    yield Owner(f"loop {path!r}", loop, tuple(loop.unsaved), _has_own(loop, Loop))
+    for role, child in loop.children().items():
+        yield from _of_loops(f"{path}.{role.removesuffix('_loop')}", child)
+
+
+def _count_workers(source: Source) -> int:
+    return int(source.description.get("num_workers") or 0)
+
+
+def _parts_of(source: Source) -> Iterator[tuple[str, object]]:
+    """Yield the training data set, those inside of it, and an object that collates."""
+    loader = source.loader
+    if not isinstance(loader, DataLoader):
+        return
+    outer = loader.dataset
+    waiting: list[tuple[str, Any]] = [
+        ("data set", outer.dataset if isinstance(outer, KeyedDataset) else outer)
+    ]
+    seen: set[int] = set()
+    while waiting:
+        name, part = waiting.pop(0)
+        members = getattr(part, "__dict__", None)
+        if id(part) in seen or members is None:
+            continue
+        seen.add(id(part))
+        yield name, part
+        for key, value in members.items():
+            inner = value if isinstance(value, list | tuple) and len(value) < _MANY else [value]
+            waiting += ((f"{name}.{key}", item) for item in inner if isinstance(item, Dataset))
+    if not isinstance(loader.collate_fn, FunctionType | type):
+        yield "collate function", loader.collate_fn
