@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 
 from helios.checkpoint import layout
 from helios.checkpoint.capture import (
-    NoOwners,
     Trained,
     apply,
     apply_trained,
@@ -20,6 +19,7 @@ from helios.checkpoint.capture import (
     detach,
 )
 from helios.checkpoint.level import Level
+from helios.checkpoint.live import NoOwners
 from helios.checkpoint.record import KEYS, REQUIRED, Record
 from helios.checkpoint.sidecar import Sidecar
 from helios.errors import StateError
@@ -57,15 +57,24 @@ class Part:
 
 
 class Owners(Part):
-    def capture(self) -> Any:
+    """Those of a plugin; of what others gave by themselves, it keeps the names."""
+
+    def capture(self, own: Any = None) -> Any:
+        self.seen = sorted(own)
         return self.state, {"plugin 'p': handle": "a file"}
+
+    def restore(self, states: Mapping[str, Any], *, is_inference: bool = False) -> None:
+        self.loaded = (states, is_inference)
+
+    def marks(self, states: Mapping[str, Any]) -> dict[str, bytes]:
+        return {name: repr(state).encode() for name, state in states.items()}
 
 
 @dataclasses.dataclass
 class Team:
-    """What a process sees of others: it knows what they would say."""
+    """What a process sees of another one: it knows what that would say."""
 
-    others: list[Any] = dataclasses.field(default_factory=list)
+    other: Callable[[Any], Any] | None = None
     num_replicas: int = 1
     num_processes: int = 1
     rank: int = 0
@@ -75,7 +84,7 @@ class Team:
         return self.num_processes == 1
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value, *self.others]
+        return [value] if self.other is None else [value, self.other(value)]
 
 
 class Run:
@@ -121,15 +130,16 @@ def test_what_was_captured_is_applied() -> None:
     assert fresh.training_source.loaded == ({"position": 4}, False)
     assert fresh.plugin_states.loaded == {"p": {"n": 1}}
     assert fresh.loop_states.loaded == {"fit": {"n": 2}}
-    assert fresh.owner_states.loaded == {"plugin 'p'": {"best": 3}}
+    assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": 3}}, False)
+    assert run.owner_states.seen == ["engine", "loop 'fit'", "model", "plugin 'p'"]
     assert list(fresh.model.tables["_loss_items"]) == ["loss"]
     assert not fresh.model.tables["_loss_items"]["loss"].requires_grad
     assert fresh.saved_randomness is record.rng
 
 
 def test_what_is_missing_is_joined_over_owners_and_processes() -> None:
-    others = [({"data: Own": "of rank 1", "net.late": "late"}, ["claimed by Other"])]
-    record = capture(Run(Team(others, num_replicas=2)))
+    said = ({"data: Own": "of rank 1", "net.late": "late"}, ["claimed by Other"])
+    record = capture(Run(Team(lambda _: said, num_replicas=2)))
     assert record.missing == {
         "data: Own": "of rank 1",
         "data: sampler": "a generator",
@@ -146,6 +156,21 @@ def test_a_model_with_a_state_of_its_own_may_have_a_key_of_that_name() -> None:
     assert "net.hook" not in capture(run).missing
 
 
+def test_what_an_owner_holds_on_one_process_goes_back_to_that_process() -> None:
+    def other(value: Any) -> Any:
+        if isinstance(value, dict) and "owners" in value:
+            return value | {"owners": {"plugin 'p'": {"best": 9}}}
+        return {"plugin 'p'": b"of rank 1"} if isinstance(value, dict) else value
+
+    record = capture(Run(Team(other, num_replicas=2, num_processes=2)))
+    assert record.owners == {"plugin 'p'": {"best": 3}}
+    assert record.obstacles[1:] == ["plugin 'p' holds something else in each process"]
+    for rank, best in enumerate((3, 9)):
+        fresh = Run(Team(num_replicas=2, num_processes=2, rank=rank))
+        apply(record, fresh, state=fresh.state, cursor=fresh.cursor)
+        assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": best}}, False)
+
+
 def test_nobody_lacks_anything_by_default() -> None:
     run = Run()
     run.missing, run.training_source.missing, run.owner_states = {}, {}, NoOwners()
@@ -156,9 +181,10 @@ def test_nobody_lacks_anything_by_default() -> None:
 
 def test_what_was_trained_is_given_to_inference() -> None:
     run, fresh = Run(), Run()
-    trained = capture_trained(run.model, run.plugin_states, NoOwners())
+    trained = capture_trained(run.model, run.plugin_states, run.owner_states)
     assert trained == Trained.of(capture(run))
-    apply_trained(trained, fresh.model, fresh.plugin_states)
+    apply_trained(trained, fresh.model, fresh.plugin_states, fresh.owner_states)
+    assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": 3}}, True)
     assert fresh.model.loaded == (run.model.state, True)
     assert fresh.model.tables == trained.tables
     assert fresh.plugin_states.loaded == {"p": {"n": 1}}
