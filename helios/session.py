@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from helios import schedule as due
-from helios.checkpoint.capture import NoOwners, NoStates, Owners, States, capture
+from helios.checkpoint.capture import capture
 from helios.checkpoint.level import list_missing
+from helios.checkpoint.live import NoOwners, NoStates, Owners, States
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.progress import Display

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup import banner, outputs, resume
 from helios.startup.call import Call
-from helios.startup.claims import judge
+from helios.startup.claims import Claim, judge
 from helios.startup.folder import lock_folder
 from helios.startup.migrated import find_cursor
 from helios.startup.owners import find_owners, find_stranded_generators
@@ -146,37 +147,8 @@ class FitRun(Run):
                 "effect. Assign self._valid_dataset in the data module's setup()."
             )
         claim = judge(source, self._record, can_save=self.arguments.can_save)
-        promise = find_promise(
-            self.arguments,
-            self.engine,
-            source,
-            model=self.model,
-            loop=self.loop,
-            record=self._record,
-            claim=claim,
-        )
-        self._recorder = outputs.FitRecorder(
-            self.arguments,
-            self.model,
-            self._start,
-            promise=promise,
-            engine=self.engine,
-            options=resume.identity(self.arguments, source.description, self.engine)
-            | {"fingerprint": source.description.get("fingerprint")}
-            | resume.limits(self.arguments),
-        )
-        self._settings.callback(self._recorder.close)
-        loaded = self._start.loaded
-        banner.show_banner(
-            self.arguments,
-            self.model,
-            {
-                "run": self._name,
-                "processes": describe_processes(self.replicas),
-                "promise": str(promise),
-            },
-            where=None if loaded is None else loaded.path.name,
-        )
+        claim = replace(claim, missing=claim.missing | find_stranded_generators(source))
+        self._recorder = self._make_recorder(source, claim)
         return Session(
             model=self.model,
             engine=self.engine,
@@ -191,12 +163,47 @@ class FitRun(Run):
             can_save=self.arguments.can_save,
             loop_states=LoopStates(self.loop, _LOOP_PATH),
             owner_states=self.owners,
-            missing=claim.missing | find_stranded_generators(source),
+            missing=claim.missing,
             claims=claim.words,
             refuses_incomplete=self.arguments.on_incomplete == "raise",
             note_last_safe_point=self.call.standing.listener.note_safe_point,
             outside=partial(self.call.standing.listener.ask, saves=self.arguments.can_save),
         )
+
+    def _make_recorder(self, source: Source, claim: Claim) -> outputs.FitRecorder:
+        """Show the banner, with the level that the run reaches, and return what will write it."""
+        promise = find_promise(
+            self.arguments,
+            self.engine,
+            source,
+            model=self.model,
+            loop=self.loop,
+            record=self._record,
+            claim=claim,
+        )
+        recorder = outputs.FitRecorder(
+            self.arguments,
+            self.model,
+            self._start,
+            promise=promise,
+            engine=self.engine,
+            options=resume.identity(self.arguments, source.description, self.engine)
+            | {"fingerprint": source.description.get("fingerprint")}
+            | resume.limits(self.arguments),
+        )
+        self._settings.callback(recorder.close)
+        loaded = self._start.loaded
+        banner.show_banner(
+            self.arguments,
+            self.model,
+            {
+                "run": self._name,
+                "processes": describe_processes(self.replicas),
+                "promise": str(promise),
+            },
+            where=None if loaded is None else loaded.path.name,
+        )
+        return recorder
 
     def _open_training_source(self) -> Source:
         source = self._open_source(Phase.TRAINING)

@@ -13,14 +13,8 @@ from typing import Any
 
 import torch
 
-from helios.checkpoint.capture import (
-    NoOwners,
-    Owners,
-    Trained,
-    apply_trained,
-    capture_trained,
-    detach,
-)
+from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
+from helios.checkpoint.live import NoOwners, Owners
 from helios.checkpoint.record import Record
 from helios.core import logging as log
 from helios.core import rng

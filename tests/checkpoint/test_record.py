@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ import torch
 
 from helios.checkpoint import layout
 from helios.checkpoint.capture import (
-    NoOwners,
     Trained,
     apply,
     apply_trained,
@@ -20,6 +19,7 @@ from helios.checkpoint.capture import (
     detach,
 )
 from helios.checkpoint.level import Level
+from helios.checkpoint.live import NoOwners
 from helios.checkpoint.record import KEYS, REQUIRED, Record
 from helios.checkpoint.sidecar import Sidecar
 from helios.errors import StateError
@@ -57,15 +57,14 @@ class Part:
 
 
 class Owners(Part):
-    def capture(self, own: Mapping[str, Any]) -> Any:
-        self.own = own
+    """Those of a plugin; of what others gave by themselves, it keeps the names."""
+
+    def capture(self, own: Any = None) -> Any:
+        self.seen = sorted(own)
         return self.state, {"plugin 'p': handle": "a file"}
 
     def restore(self, states: Mapping[str, Any], *, is_inference: bool = False) -> None:
         self.loaded = (states, is_inference)
-
-    def begin_training(self) -> None:
-        raise NotImplementedError
 
     def marks(self, states: Mapping[str, Any]) -> dict[str, bytes]:
         return {name: repr(state).encode() for name, state in states.items()}
@@ -73,9 +72,9 @@ class Owners(Part):
 
 @dataclasses.dataclass
 class Team:
-    """What a process sees of others: it knows what they would say."""
+    """What a process sees of another one: it knows what that would say."""
 
-    others: list[Any] = dataclasses.field(default_factory=list)
+    other: Callable[[Any], Any] | None = None
     num_replicas: int = 1
     num_processes: int = 1
     rank: int = 0
@@ -85,7 +84,7 @@ class Team:
         return self.num_processes == 1
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value, *self.others]
+        return [value] if self.other is None else [value, self.other(value)]
 
 
 class Run:
@@ -134,8 +133,7 @@ def test_what_was_captured_is_applied() -> None:
     assert fresh.plugin_states.loaded == {"p": {"n": 1}}
     assert fresh.loop_states.loaded == {"fit": {"n": 2}}
     assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": 3}}, False)
-    assert run.owner_states.own["plugin 'p'"] == {"n": 1}
-    assert run.owner_states.own["loop 'fit'"] == {"n": 2}
+    assert run.owner_states.seen == ["engine", "loop 'fit'", "model", "plugin 'p'"]
     assert record.data["length"] == 7
     assert list(fresh.model.tables["_loss_items"]) == ["loss"]
     assert not fresh.model.tables["_loss_items"]["loss"].requires_grad
@@ -143,8 +141,8 @@ def test_what_was_captured_is_applied() -> None:
 
 
 def test_what_is_missing_is_joined_over_owners_and_processes() -> None:
-    others = [({"data: Own": "of rank 1", "net.late": "late"}, ["claimed by Other"])]
-    record = capture(Run(Team(others, num_replicas=2)))
+    said = ({"data: Own": "of rank 1", "net.late": "late"}, ["claimed by Other"])
+    record = capture(Run(Team(lambda _: said, num_replicas=2)))
     assert record.missing == {
         "data: Own": "of rank 1",
         "data: sampler": "a generator",
@@ -161,21 +159,18 @@ def test_a_model_with_a_state_of_its_own_may_have_a_key_of_that_name() -> None:
     assert "net.hook" not in capture(run).missing
 
 
-def test_what_differs_between_processes_is_kept_by_rank_and_binds_the_run_to_them() -> None:
-    class Both(Team):
-        def gather_objects(self, value: Any) -> list[Any]:
-            if isinstance(value, dict) and value.keys() == {"plugin 'p'"}:
-                return [value, {"plugin 'p'": b"other"}]
-            return [value, value]
+def test_what_an_owner_holds_on_one_process_goes_back_to_that_process() -> None:
+    def other(value: Any) -> Any:
+        if isinstance(value, dict) and "owners" in value:
+            return value | {"owners": {"plugin 'p'": {"best": 9}}}
+        return {"plugin 'p'": b"of rank 1"} if isinstance(value, dict) else value
 
-    run = Run(Both(num_replicas=2, num_processes=2))
-    record = capture(run)
-    assert record.obstacles[-1] == "plugin 'p' holds something else in each process"
-    own = record.by_rank[1] | {"owners": {"plugin 'p'": {"best": 9}}}
-    record = dataclasses.replace(record, by_rank=[record.by_rank[0], own])
-    for rank, best in ((0, 3), (1, 9)):
-        fresh = Run(Both(num_replicas=2, num_processes=2, rank=rank))
-        apply(record, fresh, state=run.state, cursor=run.cursor)
+    record = capture(Run(Team(other, num_replicas=2, num_processes=2)))
+    assert record.owners == {"plugin 'p'": {"best": 3}}
+    assert record.obstacles[1:] == ["plugin 'p' holds something else in each process"]
+    for rank, best in enumerate((3, 9)):
+        fresh = Run(Team(num_replicas=2, num_processes=2, rank=rank))
+        apply(record, fresh, state=fresh.state, cursor=fresh.cursor)
         assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": best}}, False)
 
 

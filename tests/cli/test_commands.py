@@ -121,6 +121,8 @@ def test_ls_in_json_says_the_same(root: Path, capsys: pytest.CaptureFixture[str]
         "run_name": "run",
         "metrics": {"loss": 0.125},
         "level": "restart",
+        "missing": {},
+        "claims": [],
         "finished": None,
         "is_migrated": False,
     }

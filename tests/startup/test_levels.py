@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,59 @@ def test_an_incomplete_checkpoint_can_be_refused_before_anything_is_written(tmp_
 def test_on_incomplete_is_one_of_two_words(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r'on_incomplete=...\) must be "warn" or "raise", got'):
         helios.Trainer(on_incomplete=value, use_cpu=True)
+
+
+class Losing(Simple):
+    """Keeps something that nobody can save."""
+
+    is_losing = True
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        if self.is_losing:
+            self.lost = threading.Lock()
+
+
+def test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, model=Losing())
+    for each in sidecars(tmp_path):
+        assert (each["level"], list(each["missing"])) == ("incomplete", ["lost"])
+    assert "promise: restart (" in capsys.readouterr().err
+    fit(tmp_path, model=Losing(), total_steps=6)
+    shown = capsys.readouterr().err
+    assert shown.count("The checkpoint of iteration 4 is incomplete: it lacks lost (") == 1
+    assert "promise: incomplete (lacks lost (" in shown
+    assert "resumed without: lost" in sidecars(tmp_path)[-1]["changes"]
+
+
+def test_what_a_model_does_not_lose_any_more_is_missing_no_more(tmp_path: Path) -> None:
+    class Cured(Losing):
+        is_losing = False
+
+    fit(tmp_path, model=Losing())
+    fit(tmp_path, model=Cured(), total_steps=6)
+    newest = sidecars(tmp_path)[-1]
+    assert (newest["level"], newest["missing"]) == ("restart", {})
+    assert "resumed without: lost" in newest["changes"]
+
+
+def _lose(rank: int, folder: Path) -> str:
+    model = Losing()
+    model.is_losing = rank == 1
+    try:
+        fit(folder, model=model, on_incomplete="raise", num_replicas=2)
+    except StateError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_what_the_model_of_one_rank_loses_is_refused_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(_lose, 2, tmp_path)
+    assert first == second
+    assert "iteration 2 lacks lost (" in first
+    assert list((tmp_path / "net").glob("*.pth*")) == []
 
 
 class OneSided(Buffered):
