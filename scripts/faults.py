@@ -49,6 +49,35 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "the storage of a lazy parameter is measured",
+        "helios/run_state/size.py",
+        "    if is_lazy(tensor):",
+        "    if False:",
+        "tests/integration/test_odd_tensors.py",
+    ),
+    Fault(
+        "a look at the state begins a run",
+        "helios/run_state/discovery.py",
+        "            self._baseline = found",
+        "            pass",
+        "tests/model/test_model.py::test_the_state_before_any_run_is_what_there_is",
+    ),
+    Fault(
+        "a plugin that only saves a state is refused",
+        "helios/startup/checks.py",
+        " and not is_shown_only:",
+        ":",
+        "tests/startup/test_registration.py::test_a_plugin_may_save_a_state_that_nobody_loads",
+    ),
+    Fault(
+        "the migrator does not know the present class of the counters",
+        "helios/checkpoint/old_files.py",
+        "    _PRESENT_STATE: _make_state,\n",
+        "",
+        "tests/test_chkpt_migrator.py"
+        "::test_a_dictionary_that_a_script_saved_with_the_present_state_is_migrated",
+    ),
+    Fault(
         "the generator that a sampler holds is not saved",
         "helios/data/drawn.py",
         "    return OwnGenerators(generators) if generators else None",

@@ -182,6 +182,20 @@ class Discovery:
         shapes = {path: shape_of(part) for path, part in scene.found.objects.items()}
         self._baseline = _Baseline(scene.paths(), shapes, digests, settled_in(scene.found))
 
+    @property
+    def has_baseline(self) -> bool:
+        """Whether it is known what setup made."""
+        return self._baseline is not None
+
+    def capture_as_made(self) -> dict[str, Any]:
+        """Return the state of an owner that nothing has changed: no plain value is in it."""
+        found = self._baseline
+        self.take_baseline()
+        try:
+            return self.capture()
+        finally:
+            self._baseline = found
+
     def capture(self) -> dict[str, Any]:
         """Return the state, by reference: nothing is cloned.
 
