@@ -206,10 +206,7 @@ class Model(ABC):
 
         Override it together with :meth:`load_state_dict`, or not at all.
         """
-        if self._discovery.has_baseline:
-            return self._discovery.capture()
-        state = self._discovery.capture_as_made()
-        return state if state["objects"] or state["parameters"] else {}
+        return self._discovery.capture()
 
     def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
         """Take back what :meth:`state_dict` returned.

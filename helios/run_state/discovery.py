@@ -7,6 +7,7 @@ Whatever else has changed is named loudly, since a resumed run would not have it
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.wrappers import BareNames
-from helios.errors import ArgumentTypeError, StateError, UsageError
+from helios.errors import ArgumentTypeError, StateError
 from helios.protocols import Stateful
 from helios.run_state.changes import changes_since, digests_of, places_in, restore_values
 from helios.run_state.effects import StepWatch
@@ -182,20 +183,6 @@ class Discovery:
         shapes = {path: shape_of(part) for path, part in scene.found.objects.items()}
         self._baseline = _Baseline(scene.paths(), shapes, digests, settled_in(scene.found))
 
-    @property
-    def has_baseline(self) -> bool:
-        """Whether it is known what setup made."""
-        return self._baseline is not None
-
-    def capture_as_made(self) -> dict[str, Any]:
-        """Return the state of an owner that nothing has changed: no plain value is in it."""
-        found = self._baseline
-        self.take_baseline()
-        try:
-            return self.capture()
-        finally:
-            self._baseline = found
-
     def capture(self) -> dict[str, Any]:
         """Return the state, by reference: nothing is cloned.
 
@@ -205,17 +192,17 @@ class Discovery:
             tensors that an optimizer moves and no module holds; ``flags``: frozen parameters and
             submodules in evaluation mode, by module; ``grads``: open gradients by module and
             parameter; ``values``: plain values that training changed, by the path of what holds
-            them (that of a module ends with a slash) and by key.
+            them (that of a module ends with a slash) and by key. Before :meth:`take_baseline`,
+            where nothing is known to have changed, no value; ``{}`` where nothing else is there.
 
         Raises:
-            UsageError: before :meth:`take_baseline`.
             StateError: if an object fails to give its state.
         """
         if self._baseline is None:
-            raise UsageError(
-                f"The state of the {self._name} cannot be captured before take_baseline() was "
-                "called: what training has changed is known by comparing with what setup() made."
-            )
+            unchanged = copy.copy(self)
+            unchanged.take_baseline()
+            state = unchanged.capture()
+            return state if state["objects"] or state["parameters"] else {}
         baseline = self._baseline
         scene = self._look(baseline.settled)
         changes = changes_since(
