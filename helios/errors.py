@@ -9,6 +9,7 @@ Each class is also the built-in exception that users of the historical API expec
     ├── DuplicateError (KeyError)             a name is taken already
     ├── UsageError (RuntimeError)             a call or a result that the contract forbids
     │   └── LossNotProvidedError              a step that needs a loss gave none
+    ├── MovedModuleError (ModuleNotFoundError) a module of helios-ml that something else replaces
     ├── RankError (RuntimeError)              another process of the training failed, or ended
     ├── SaveError (OSError)                   the disk refused the last checkpoint of a run
     ├── StateError (RuntimeError)             state that cannot be saved, is missing or left over
@@ -48,6 +49,10 @@ class UsageError(HeliosError, RuntimeError):
 
 class LossNotProvidedError(UsageError):
     """A training step gave no loss, and backward was needed (R29)."""
+
+
+class MovedModuleError(HeliosError, ModuleNotFoundError):
+    """A module of helios-ml was imported, and something else has taken its place."""
 
 
 class RankError(HeliosError, RuntimeError):

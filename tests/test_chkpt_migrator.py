@@ -16,6 +16,7 @@ import helios.chkpt_migrator as migrator
 from helios.checkpoint import loading
 from helios.checkpoint.migrating import BACKUP_FOLDER
 from helios.errors import ArgumentError, CheckpointError
+from helios.state import TrainingState
 from tests.support import old_files as old
 
 HELP = Path(__file__).parent / "golden" / "chkpt_migrator_help.txt"
@@ -166,3 +167,21 @@ def test_the_function_raises_for_what_it_could_not_migrate_after_the_rest(tmp_pa
     assert good.with_suffix(".json").exists()
     with pytest.raises(ArgumentError, match="folder that exists"):
         migrator.migrate_checkpoints_to_current_version(tmp_path / "gone")
+
+
+def test_a_dictionary_that_a_script_saved_with_the_present_state_is_migrated(
+    tmp_path: Path,
+) -> None:
+    """As scripts of Helios 1 do by hand, whose ``TrainingState`` lives in another module now."""
+    state = TrainingState(
+        current_iteration=4, global_iteration=4, global_epoch=1, dataset_iter=4, running_iter=2
+    )
+    weight = torch.arange(3.0)
+    path = tmp_path / "by_hand_epoch_1_iter_4.pth"
+    content = {"version": "1.1.0", "training_state": state, "model": {"weight": weight}, "rng": {}}
+    torch.save(content, path)
+    migrator.migrate_checkpoints_to_current_version(tmp_path)
+    found = loading.load_checkpoint(path)
+    assert found["training_state"].running_iter == 2
+    assert found["training_state"].global_iteration == 4
+    assert torch.equal(found["model"]["weight"], weight)

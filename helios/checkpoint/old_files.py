@@ -22,6 +22,8 @@ KEY_DATAMODULE = "datamodule"
 KEY_LOGGERS = "loggers"
 
 _STATE = "helios.trainer.TrainingState"
+# Where the class lives now: scripts write files in the old form with it, too.
+_PRESENT_STATE = "helios.state.TrainingState"
 _FILE_KEYS = "helios.trainer._CheckpointKeys"
 _MODEL_KEYS = "helios.model.model._InternalStateKeys"
 _USER_KEY = "user"
@@ -112,6 +114,7 @@ def _make_scalar(value: Unknown) -> Any:
 
 _CONVERTERS: dict[str, Callable[[Unknown], Any]] = {
     _STATE: _make_state,
+    _PRESENT_STATE: _make_state,
     _FILE_KEYS: _make_key,
     _MODEL_KEYS: _make_key,
     **{f"{m}.{name}": _make_path(PurePosixPath) for m in _PATH_MODULES for name in _POSIX},

@@ -4,6 +4,7 @@ Nothing here may know a model, a data set or a loop.
 """
 
 from helios.core import cuda, distributed, logging, rng
+from helios.core.moved import explain_moved_modules
 from helios.core.registry import Registry, update_all_registries
 from helios.core.utils import (
     AverageTimer,
@@ -13,6 +14,8 @@ from helios.core.utils import (
     get_from_optional,
     safe_torch_load,
 )
+
+explain_moved_modules()
 
 __all__ = [
     "AverageTimer",

@@ -190,6 +190,10 @@ class Model(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state; by default all that discovery finds (DESIGN section 6).
 
+        Outside of a run it holds networks, optimizers and the like, but no plain values: what
+        training has changed is known by comparing with what setup() made. A model without any of
+        these has the state ``{}``.
+
         Override it together with :meth:`load_state_dict`, or not at all.
         """
         return self._discovery.capture()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -131,6 +131,23 @@ class Plugin(ABC):
     def _register_in_trainer(self, trainer: Trainer) -> None:
         trainer.register_plugin(self)
 
+    def _append_train_exceptions(
+        self, exc: type[BaseException] | Sequence[type[BaseException]], trainer: Trainer
+    ) -> None:
+        """Let exceptions of a type, or of several, pass through ``fit`` without being logged.
+
+        Args:
+            exc: the type, or a list of types.
+            trainer: whose ``train_exceptions`` get them.
+        """
+        trainer.train_exceptions.extend(_as_types(exc))
+
+    def _append_test_exceptions(
+        self, exc: type[BaseException] | Sequence[type[BaseException]], trainer: Trainer
+    ) -> None:
+        """Do what :meth:`_append_train_exceptions` does for ``test``."""
+        trainer.test_exceptions.extend(_as_types(exc))
+
     def configure_model(self, model: Model) -> None:
         """Change a model before the training; called by users."""
 
@@ -188,3 +205,9 @@ class Plugin(ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned."""
+
+
+def _as_types(
+    exc: type[BaseException] | Sequence[type[BaseException]],
+) -> Sequence[type[BaseException]]:
+    return [exc] if isinstance(exc, type) else exc

@@ -7,6 +7,7 @@ Whatever else has changed is named, since a resumed run would not have it.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
@@ -164,13 +165,18 @@ class Discovery:
             ``generators``: states of generators; ``aliases``, ``orders``: which object a place
             names, and the order of keys, where training changed it; ``missing``: what training
             changed and this state lacks, with the reason, by path; ``is_partial``: whether objects
-            may be absent.
+            may be absent. Before :meth:`take_baseline`, where nothing is known to have changed, no
+            value; ``{}`` where nothing else is there.
 
         Raises:
-            UsageError: before :meth:`take_baseline`.
             StateError: if an object fails to give its state.
         """
-        baseline = self._require_baseline()
+        if self._baseline is None:
+            unchanged = copy.copy(self)
+            unchanged.take_baseline()
+            state = unchanged.capture()
+            return state if state["objects"] or state["parameters"] else {}
+        baseline = self._baseline
         scene = self._look(baseline.settled)
         found = scene.found
         objects = {path: _state_of(path, part) for path, part in found.objects.items()}

@@ -166,6 +166,9 @@ def check_processor(model: Model, *, is_inference: bool = False) -> None:
 def check_state_methods(owner: Model | Plugin) -> None:
     """Check that a model or a plugin overrides both methods of its state, or none.
 
+    A plugin may override ``state_dict`` alone, as those of helios-ml do that only show something to
+    whoever reads the checkpoint: nothing of it is loaded.
+
     Raises:
         ArgumentError: if it overrides one of them.
     """
@@ -175,7 +178,8 @@ def check_state_methods(owner: Model | Plugin) -> None:
         "state_dict": kind.state_dict is not base.state_dict,
         "load_state_dict": kind.load_state_dict is not base.load_state_dict,
     }
-    if len(set(overrides.values())) > 1:
+    is_shown_only = base is Plugin and not overrides["load_state_dict"]
+    if len(set(overrides.values())) > 1 and not is_shown_only:
         present = next(name for name, is_there in overrides.items() if is_there)
         raise ArgumentError(
             f"{kind.__name__} must override both state_dict and load_state_dict or none of them, "

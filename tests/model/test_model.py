@@ -383,3 +383,26 @@ def test_a_pretrained_file_is_found_by_the_folder_and_the_name(tmp_path: Path) -
     with pytest.raises(UsageError, match="nets_tiny_") as caught:
         find_pretrained_file(root, "tiny")
     assert str(root) in str(caught.value)
+
+
+def test_the_state_before_any_run_is_what_there_is() -> None:
+    class Plain(Model):
+        def setup(self, fast_init: bool = False) -> None:
+            self.net = nn.Linear(2, 1)
+            self.count = 3
+
+    model = Plain("plain")
+    assert model.state_dict() == {}
+    model.setup()
+    model.count = 4
+    state = model.state_dict()
+    assert list(state["objects"]) == ["net"]
+    assert state["objects"]["net"]["weight"].data_ptr() == model.net.weight.data_ptr()
+    assert not any(state["values"].values())
+    again = Plain("plain")
+    again.setup()
+    again.load_state_dict(state)
+    assert torch.equal(again.net.weight, model.net.weight)
+    # To look at the state is not the beginning of a run.
+    model.count = 5
+    assert not any(model.state_dict()["values"].values())

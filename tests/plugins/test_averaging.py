@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import helios
 from helios.core import codec
+from helios.engines.engine import Engine
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
 from helios.loops.evaluation import ValidationLoop
 from helios.plugins import Plugin
 from helios.plugins.averaging import EMA, SWA, WeightAverage
 from helios.plugins.weights import Averages, Swap, ordinary
 from helios.state import Phase, TrainingState
+from tests.support.ranks import run_ranks
 from tests.support.resume import resume_everywhere
 from tests.support.runs import WIDTH, IndexModule, Setting, SmallModel, digest, train
 
@@ -997,3 +1000,28 @@ def test_an_average_goes_on_with_and_without_data_parallelism(
     make_trainer(longer, ema, **where).fit(net, IndexModule(longer))
     assert digest(ema.averaged_state_dict(net)) == digest(whole.averaged_state_dict(plain))
     assert ema.state_dict()["averages"]["net"].keys() == dict(plain.net.named_parameters()).keys()
+
+
+def _average_wrapped(rank: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    network = Engine("cpu").wrap(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert isinstance(network, DistributedDataParallel)
+    averages = Averages("the test", with_buffers=True)
+    averages.update({"net": network}, lambda *args: None)
+    assert averages.state_dict_of(network, "net").keys() == network.module.state_dict().keys()
+    return averages.state_dict()
+
+
+def test_an_average_of_what_the_engine_has_wrapped_is_one_of_the_network_itself() -> None:
+    first, second = run_ranks(_average_wrapped, 2)
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for state in (first, second):
+        averages = Averages("the test", with_buffers=True)
+        averages.load_state_dict(state)
+        assert averages.match({"net": network}, is_strict=True) == {"net": network}
+        assert same(
+            state["averages"]["net"],
+            dict(network.named_parameters())
+            | {n: b for n, b in network.named_buffers() if b.is_floating_point()},
+        )

@@ -171,3 +171,19 @@ def test_a_monitor_that_logs_nothing_says_so(capsys: pytest.CaptureFixture[str])
 def test_the_norm_must_be_one(norm_type: Any) -> None:
     with pytest.raises(ArgumentError, match=r"GradientNormMonitor\(norm_type=...\) must be a num"):
         GradientNormMonitor(norm_type)
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
+def test_the_names_are_those_without_wrappers(wrap: Any) -> None:
+    class Wrapped(SmallModel):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.net[0].requires_grad_(True)
+            self.net = wrap(self.net)
+
+    monitor = GradientNormMonitor(per_parameter=True)
+    setting = Setting(total_steps=1, print_frequency=1, unfreezes=False, valid_frequency=None)
+    (norms,) = fit(Wrapped(setting), monitor).points.values()
+    assert set(norms) == {"grad_norm"} | {
+        f"grad_norm/net.{n}.{kind}" for n in (0, 1, 4) for kind in ("weight", "bias")
+    }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import helios
 import helios.plugins
 from helios.core.registry import Registry
 from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, Plugin, UniquePluginOverrides, create_plugin
@@ -156,3 +157,20 @@ def test_every_plugin_in_the_box_is_in_the_registry() -> None:
     missing = [kind.__name__ for kind in boxed if kind.__name__ not in PLUGIN_REGISTRY]
     assert not missing
     assert isinstance(create_plugin("EMA", 0.9), helios.plugins.EMA)
+
+
+def test_a_plugin_lets_exceptions_pass_through_the_trainer() -> None:
+    """As in helios-ml: called in configure_trainer, with a type or a list of them."""
+
+    class Pruning(Quiet):
+        def configure_trainer(self, trainer: helios.Trainer) -> None:
+            super().configure_trainer(trainer)
+            self._append_train_exceptions(KeyError, trainer)
+            self._append_train_exceptions([ValueError, OSError], trainer)
+            self._append_test_exceptions([RuntimeError], trainer)
+
+    trainer = helios.Trainer(use_cpu=True)
+    Pruning("pruning").configure_trainer(trainer)
+    assert trainer.train_exceptions == [KeyError, ValueError, OSError]
+    assert trainer.test_exceptions == [RuntimeError]
+    assert "pruning" in trainer.plugins

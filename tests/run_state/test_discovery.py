@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from helios.errors import ArgumentTypeError, StateError, UsageError
+from helios.errors import ArgumentTypeError, StateError
 from helios.run_state.discovery import Discovery
 from tests.run_state.owners import Average, Owner, bits, network, resumed, started, through_a_file
 
@@ -106,9 +106,18 @@ def test_tensors_are_captured_by_reference() -> None:
     assert state["objects"]["net"]["0.weight"].data_ptr() == owner.net[0].weight.data_ptr()
 
 
-def test_capture_before_the_baseline_and_a_bare_string_are_errors() -> None:
-    with pytest.raises(UsageError, match="take_baseline"):
-        Discovery(Owner()).capture()
+def test_a_capture_before_the_baseline_holds_what_there_is_without_values() -> None:
+    assert Discovery(Owner(count=1)).capture() == {}
+    owner = Owner(net=nn.Linear(2, 2), count=1)
+    discovery = Discovery(owner)
+    for _ in range(2):
+        owner.count += 1
+        state = discovery.capture()
+        assert list(state["objects"]) == ["net"]
+        assert not any(state["values"].values())
+
+
+def test_a_bare_string_of_unsaved_names_is_an_error() -> None:
     with pytest.raises(ArgumentTypeError, match=r'unsaved = \("_bar",\)'):
         Discovery(Owner(), unsaved="_bar")  # type: ignore[arg-type]
 

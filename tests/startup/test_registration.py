@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from helios.plugins import Plugin
 from helios.startup.registration import PluginTable, log_order
 from helios.state import TrainingState
 from tests.support.event_logs import Linear, Numbers
+from tests.support.runs import Setting, train
 
 
 class Quiet(Plugin):
@@ -216,15 +219,38 @@ def test_without_plugins_there_is_no_order_to_log(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
-@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
 @every_way
-def test_a_plugin_with_half_a_state_is_refused_when_it_registers(
-    register: Callable[[helios.Trainer, Any], Any], method: str
+def test_a_plugin_that_only_loads_a_state_is_refused_when_it_registers(
+    register: Callable[[helios.Trainer, Any], Any],
 ) -> None:
-    """DESIGN R5: what one half writes the other could not read."""
-    half = type("Half", (Quiet,), {method: lambda self, *args: {}})
-    with pytest.raises(ArgumentError, match=f"Half must override both.*got {method} only"):
+    """DESIGN R5: nothing would be there to load."""
+    half = type("Half", (Quiet,), {"load_state_dict": lambda self, *args: None})
+    with pytest.raises(ArgumentError, match=r"Half must override both.*got load_state_dict only"):
         register(make_trainer(), half("half"))
+
+
+class Shown(Quiet):
+    """Puts something into checkpoints that nobody loads, as helios-ml's plugin for Optuna does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trial": 7}
+
+
+@every_way
+def test_a_plugin_may_save_a_state_that_nobody_loads(
+    register: Callable[[helios.Trainer, Any], Any],
+) -> None:
+    register(make_trainer(), Shown("shown"))
+
+
+def test_a_run_goes_on_with_a_plugin_that_only_saves(tmp_path: Path) -> None:
+    setting = Setting(total_steps=2, valid_frequency=None)
+    train(tmp_path, setting, Shown("shown"))
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    assert helios.load_checkpoint(newest)["plugins"]["shown"] == {"trial": 7}
+    again = train(tmp_path, dataclasses.replace(setting, total_steps=4), Shown("shown"))
+    assert sorted(again.records) == [3, 4]
 
 
 def test_a_plugin_calls_the_constructor_of_its_base() -> None:
