@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.warned import collect_warnings
+
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_OF_STATE = re.compile("incomplete|has no state_dict|train_step changes|cannot be saved|is missing")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -25,11 +28,13 @@ def test_the_code_of_a_page_runs(
     script.write_text("\n".join(blocks))
     monkeypatch.chdir(tmp_path)
     codes = []
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as leaving:
-        codes.append(leaving.code)
+    with collect_warnings() as warnings:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as leaving:
+            codes.append(leaving.code)
     assert codes in ([], [0])
+    assert [warning for warning in warnings if _OF_STATE.search(warning)] == []
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.relative_to(_ROOT).as_posix())

@@ -41,6 +41,8 @@ ARRAY_BYTES = 200 * 10**6
 NUM_TRANSITIONS = 100_000
 NUM_PATHS = 1_280_000
 NUM_WORDS = 50_000
+NOISE = 2e-3
+"""Seconds below which no ratio is shown."""
 PARTS = ("baseline", "first capture", "second capture")
 
 
@@ -202,7 +204,7 @@ def measure(names: list[str], checkouts: list[Path], rounds: int) -> None:
         for number, part in enumerate(PARTS):
             least = [min(run[place][number] for run in runs) for place in range(len(checkouts))]
             texts = "".join(f"{value:10.5f}" for value in least)
-            share = f"{least[0] / least[1]:8.2f}" if len(least) == 2 else ""
+            share = f"{least[0] / least[1]:8.2f}" if len(least) == 2 and max(least) > NOISE else ""
             print(f"{name:28}{part:16}{texts}{share}", flush=True)
 
 

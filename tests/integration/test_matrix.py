@@ -85,3 +85,24 @@ def test_what_training_changed_is_there_again_after_a_kill(cell: Cell, tmp_path:
     assert cells.checkpoint_after(folder, since).exists()
     assert run_in_child(work, tmp_path / "second") == os.EX_OK
     assert cells.end_of(tmp_path / "second") == whole.end
+
+
+def _judged(level: str, missing: tuple[str, ...], warnings: list[str], *, is_equal: bool) -> str:
+    cell = Cell("model", "int", "once")
+    sidecar = {"level": level, "missing": dict.fromkeys(missing, "")}
+    return cells.judge(cell, sidecar, warnings, is_equal=is_equal)
+
+
+def test_a_value_counts_as_named_where_checkpoint_level_and_warning_say_so() -> None:
+    said = ["Training changed precious (int)."]
+    assert _judged("incomplete", ("precious",), said, is_equal=False) == cells.NAMED
+    for level, missing, warnings in (
+        ("restart", ("precious",), said),
+        ("incomplete", (), said),
+        ("incomplete", ("precious",), []),
+        ("incomplete", ("other",), ["Training changed other (int)."]),
+    ):
+        assert _judged(level, missing, warnings, is_equal=False) != cells.NAMED
+    assert _judged("restart", (), [], is_equal=True) == cells.SAVED
+    assert _judged("restart", (), said, is_equal=True) != cells.SAVED
+    assert _judged("incomplete", (), [], is_equal=True) != cells.SAVED

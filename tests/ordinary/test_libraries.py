@@ -176,3 +176,11 @@ class Measured(Regression):
 
 def test_torchmetrics_among_the_attributes_resume_without_a_warning(tmp_path: Path) -> None:
     assert_ordinary(Case(Measured, options=lambda _: {"valid_frequency": 4}), tmp_path)
+
+
+@pytest.mark.full
+def test_the_demo_resumes_without_a_warning(tmp_path: Path) -> None:
+    from scripts.train_digits import DigitsData, DigitsModel
+
+    case = Case(lambda: DigitsModel("digits"), DigitsData, lambda _: {"valid_frequency": 6})
+    assert_ordinary(case, tmp_path)
