@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from helios.run_state.changes import digests_of
 from helios.run_state.classes import class_marks
+from helios.run_state.forms import Forms, forms_of
 from helios.run_state.found import Found, SlotKey
 from helios.run_state.hooks import hooks_of
 from helios.run_state.optimizers import Roster, roster_of
@@ -29,6 +30,7 @@ class Baseline:
     Attributes:
         paths: paths of objects and loose parameters.
         shapes: what a state must fit, by path of the object.
+        forms: types, shapes and memory formats of tensors.
         roster: which parameters optimizers moved.
         digests: of all places without a state of their own.
         settled: members of modules that can change by being replaced only.
@@ -43,6 +45,7 @@ class Baseline:
 
     paths: frozenset[str]
     shapes: dict[str, Shape]
+    forms: dict[str, Forms]
     roster: Roster
     digests: dict[SlotKey, Digest]
     settled: dict[str, dict[str, Any]]
@@ -82,6 +85,7 @@ def take_baseline(
     return Baseline(
         paths=scene.paths(),
         shapes={path: shape_of(part) for path, part in found.objects.items()},
+        forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
         digests=digests_of(found, scene, identities),
         settled=settled_in(found),
