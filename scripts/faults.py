@@ -32,6 +32,7 @@ STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
 COMMANDS = "tests/cli/test_commands.py"
+FORMS = "tests/run_state/test_forms.py"
 OPTIMIZERS = "tests/run_state/test_optimizers.py"
 MIGRATIONS = "tests/checkpoint/test_migrations.py"
 LEVELS = "tests/startup/test_levels.py"
@@ -546,6 +547,50 @@ FAULTS = (
         "        if now[path] != saved[path]:",
         "        if False:",
         f"{OPTIMIZERS}::test_a_scheduler_of_another_optimizer_is_refused",
+    ),
+    Fault(
+        "tensors keep the form that setup gave them",
+        "helios/run_state/restoring.py",
+        '        restore_forms(state.get("forms", {}), scene.found, scene.parameters, state)',
+        "        pass",
+        "tests/integration/test_forms.py",
+    ),
+    Fault(
+        "buffers that training registered are not registered again",
+        "helios/run_state/forms.py",
+        '            _register(module, changed[path]["buffers"], saved)',
+        "            pass",
+        f"{FORMS}::test_what_training_makes_of_tensors_is_resumed",
+    ),
+    Fault(
+        "a type that setup changed is not named",
+        "helios/run_state/restoring.py",
+        "            self._warn_of_casts(casts(scene.found, state))",
+        "            pass",
+        f"{FORMS}::test_another_type_built_by_setup_is_named_and_the_values_are_cast",
+    ),
+    Fault(
+        "a network that was rebuilt is saved",
+        "helios/checkpoint/capture.py",
+        '        _refuse_misfits(model.pop("misfits", {}))',
+        "        pass",
+        "tests/integration/test_forms.py::"
+        "test_what_no_resume_can_make_again_is_refused_at_the_save",
+    ),
+    Fault(
+        "an empty parameter is known by its storage only",
+        "helios/run_state/scene.py",
+        "            names.setdefault(id(tensor), name)",
+        "            pass",
+        f"{FORMS}::test_an_empty_parameter_is_saved_whatever_holds_it_too",
+    ),
+    Fault(
+        "gradients of replicas keep the form that parameters had",
+        "helios/engines/flat.py",
+        "            if trained == self._trained and forms == self._forms:",
+        "            if trained == self._trained:",
+        "tests/engines/test_flat.py::"
+        "test_gradients_take_the_form_that_parameters_get_between_two_steps",
     ),
     Fault(
         "a shared parameter has one name",

@@ -17,6 +17,7 @@ import torch
 from helios.checkpoint.live import LiveModel, LiveRun, Owners, States, Team
 from helios.checkpoint.record import Record
 from helios.core import rng
+from helios.errors import StateError
 from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ def capture(run: LiveRun) -> Record:
     owners, lacking = run.owner_states.capture(own)
     # A model with a state_dict of its own may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
+    if run.is_discovered:
+        _refuse_misfits(model.pop("misfits", {}))
     missing, claims = _join(run, {**run.missing, **source.missing, **lost, **lacking})
     return Record(
         training_state=run.state.dict(),
@@ -56,6 +59,16 @@ def capture(run: LiveRun) -> Record:
         claims=claims,
         owners=owners,
     )
+
+
+def _refuse_misfits(misfits: dict[str, str]) -> None:
+    if misfits:
+        names = [f"{path} ({text})" if text else path for path, text in sorted(misfits.items())]
+        raise StateError(
+            "A checkpoint must fit what setup() makes, but networks, optimizers or parameters "
+            f"came, went or changed their structure after it: {', '.join(names)}. No resume could "
+            "make that again, so nothing was written. Create all of them in setup()."
+        )
 
 
 def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor) -> None:

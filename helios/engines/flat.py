@@ -82,6 +82,7 @@ class FlatGradients:
             self._names.append(name)
             self._parameters.append(parameter)
         self._trained: list[int] = []
+        self._forms: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]] = []
         self._groups: list[_Group] = []
         self._is_agreed = False
         self._free: list[FlatBuffer] = []
@@ -120,10 +121,11 @@ class FlatGradients:
 
     def _check_layout(self) -> None:
         trained = [n for n, parameter in enumerate(self._parameters) if parameter.requires_grad]
-        if trained == self._trained:
-            return
         if self._num_taken == 0:
-            self._trained = trained
+            forms = [(p.dtype, p.shape, p.stride()) for p in self._parameters if p.requires_grad]
+            if trained == self._trained and forms == self._forms:
+                return
+            self._trained, self._forms = trained, forms
             self._groups = self._make_groups()
             self._free, self._shown, self._is_agreed = [], None, False
         elif thawed := set(trained).difference(self._trained):

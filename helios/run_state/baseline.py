@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from helios.run_state.classes import class_marks
+from helios.run_state.forms import Forms, forms_of
 from helios.run_state.found import Found, SlotKey
 from helios.run_state.hooks import hooks_of
 from helios.run_state.look import look_at
@@ -27,6 +28,7 @@ class Baseline:
     Attributes:
         paths: paths of objects and loose parameters.
         shapes: what a state must fit, by path of the object.
+        forms: types, shapes and memory formats of tensors.
         roster: which parameters optimizers moved.
         settled: members of modules that can change by being replaced only.
         aliases: which object a place named.
@@ -40,6 +42,7 @@ class Baseline:
 
     paths: frozenset[str]
     shapes: dict[str, Shape]
+    forms: dict[str, Forms]
     roster: Roster
     settled: dict[str, dict[str, Any]]
     aliases: dict[SlotKey, str]
@@ -77,6 +80,7 @@ def take_baseline(
     return Baseline(
         paths=scene.paths(),
         shapes={path: shape_of(part) for path, part in found.objects.items()},
+        forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
         settled=settled_in(found),
         aliases=dict(found.aliases),

@@ -25,6 +25,7 @@ from helios.run_state.classes import class_marks
 from helios.run_state.coverage import Coverage
 from helios.run_state.data_members import keep_data_only, large_members
 from helios.run_state.effects import StepWatch
+from helios.run_state.forms import changed_forms, forms_of
 from helios.run_state.found import Found, Rules
 from helios.run_state.generators import kind_of_generator, state_of_generator
 from helios.run_state.hooks import hooks_of
@@ -156,7 +157,8 @@ class Discovery:
 
         Returns:
             ``objects``: state dictionaries by path; ``kinds``: names of their classes;
-            ``members``, ``built``, ``drivers``: see :func:`changes_of_optimizers`; ``parameters``:
+            ``members``, ``built``, ``drivers``: see :func:`changes_of_optimizers`; ``forms``: see
+            :func:`changed_forms`; ``misfits``: what no resume could make again; ``parameters``:
             tensors that an optimizer moves and no module holds; ``flags``: frozen parameters and
             submodules in evaluation mode, by module; ``grads``: open gradients by module and
             parameter; ``values``: plain values that training changed, by the path of what holds
@@ -179,13 +181,13 @@ class Discovery:
         baseline = self._baseline
         scene = self._look(baseline.settled)
         found = scene.found
+        moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
         objects = {path: _state_of(path, part) for path, part in found.objects.items()}
         inner = {path: _state_of(path, part) for path, part in found.inner.items()}
         covers = self._coverages(found, objects | inner, own)
         shared = self._leave_out_covered(found, covers)
         changes = self.values.changes(found, scene)
         _drop_copies(changes, found, covers, shared)
-        moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
         misfits |= structure_since(baseline.shapes, found)
         aliases, lost = changed_aliases(baseline.aliases, found, scene.names)
         if self._is_strict:
@@ -200,6 +202,7 @@ class Discovery:
             "objects": self._uncovered(objects, covers) if own is not None else objects,
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
             **moved,
+            "forms": changed_forms(baseline.forms, forms_of(found, scene.parameters)),
             "parameters": {name: part.detach() for name, part in scene.parameters.loose.items()},
             "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),
@@ -212,6 +215,7 @@ class Discovery:
             "aliases": aliases,
             "orders": changed_orders(baseline.orders, found),
             "missing": losses.reasons(),
+            "misfits": misfits if self._is_strict and own is None else {},
             "is_partial": own is not None or not self._is_strict,
         }
 

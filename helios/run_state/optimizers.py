@@ -95,8 +95,18 @@ def changes_of_optimizers(
         ``members``: the names of parameters by group; ``built``: those that setup had given to
         optimizers that training has changed since, which a resume recognises; ``drivers``: the
         optimizer that each scheduler moves. And what does not fit what setup makes, by path.
+
+    Raises:
+        StateError: if an optimizer has state that its ``state_dict`` cannot return.
     """
     now = roster_of(found, parameters)
+    for path, left in now.abandoned.items():
+        if left:
+            raise StateError(
+                f"{path} must move all parameters that it has state of, to give its state_dict, "
+                f"but these are in none of its groups: {_some(left)}. Delete their state when "
+                "they leave a group: del optimizer.state[parameter]."
+            )
     built: dict[str, Members] = {}
     misfits: dict[str, str] = {}
     for path in sorted(before.members.keys() & now.members.keys()):
@@ -104,11 +114,9 @@ def changes_of_optimizers(
             built[path] = before.members[path]
         if new := sorted(now.strangers[path] - before.strangers[path]):
             misfits[path] = f"moves what no attribute of the model holds: {_some(new)}"
-        if left := now.abandoned[path]:
-            misfits[path] = f"keeps state of parameters that left its groups: {_some(left)}"
-    for path in sorted(before.drivers.keys() & now.drivers.keys()):
-        if before.drivers[path] != now.drivers[path]:
-            misfits[path] = f"moved {before.drivers[path]}, now {now.drivers[path]}"
+    for path in sorted(before.drivers.keys() & found.objects.keys()):
+        if before.drivers[path] != (driven := now.drivers.get(path, "another optimizer")):
+            misfits[path] = f"moved {before.drivers[path]}, now {driven}"
     return {"members": now.members, "built": built, "drivers": now.drivers}, misfits
 
 

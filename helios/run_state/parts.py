@@ -109,8 +109,7 @@ def shape_of(part: Stateful) -> Shape:
         prefix = f"{place}." if place else ""
         for key, parameter in vars(inner).get("_parameters", {}).items():
             if parameter is not None:
-                shape[f"{prefix}{key}"] = tuple(parameter.shape)
-        shape |= {f"{prefix}{key}": "buffer" for key, _ in _saved_buffers(inner)}
+                shape[f"{prefix}{key}"] = "parameter"
     return shape
 
 

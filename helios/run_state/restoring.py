@@ -16,6 +16,7 @@ from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
 from helios.run_state.changes import PlainValues
+from helios.run_state.forms import casts, restore_forms
 from helios.run_state.found import Container
 from helios.run_state.generators import kind_of_generator, load_generator, make_generator
 from helios.run_state.names import KeyedByObjects
@@ -72,6 +73,9 @@ class Restoring:
         else:
             self._check(scene, state)
             arrange(scene.found, state, scene.parameters)
+        restore_forms(state.get("forms", {}), scene.found, scene.parameters, state)
+        if not is_inference:
+            self._warn_of_casts(casts(scene.found, state))
         shared = _shared_groups(objects)
         # Networks first: an object that follows one may look at its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
@@ -169,6 +173,15 @@ class Restoring:
                 "The %s holds networks without saved state, which stay as setup() made them: %s.",
                 self._name,
                 ", ".join(untrained),
+            )
+
+    def _warn_of_casts(self, texts: list[str]) -> None:
+        if texts:
+            _LOGGER.warning(
+                "setup() of the %s builds tensors of another type than was saved, to which the "
+                "saved values are cast: %s. Build them as they were to resume with the same bits.",
+                self._name,
+                "; ".join(texts),
             )
 
     def _may_set(self, parent: str, key: Any, scene: Scene) -> bool:

@@ -70,6 +70,22 @@ def test_gradients_go_in_and_come_out() -> None:
         assert parameter.grad.stride() == parameter.stride(), name
 
 
+def test_gradients_take_the_form_that_parameters_get_between_two_steps() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    backward(model, 0.5)
+    reduce_and_show(flat, flat.collect())
+    model.zero_grad()
+    model.double()
+    model.images.data = model.images.data.contiguous()
+    model.empty.data = torch.ones(2, 4).double()
+    expected = backward(model, 1.5)
+    reduce_and_show(flat, flat.collect())
+    assert_same(gradients_of(model), expected)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.stride() == parameter.stride(), name
+
+
 def test_micro_batches_of_a_replica_are_added_in_their_order() -> None:
     model = Parts()
     flat = FlatGradients(model.named_parameters())

@@ -221,6 +221,15 @@ def test_what_training_puts_into_other_groups_is_resumed(
     assert not said
 
 
+def test_state_of_a_parameter_that_left_its_group_is_refused_by_name() -> None:
+    owner = _groups(["a", "b"])
+    discovery = started(owner)
+    _train(owner)
+    owner.optimizer.param_groups.pop()
+    with pytest.raises(StateError, match=r"in none of its groups: nets\.b\.bias, nets\.b\.weight"):
+        discovery.capture()
+
+
 def _exchanged(*, is_other: bool) -> Any:
     nets = _nets()
     one, other = (torch.optim.Adam(nets[name].parameters()) for name in "ab")
@@ -305,6 +314,15 @@ def test_a_scheduler_that_was_given_another_optimizer_is_named(said: list[str]) 
     discovery.capture()
     (text,) = said
     assert "schedulers.0 (moved one, now other)" in text
+
+
+def test_a_scheduler_of_an_optimizer_that_was_rebuilt_is_named(said: list[str]) -> None:
+    owner = _scheduled(["one", "other"])
+    discovery = started(owner)
+    owner.one = torch.optim.Adam(owner.nets["a"].parameters())
+    discovery.capture()
+    (text,) = said
+    assert "schedulers.0 (moved one, now another optimizer)" in text
 
 
 def test_optimizers_exchanged_in_training_are_resumed(said: list[str]) -> None:
