@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import fractions
+import functools
 import uuid
 import zoneinfo
 from collections.abc import Callable, Collection, Sequence
@@ -60,14 +61,23 @@ def array_to_parts(array: np.ndarray[Any, Any]) -> list[Any]:
     The order is C's, Fortran's, or a list of axes from the one with the longest strides on; an
     array that is read-only has a fifth part.
     """
-    kind = np.lib.format.dtype_to_descr(array.dtype)
-    parts = [kind, list(array.shape), *_ordered(array)]
-    return parts if array.flags.writeable else [*parts, "read-only"]
+    flags = array.flags
+    order, packed = ("C", _pack(array.tobytes())) if flags.c_contiguous else _ordered(array)
+    parts = [_describe(array.dtype), list(array.shape), order, packed]
+    return parts if flags.writeable else [*parts, "read-only"]
 
 
-def _ordered(array: np.ndarray[Any, Any]) -> tuple[str | list[int], Any]:
-    if array.flags.c_contiguous:
-        return "C", _pack(array.tobytes())
+def scalar_to_parts(scalar: np.generic) -> list[Any]:
+    """Return the parts of an array that holds a scalar."""
+    return [_describe(scalar.dtype), [], "C", _pack(scalar.tobytes())]
+
+
+@functools.cache
+def _describe(dtype: np.dtype[Any]) -> Any:
+    return np.lib.format.dtype_to_descr(dtype)
+
+
+def _ordered(array: np.ndarray[Any, Any]) -> tuple[Any, Any]:
     if array.flags.f_contiguous:
         return "F", _pack(array.tobytes("F"))
     axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
@@ -77,7 +87,7 @@ def _ordered(array: np.ndarray[Any, Any]) -> tuple[str | list[int], Any]:
 def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Invert :func:`array_to_parts`."""
     kind, shape, order, packed, *flags = parts
-    dtype = np.lib.format.descr_to_dtype(kind)
+    dtype = np.dtype(kind) if isinstance(kind, str) else np.lib.format.descr_to_dtype(kind)
     memory = bytearray(_unpack(packed))
     array: np.ndarray[Any, Any]
     if isinstance(order, str):
@@ -85,7 +95,8 @@ def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
     else:
         lengths = [shape[axis] for axis in order]
         array = np.ndarray(lengths, dtype, memory).transpose(np.argsort(order))
-    array.flags.writeable = not flags
+    if flags:
+        array.flags.writeable = False
     return array
 
 

@@ -15,6 +15,11 @@ def type_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def step_to(key: Any) -> str:
+    """Return how a path says that it enters a member, as in ``model.history[3]``."""
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
 @dataclasses.dataclass(frozen=True)
 class NamedMember:
     """A member of an enum, or a combination of flags.

@@ -17,7 +17,7 @@ import torch
 
 from helios.core import converters
 from helios.core.memory import has_plain_bytes
-from helios.core.named import Alias, NamedFields, NamedMember, type_name
+from helios.core.named import Alias, NamedFields, NamedMember, step_to, type_name
 from helios.core.sharing import Sharing
 from helios.errors import StateError
 
@@ -160,7 +160,7 @@ class Encoder:
 
     def _pairs(self, mapping: Mapping[Any, Any]) -> list[list[Any]]:
         return [
-            [self._child(_step(key), key), self._child(_step(key), value)]
+            [self._child(step_to(key), key), self._child(step_to(key), value)]
             for key, value in mapping.items()
         ]
 
@@ -176,7 +176,7 @@ class Encoder:
             code.update({TAG: "dict", "pairs": self._pairs(value)})
             return code
         for key, item in value.items():
-            code[key] = item if _is_native(item) else self._child(_step(key), item)
+            code[key] = item if _is_native(item) else self._child(step_to(key), item)
         return code
 
     def _encode_ordered(self, value: OrderedDict[Any, Any]) -> Any:
@@ -189,7 +189,7 @@ class Encoder:
             return code
         code = self._remember(value, OrderedDict())
         for key, item in value.items():
-            code[key] = item if _is_native(item) else self._child(_step(key), item)
+            code[key] = item if _is_native(item) else self._child(step_to(key), item)
         if attributes:
             vars(code).update(self._child(".__dict__", attributes))
         return code
@@ -219,7 +219,11 @@ class Encoder:
         return code
 
     def _fill_array(self, code: dict[str, Any], array: np.ndarray[Any, Any]) -> None:
-        code["value"] = self._encode(converters.array_to_parts(array))
+        code["value"] = self._fresh(converters.array_to_parts(array))
+
+    def _fresh(self, parts: list[Any]) -> list[Any]:
+        """Encode parts that nothing else refers to, mostly native ones; arrays are many."""
+        return [part if type(part) in (str, list) else self._encode(part) for part in parts]
 
     def _fill_view(
         self, code: dict[str, Any], array: np.ndarray[Any, Any], memory: torch.Tensor, offset: int
@@ -233,7 +237,7 @@ class Encoder:
 
     def _encode_fields(self, value: NamedFields) -> dict[str, Any]:
         code: dict[str, Any] = self._remember(value, {TAG: "fields", "type": value.type})
-        code["fields"] = {name: self._child(_step(name), v) for name, v in value.fields.items()}
+        code["fields"] = {name: self._child(step_to(name), v) for name, v in value.fields.items()}
         return code
 
     def _encode_alias(self, value: Alias) -> dict[str, Any]:
@@ -266,8 +270,7 @@ class Encoder:
                 return self._refuse(value)
             return {TAG: converter.tag, "value": self._encode(parts)}
         if isinstance(value, np.generic):
-            parts = self._encode(converters.array_to_parts(np.asarray(value)))
-            return {TAG: "scalar", "value": parts}
+            return {TAG: "scalar", "value": self._fresh(converters.scalar_to_parts(value))}
         return self._encode_object(value)
 
     def _encode_object(self, value: Any) -> Any:
@@ -298,10 +301,6 @@ class Encoder:
             "the type to the model's types_for_safe_load(), name the attribute in `unsaved`, or "
             "give its owner a state_dict of plain values."
         )
-
-
-def _step(key: Any) -> str:
-    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
 class Decoder:

@@ -88,11 +88,17 @@ class PlainValues:
         """Take what there is now as made by setup."""
         self._costs = Costs(self._clock)
         self._lost = {}
-        looks = dict(self._look(found.slots, surroundings))
+        digests: dict[SlotKey, Digest] = {}
+        shared: dict[SlotKey, Look] = {}
+        types: set[type] = set()
+        for where, look in self._look(found.slots, surroundings):
+            digests[where] = look.digest
+            types |= look.types
+            if look.parts:
+                # Networks have thousands of numbers, of which nothing else is kept.
+                shared[where] = look
         self._costs.end()
-        digests = {where: look.digest for where, look in looks.items()}
-        types: set[type] = set().union(*(look.types for look in looks.values()))
-        self._baseline = _Baseline(digests, _links(looks), types)
+        self._baseline = _Baseline(digests, _links(shared), types)
 
     def renew_unsaved(self, found: Found, surroundings: Surroundings) -> None:
         """Take what no checkpoint can hold for unchanged: the start of a run makes it anew."""

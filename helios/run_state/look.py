@@ -37,6 +37,7 @@ from helios.run_state.marks import (
     TUPLE,
     Look,
     Marks,
+    look_at_atom,
 )
 from helios.run_state.values import (
     ATOMS,
@@ -68,8 +69,10 @@ def look_at(value: Any, surroundings: Surroundings, identities: Identities) -> L
         surroundings: what is saved elsewhere.
         identities: numbers for what cannot be pickled.
     """
-    walk = _Walk(surroundings, identities)
+    if type(value) in ATOMS:
+        return look_at_atom(value)
     try:
+        walk = _Walk(surroundings, identities)
         walk.enter(value)
         look = walk.finish()
     except Exception as error:  # user code, called while an object is taken apart
@@ -90,20 +93,6 @@ class _Walk:
         self._way: list[tuple[Any, Iterator[Any]]] = []
         # What was made on the way must live as long as its address is remembered.
         self._made: list[Any] = []
-        self._handlers: dict[type, Callable[[Any], Iterable[Any] | None]] = {
-            tuple: self._enter_tuple,
-            list: self._enter_list,
-            dict: self._enter_dict,
-            OrderedDict: self._enter_dict,
-            Counter: self._enter_dict,
-            defaultdict: self._enter_defaultdict,
-            deque: self._enter_deque,
-            set: self._enter_set,
-            frozenset: self._enter_set,
-            np.ndarray: self._enter_array,
-            Tensor: self._enter_tensor,
-            **dict.fromkeys(SCALARS, self._enter_scalar),
-        }
 
     def enter(self, value: Any) -> None:
         """Go through a value, depth first."""
@@ -115,7 +104,7 @@ class _Walk:
                 if kind in ATOMS:
                     tokens.append(part)
                     continue
-                members = self._handlers.get(kind, self._enter_other)(part)
+                members = _HANDLERS.get(kind, _Walk.enter_other)(self, part)
                 if members is not None:
                     way.append((part, iter(members)))
                     break
@@ -152,14 +141,14 @@ class _Walk:
         ):
             self._refuse("it contains itself")
 
-    def _enter_tuple(self, part: tuple[Any, ...]) -> Iterable[Any] | None:
+    def enter_tuple(self, part: tuple[Any, ...]) -> Iterable[Any] | None:
         if ATOMS.issuperset(map(type, part)):
             self._marks.add_whole(part)
             return None
         self._tokens += (TUPLE, len(part))
         return part
 
-    def _enter_list(self, part: list[Any]) -> Iterable[Any] | None:
+    def enter_list(self, part: list[Any]) -> Iterable[Any] | None:
         if self._is_again(part):
             return None
         if _is_flat((part,)):
@@ -168,7 +157,7 @@ class _Walk:
         self._tokens += (LIST, len(part))
         return part
 
-    def _enter_dict(self, part: dict[Any, Any]) -> Iterable[Any] | None:
+    def enter_dict(self, part: dict[Any, Any]) -> Iterable[Any] | None:
         if self._is_again(part):
             return None
         attributes = vars(part) if type(part) is OrderedDict else None
@@ -180,15 +169,15 @@ class _Walk:
             return None
         return chain.from_iterable(part.items())
 
-    def _enter_defaultdict(self, part: defaultdict[Any, Any]) -> Iterable[Any] | None:
+    def enter_defaultdict(self, part: defaultdict[Any, Any]) -> Iterable[Any] | None:
         factory = part.default_factory
         if factory in FACTORIES:
             self._tokens.append(str(factory))
-            return self._enter_dict(part)
+            return self.enter_dict(part)
         self._refuse("the factory of its defaultdict has no name that loading may call")
         return None if self._is_again(part) else (factory, *chain.from_iterable(part.items()))
 
-    def _enter_deque(self, part: deque[Any]) -> Iterable[Any] | None:
+    def enter_deque(self, part: deque[Any]) -> Iterable[Any] | None:
         if self._is_again(part):
             return None
         self._tokens += (DEQUE, len(part), part.maxlen)
@@ -197,7 +186,7 @@ class _Walk:
         self._marks.add_whole(list(part))
         return None
 
-    def _enter_set(self, part: set[Any] | frozenset[Any]) -> Iterable[Any] | None:
+    def enter_set(self, part: set[Any] | frozenset[Any]) -> Iterable[Any] | None:
         if type(part) is set and self._is_again(part):
             return None
         self._tokens += (KINDS[type(part)], len(part))
@@ -209,7 +198,7 @@ class _Walk:
             self._refuse("it holds a tensor in a set")
         return part
 
-    def _enter_array(self, part: np.ndarray[Any, Any]) -> Iterable[Any] | None:
+    def enter_array(self, part: np.ndarray[Any, Any]) -> Iterable[Any] | None:
         if self._is_again(part, is_mutable=False):
             return None
         if part.dtype == object:
@@ -223,12 +212,12 @@ class _Walk:
         self._marks.add_array(part)
         return None
 
-    def _enter_scalar(self, part: np.generic) -> None:
+    def enter_scalar(self, part: np.generic) -> None:
         if part.dtype.hasobject:
             self._refuse("it holds an object in a NumPy scalar")
         self._marks.add_scalar(part)
 
-    def _enter_tensor(self, part: Tensor) -> Iterable[Any] | None:
+    def enter_tensor(self, part: Tensor) -> Iterable[Any] | None:
         if self._is_again(part, is_mutable=False) or self._marks.add_saved(part):
             return None
         self._tokens += (TENSOR, str(part.dtype), tuple(part.shape), part.device.type)
@@ -253,7 +242,7 @@ class _Walk:
         self._tokens += (NUMBER, self._identities.number(part), version)
         return None
 
-    def _enter_other(self, part: Any) -> Iterable[Any] | None:
+    def enter_other(self, part: Any) -> Iterable[Any] | None:
         if isinstance(part, Enum):
             self._add_member(part)
             return None
@@ -266,7 +255,7 @@ class _Walk:
             self._tokens += (NAMED, name)
             return None
         if isinstance(part, Tensor):
-            return self._enter_tensor(part)
+            return self.enter_tensor(part)
         if isinstance(part, _OPAQUE):
             self._add_opaque(part)
             return None
@@ -327,6 +316,22 @@ class _Walk:
         self._made.append(whole)
         self._tokens += (OBJECT, len(whole))
         return whole
+
+
+_HANDLERS: dict[type, Callable[[_Walk, Any], Iterable[Any] | None]] = {
+    tuple: _Walk.enter_tuple,
+    list: _Walk.enter_list,
+    dict: _Walk.enter_dict,
+    OrderedDict: _Walk.enter_dict,
+    Counter: _Walk.enter_dict,
+    defaultdict: _Walk.enter_defaultdict,
+    deque: _Walk.enter_deque,
+    set: _Walk.enter_set,
+    frozenset: _Walk.enter_set,
+    np.ndarray: _Walk.enter_array,
+    Tensor: _Walk.enter_tensor,
+    **dict.fromkeys(SCALARS, _Walk.enter_scalar),
+}
 
 
 def _is_flat(tables: Iterable[Iterable[Any]]) -> bool:

@@ -49,7 +49,7 @@ class Digest(NamedTuple):
     size: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Look:
     """What one look at a value has found.
 
@@ -84,6 +84,13 @@ class Look:
     def digest(self) -> Digest:
         """What is remembered of the value."""
         return Digest(self.is_plain, self.mark, self.size)
+
+
+def look_at_atom(value: Any) -> Look:
+    """Look at a value without members, of which networks have thousands."""
+    data = pickle.dumps(value, protocol=5)
+    is_short = len(data) < _SHORT_BYTES
+    return Look(mark=data if is_short else blake2b(data).digest(), size=len(data))
 
 
 class _Sink:
