@@ -6,6 +6,9 @@ import dataclasses
 
 from helios.state import Cursor, TrainingState, TrainingUnit
 
+_TOTAL = "total_steps reached"
+_IMPATIENCE = "no improvement in"
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -94,6 +97,18 @@ def is_out_of_patience(schedule: Schedule, state: TrainingState) -> bool:
         and state.validation_cycles > 0
         and state.early_stop_count >= schedule.early_stop_cycles
     )
+
+
+def find_limit(schedule: Schedule, state: TrainingState, cursor: Cursor) -> str:
+    """Return why the options end the run at this place; empty while they do not."""
+    if is_out_of_patience(schedule, state):
+        return f"{_IMPATIENCE} {state.early_stop_count} validations"
+    return _TOTAL if is_total_reached(schedule, state, cursor) else ""
+
+
+def is_limit(reason: str) -> bool:
+    """Whether a run ended by its options, as :func:`find_limit` says, and not on request."""
+    return reason == _TOTAL or reason.startswith(_IMPATIENCE)
 
 
 def is_total_reached(schedule: Schedule, state: TrainingState, cursor: Cursor) -> bool:

@@ -78,6 +78,8 @@ class Session:
         obstacles: what training has found that binds the run to its number of processes.
         unshared: paths of what every replica changes in the model on its own.
         saved_randomness: the generators of the checkpoint, until the training goes on.
+        saved_length: the samples of the checkpoint's epoch; ``None`` where nobody knows them.
+        allows_other_length: whether the epoch may have another number of them.
         is_sanity_check: whether a trial validation runs, which must leave no trace (C17).
         plugin_states: those of the plugins, by id.
         context: what hooks may see of all this.
@@ -109,6 +111,8 @@ class Session:
     is_resumed: bool = False
     is_manual: bool | None = None
     saved_randomness: dict[str, Any] | None = None
+    saved_length: int | None = None
+    allows_other_length: bool = False
     is_sanity_check: bool = False
     context: Context = field(init=False)
     plugin_states: PluginStates = field(init=False)
@@ -276,11 +280,7 @@ class Session:
     @property
     def limit(self) -> str:
         """Why the options end the run here; empty while they do not."""
-        if due.is_out_of_patience(self.schedule, self.state):
-            return f"no improvement in {self.state.early_stop_count} validations"
-        if due.is_total_reached(self.schedule, self.state, self.cursor):
-            return "total_steps reached"
-        return ""
+        return due.find_limit(self.schedule, self.state, self.cursor)
 
     def check_limits(self) -> None:
         """Ask for the end of the run where the options say so."""

@@ -26,6 +26,9 @@ ELASTIC = "tests/distributed/test_elastic.py"
 SAME_BITS = f"{ELASTIC}::test_any_number_of_processes_gives_the_same_bits"
 SAVER = "tests/checkpoint/test_saver.py"
 SAVE_FAULTS = "tests/integration/test_save_faults.py"
+FOREIGN = "tests/data/test_foreign.py"
+OTHER_DATA = "tests/integration/test_other_data.py"
+STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
 COMMANDS = "tests/cli/test_commands.py"
@@ -183,6 +186,137 @@ FAULTS = (
         "    return texts[:_MAX_REASONS]",
         "    return []",
         f"{LEVELS}::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
+        "the generator that a sampler holds is not saved",
+        "helios/data/drawn.py",
+        "    return OwnGenerators(generators) if generators else None",
+        "    return None",
+        "tests/integration/test_data.py"
+        "::test_a_stock_sampler_with_a_generator_of_its_own_resumes_exactly",
+    ),
+    Fault(
+        "a stream that begins anew at its end repeats the pass",
+        "helios/data/foreign.py",
+        "            if self._source.begins_at_end(is_empty=self._following is _END):",
+        "            if False:",
+        "tests/integration/test_data.py::test_a_stream_with_state_resumes_from_every_step",
+    ),
+    Fault(
+        "the stream of a loader with workers is asked for its state",
+        "helios/data/foreign.py",
+        "isinstance(loader, DataLoader) or loader.num_workers:",
+        "isinstance(loader, DataLoader):",
+        f"{FOREIGN}::test_a_stream_with_state_behind_workers_cannot_resume",
+    ),
+    Fault(
+        "a stream is saved as far as it was read ahead",
+        "helios/data/foreign.py",
+        "        self._source.hold_state()\n",
+        "",
+        f"{FOREIGN}::test_a_stream_with_state_goes_on_from_every_batch",
+    ),
+    Fault(
+        "an average has the names of data parallelism",
+        "helios/plugins/weights.py",
+        "        bare.of(name): part",
+        "        name: part",
+        f"{AVERAGES}::test_an_average_goes_on_with_and_without_data_parallelism",
+    ),
+    Fault(
+        "the averages of earlier versions keep the names of data parallelism",
+        "helios/plugins/weights.py",
+        "        self._rename(known)\n",
+        "",
+        f"{AVERAGES}::test_an_average_goes_on_with_and_without_data_parallelism",
+    ),
+    Fault(
+        "another data set class goes on in silence",
+        "helios/startup/resume.py",
+        '_OF_DATA = (\n    "dataset",',
+        "_OF_DATA = (",
+        f"{OTHER_DATA}::test_another_class_of_equal_length_stops_the_run",
+    ),
+    Fault(
+        "what a wrapper wraps does not count as the data set",
+        "helios/data/identity.py",
+        "        return [dataset.dataset]\n    # Only",
+        "        return []\n    # Only",
+        f"{OTHER_DATA}::test_another_class_inside_a_subset_stops_the_run",
+    ),
+    Fault(
+        "a data set that has not grown again is not seen",
+        "helios/loops/fit.py",
+        "            self._check_length()\n",
+        "",
+        f"{OTHER_DATA}::test_a_data_set_that_has_not_grown_again_stops_the_run",
+    ),
+    Fault(
+        "replicas share a data set of the length that it had at first",
+        "helios/data/samplers.py",
+        "        if length == self._length:",
+        "        if True:",
+        f"{OTHER_DATA}::test_a_data_set_that_grows_is_counted_anew_each_epoch",
+    ),
+    Fault(
+        "another fingerprint is not said",
+        "helios/startup/resume.py",
+        "    if before is None or before == now:",
+        "    if True:",
+        f"{OTHER_DATA}::test_another_fingerprint_warns_and_goes_on",
+    ),
+    Fault(
+        "a run that was finished under a smaller total stays finished",
+        "helios/startup/resume.py",
+        "    if is_limit(reason) and not cursor.stop_reason:",
+        "    if False:",
+        f"{STAGES}::test_a_mark_that_a_smaller_total_has_left_in_mid_run_does_not_count",
+    ),
+    Fault(
+        "a start with a smaller total marks the run of a larger one",
+        "helios/startup/outputs.py",
+        " or self._is_past_its_end(saver.newest):",
+        ":",
+        f"{STAGES}::test_a_total_that_the_run_has_passed_finishes_nothing",
+        "a frozen checkpoint gives every process what rank 0 had",
+        "helios/startup/own_parts.py",
+        "    own = by_rank[replicas.rank]",
+        "    own = by_rank[0]",
+        "tests/integration/test_today.py::test_a_frozen_checkpoint_resumes_to_its_bits",
+    ),
+    Fault(
+        "random numbers are others than those of the frozen runs",
+        "helios/core/rng.py",
+        "digest_size=8",
+        'digest_size=8, person=b"another"',
+        "tests/integration/test_today.py::test_a_frozen_script_gives_its_bits_from_the_start",
+    ),
+    Fault(
+        "a file is believed what it says of its tensors' sizes",
+        "helios/core/codec.py",
+        "            records.check_sizes(handle)\n",
+        "",
+        "tests/checkpoint/test_trust.py::test_a_record_that_promises_gigabytes_takes_none",
+    ),
+    Fault(
+        "a reference is read with what the memo held before",
+        "helios/core/records.py",
+        "            memo[argument] = top",
+        "            memo.setdefault(argument, top)",
+        "tests/core/test_records.py::test_a_reference_that_torch_does_not_write_is_refused",
+    ),
+    Fault(
+        "of two records one is looked at and the other one read",
+        "helios/core/records.py",
+        "    if len(records) < len(container.infolist()):",
+        "    if not records:",
+        "tests/core/test_records.py::test_two_records_whose_names_differ_in_case_only_are_refused",
+    ),
+    Fault(
+        "a graph is drawn with a warning that nobody can heed",
+        "helios/core/tensorboard.py",
+        "(DeprecationWarning, FutureWarning):",
+        "(DeprecationWarning,):",
+        "tests/core/test_tensorboard.py"
+        "::test_a_graph_is_drawn_without_a_warning_that_its_author_cannot_heed",
     ),
     Fault(
         "a training that only loads ends the run",

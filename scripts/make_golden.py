@@ -1,4 +1,7 @@
-"""Write the golden files anew: run it when a change of them is meant, and read the difference."""
+"""Write the golden files anew: run it when a change of them is meant, and read the difference.
+
+What is in ``tests/golden/today`` is not among them: it is never written again.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from scripts import event_page  # noqa: E402 (found by the line above)
 from tests import house  # noqa: E402
 from tests.cli import helps  # noqa: E402
 from tests.support import event_situations, golden_checkpoint  # noqa: E402
+from tests.support.matrix import cells  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
 
@@ -24,6 +28,7 @@ def golden_files() -> dict[Path, str]:
     logs = event_situations.golden_logs()
     return {
         GOLDEN / "public_names.txt": house.public_names(),
+        cells.GOLDEN: cells.golden_table(),
         GOLDEN / "chkpt_migrator_help.txt": chkpt_migrator.build_parser().format_help(),
         **{GOLDEN / "events" / name: text for name, text in logs.items()},
         **{GOLDEN / "help" / name: text for name, text in helps.help_texts().items()},

@@ -11,6 +11,8 @@ from helios.schedule import (
     Schedule,
     count_saves,
     ends_window,
+    find_limit,
+    is_limit,
     is_log_due,
     is_out_of_patience,
     is_save_due,
@@ -284,3 +286,16 @@ def test_a_run_without_saves_has_none_to_come_and_one_without_end_has_them_witho
     assert count_saves(endless, TrainingState(current_iteration=9)) == math.inf
     over = Schedule(unit=ITERATION, total_steps=5, chkpt_frequency=3)
     assert count_saves(over, TrainingState(current_iteration=9)) == 1
+
+
+def test_a_limit_is_told_from_a_request_by_its_reason() -> None:
+    schedule = Schedule(ITERATION, total_steps=3, early_stop_cycles=2)
+    state = TrainingState(current_iteration=2, validation_cycles=2, early_stop_count=1)
+    assert find_limit(schedule, state, Cursor()) == ""
+    state.current_iteration = 3
+    assert find_limit(schedule, state, Cursor()) == "total_steps reached"
+    state.early_stop_count = 2
+    assert find_limit(schedule, state, Cursor()) == "no improvement in 2 validations"
+    assert is_limit("total_steps reached")
+    assert is_limit("no improvement in 2 validations")
+    assert not is_limit("request_stop was called")

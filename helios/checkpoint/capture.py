@@ -41,7 +41,11 @@ def capture(run: LiveRun) -> Record:
         is_manual=run.is_manual,
         plugins=plugins,
         loops=loops,
-        data={"description": source.description, "state": source.state_dict()},
+        data={
+            "description": source.description,
+            "state": source.state_dict(),
+            "length": source.pass_length if run.cursor.batch else source.length,
+        },
         engine=engine,
         rng=rng.get_rng_state_dict(),
         num_threads=torch.get_num_threads(),

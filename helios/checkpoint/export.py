@@ -19,13 +19,12 @@ from torch import Tensor
 from helios.checkpoint import layout
 from helios.core import codec, files
 from helios.core.tagged import TAG
-from helios.core.wrappers import COMPILED
+from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError, UsageError
 
 FORMATS = ("safetensors", "pt")
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
-_PARALLEL = "module."
 _MAX_DEPTH = 50
 
 
@@ -201,15 +200,8 @@ def _clean(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     What Helios has discovered has no such names in the first place.
     """
-    cleaned = {_without_compiled(name): part for name, part in tensors.items()}
-    if all(name.startswith(_PARALLEL) for name in cleaned):
-        cleaned = {name.removeprefix(_PARALLEL): part for name, part in cleaned.items()}
-    # Two names that became one would lose a tensor: then they stay as they are.
-    return cleaned if len(cleaned) == len(tensors) else tensors
-
-
-def _without_compiled(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != COMPILED)
+    names = clean_names(tensors)
+    return {names[name]: part for name, part in tensors.items()}
 
 
 def write_weights(

@@ -109,6 +109,16 @@ class LiveData(Protocol):
         ...
 
     @property
+    def length(self) -> int | None:
+        """The samples that it has now; ``None`` if unknown."""
+        ...
+
+    @property
+    def pass_length(self) -> int | None:
+        """The samples of the pass under way; ``None`` if unknown."""
+        ...
+
+    @property
     def state_is_per_process(self) -> bool:
         """Whether each process has another state."""
         ...

@@ -61,6 +61,9 @@ class CheckpointStore:
         on_save_error: what follows a save that the disk refused: ``"continue"`` trains on, tries
             again at the next due save, and raises at the end if no later save succeeded;
             ``"raise"`` ends the training at the next safe point.
+        max_plain_bytes: how many bytes of plain values (numbers, lists, arrays and tensors outside
+            of modules) a checkpoint holds at most; what is beyond is named, and the checkpoint is
+            incomplete.
 
     Raises:
         ArgumentError: for a value that is out of range.
@@ -72,6 +75,7 @@ class CheckpointStore:
     keep_best: KeepBest | None = None
     digest: bool = True
     on_save_error: str = "continue"
+    max_plain_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         name = "CheckpointStore"
@@ -90,6 +94,10 @@ class CheckpointStore:
         if self.on_save_error not in _ON_SAVE_ERROR:
             remedy = "Leave it out to train on."
             raise _fail(name, "on_save_error", '"continue" or "raise"', self.on_save_error, remedy)
+        if type(self.max_plain_bytes) is not int or self.max_plain_bytes < 0:
+            remedy = "Pass e.g. 256 * 2**20; 0 saves no plain values."
+            value = self.max_plain_bytes
+            raise _fail(name, "max_plain_bytes", "a non-negative int", value, remedy)
 
     @property
     def keeps_all(self) -> bool:

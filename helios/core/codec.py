@@ -19,8 +19,10 @@ from typing import IO, Any, Protocol, cast
 
 import torch
 
+from helios.core import records
 from helios.core.buffers import HostBuffers
-from helios.core.tagged import Decoder, Encoder, type_name
+from helios.core.named import type_name
+from helios.core.tagged import Decoder, Encoder
 from helios.core.unknown import stand_in
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
@@ -148,6 +150,7 @@ def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> A
             # torch's older formats promise sizes that nothing in the file has to keep.
             if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
                 raise zipfile.BadZipFile("it is no container")
+            records.check_sizes(handle)
             # It advises to load what it takes for code by another function, which runs it.
             warnings.filterwarnings("ignore", _SCRIPT_WARNING, UserWarning)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)

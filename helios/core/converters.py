@@ -19,6 +19,8 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
+from helios.core.memory import array_on
+
 # Larger byte strings travel as tensors: in a pickle they would be held and escaped as text.
 _MAX_INLINE_BYTES = 4096
 
@@ -53,19 +55,50 @@ def _unpack(packed: Any) -> bytes:
 
 
 def array_to_parts(array: np.ndarray[Any, Any]) -> list[Any]:
-    """Return dtype, shape, memory order and bytes of an array without objects."""
-    is_fortran = array.flags.f_contiguous and not array.flags.c_contiguous
-    order: Literal["F", "C"] = "F" if is_fortran else "C"
+    """Return dtype, shape, memory order and bytes of an array without objects.
+
+    The order is C's, Fortran's, or a list of axes from the one with the longest strides on; an
+    array that is read-only has a fifth part.
+    """
     kind = np.lib.format.dtype_to_descr(array.dtype)
-    return [kind, list(array.shape), order, _pack(array.tobytes(order))]
+    parts = [kind, list(array.shape), *_ordered(array)]
+    return parts if array.flags.writeable else [*parts, "read-only"]
+
+
+def _ordered(array: np.ndarray[Any, Any]) -> tuple[str | list[int], Any]:
+    if array.flags.c_contiguous:
+        return "C", _pack(array.tobytes())
+    if array.flags.f_contiguous:
+        return "F", _pack(array.tobytes("F"))
+    axes = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
+    return axes, _pack(array.transpose(axes).tobytes())
 
 
 def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Invert :func:`array_to_parts`; the array is writable."""
-    kind, shape, order, packed = parts
+    """Invert :func:`array_to_parts`."""
+    kind, shape, order, packed, *flags = parts
     dtype = np.lib.format.descr_to_dtype(kind)
     memory = bytearray(_unpack(packed))
-    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, buffer=memory, order=order)
+    array: np.ndarray[Any, Any]
+    if isinstance(order, str):
+        array = np.ndarray(shape, dtype, memory, order=cast('Literal["F", "C"]', order))
+    else:
+        lengths = [shape[axis] for axis in order]
+        array = np.ndarray(lengths, dtype, memory).transpose(np.argsort(order))
+    array.flags.writeable = not flags
+    return array
+
+
+def parts_to_view(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Return the array that looks at a tensor of whole elements.
+
+    Raises:
+        ValueError: if it would reach beyond the tensor.
+    """
+    memory, kind, shape, strides, offset, is_writable = parts
+    dtype = np.lib.format.descr_to_dtype(kind)
+    array = array_on(memory.view(torch.uint8).numpy(), dtype, shape, strides, offset)
+    array.flags.writeable = is_writable
     return array
 
 

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 
 from helios.core import converters
+from helios.core.memory import has_plain_bytes
+from helios.core.named import Alias, NamedFields, NamedMember, type_name
+from helios.core.sharing import Sharing
 from helios.errors import StateError
 
 TAG = "__helios__"
@@ -27,8 +30,16 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind
     for kind in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset)
 } | {kind.__name__: kind for kind in (OrderedDict, Counter, deque)}
-_MAPPINGS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_MAPPINGS = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _SEQUENCES: dict[str, type] = {"set": set, "frozenset": frozenset}
+_OF_PARTS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda text: int(text, 16),
+    "array": converters.parts_to_array,
+    "view": converters.parts_to_view,
+    "scalar": lambda parts: converters.parts_to_array(parts)[()],
+    "alias": lambda parts: Alias(*parts),
+    **{tag: converter.from_parts for tag, converter in converters.BY_TAG.items()},
+}
 _ENUMS: dict[str, type[Enum]] = {"enum": Enum, "flag": Flag}
 
 
@@ -39,11 +50,6 @@ def _is_native(value: Any) -> bool:
 
 def _is_native_key(key: Hashable) -> bool:
     return _is_native(key) or (type(key) is tuple and all(map(_is_native_key, key)))
-
-
-def type_name(kind: type) -> str:
-    """Return the full name of a type, by which a file refers to it."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _index_types(safe_types: Iterable[Any]) -> dict[str, type]:
@@ -71,7 +77,7 @@ class Encoder:
         # The object itself is kept beside its code: an id is only its own while it lives.
         self._memo: dict[int, tuple[Any, Any]] = {}
         self._open: set[int] = set()
-        self._storages: dict[tuple[str, int], list[tuple[str, torch.Tensor]]] = {}
+        self._sharing = Sharing(self._fill_array, self._fill_view)
         self.has_live_objects = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
             list: self._encode_list,
@@ -85,6 +91,9 @@ class Encoder:
             Counter: self._closed(lambda value: {TAG: "counter", "pairs": self._pairs(value)}),
             defaultdict: self._closed(self._encode_defaultdict),
             np.ndarray: self._closed(self._encode_array),
+            NamedMember: self._encode_member,
+            NamedFields: self._encode_fields,
+            Alias: self._encode_alias,
             torch.Tensor: self._encode_tensor,
             torch.nn.Parameter: self._encode_tensor,
         }
@@ -102,7 +111,7 @@ class Encoder:
                 f"{self._path[0]} cannot be saved: it is nested too deeply. Flatten it, or name "
                 "the attribute in `unsaved`."
             ) from None
-        self._fit_storages()
+        self._sharing.fit()
         return code
 
     def _encode(self, value: Any) -> Any:
@@ -205,41 +214,48 @@ class Encoder:
             return {TAG: "objects", "shape": list(value.shape), "items": items}
         if value.dtype.hasobject:
             return self._refuse(value)
-        return {TAG: "array", "value": self._encode(converters.array_to_parts(value))}
+        code: dict[str, Any] = {TAG: "array"}
+        self._sharing.add_array(self._where(), value, code)
+        return code
+
+    def _fill_array(self, code: dict[str, Any], array: np.ndarray[Any, Any]) -> None:
+        code["value"] = self._encode(converters.array_to_parts(array))
+
+    def _fill_view(
+        self, code: dict[str, Any], array: np.ndarray[Any, Any], memory: torch.Tensor, offset: int
+    ) -> None:
+        kind = np.lib.format.dtype_to_descr(array.dtype)
+        geometry = [self._encode(kind), list(array.shape), list(array.strides), offset]
+        code.update({TAG: "view", "value": [memory, *geometry, bool(array.flags.writeable)]})
+
+    def _encode_member(self, value: NamedMember) -> dict[str, Any]:
+        return {TAG: "member", "type": value.type, "names": value.names, "is_flag": value.is_flag}
+
+    def _encode_fields(self, value: NamedFields) -> dict[str, Any]:
+        code: dict[str, Any] = self._remember(value, {TAG: "fields", "type": value.type})
+        code["fields"] = {name: self._child(_step(name), v) for name, v in value.fields.items()}
+        return code
+
+    def _encode_alias(self, value: Alias) -> dict[str, Any]:
+        return {TAG: "alias", "value": self._encode(list(value))}
 
     @property
     def groups(self) -> list[list[torch.Tensor]]:
         """The tensors of the code that lie in a storage, together where they share one."""
-        return [[code for _, code in group] for group in self._storages.values()]
+        return self._sharing.groups
 
     def _encode_tensor(self, value: torch.Tensor) -> torch.Tensor:
         code = value.detach()
-        if _has_odd_bytes(code):
+        has_storage = has_plain_bytes(code)
+        if not has_storage or code.is_conj() or code.is_neg():
             # Its storage alone does not say what it holds.
             code = code.clone()
         if type(value) is torch.Tensor and value.is_leaf:
             code.requires_grad_(value.requires_grad)
         # Empty storages all lie at the address 0, and share nothing.
-        if _has_storage(code) and code.untyped_storage().nbytes():
-            place = (str(code.device), code.untyped_storage().data_ptr())
-            self._storages.setdefault(place, []).append((self._where(), code))
+        if has_storage and code.untyped_storage().nbytes():
+            self._sharing.add_tensor(self._where(), code)
         return code
-
-    def _fit_storages(self) -> None:
-        """Cut a storage that one tensor uses in part; torch.save writes whole storages.
-
-        A storage of several saved tensors stays whole, or they would no longer share it.
-        """
-        for (where, first), *others in self._storages.values():
-            for other, tensor in others:
-                if tensor.dtype != first.dtype:
-                    raise StateError(
-                        f"{other} ({tensor.dtype}) cannot be saved: it shares its memory with "
-                        f"{where} ({first.dtype}). Save one of them, or a clone."
-                    )
-            needed = first.numel() * first.element_size()
-            if not others and first.untyped_storage().nbytes() > needed:
-                first.data = first.detach().clone()
 
     def _encode_other(self, value: Any) -> Any:
         converter = converters.BY_TYPE.get(type(value))
@@ -284,15 +300,6 @@ class Encoder:
         )
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    is_plain = tensor.layout is torch.strided and not tensor.is_quantized
-    return is_plain and tensor.device.type != "meta"
-
-
-def _has_odd_bytes(tensor: torch.Tensor) -> bool:
-    return not _has_storage(tensor) or tensor.is_conj() or tensor.is_neg()
-
-
 def _step(key: Any) -> str:
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
@@ -312,7 +319,7 @@ class Decoder:
         """Return the tree of a code.
 
         Raises:
-            Exception: of any kind, for what no encoder makes.
+            Exception: for what no encoder makes.
         """
         if _is_native(code):
             return code
@@ -350,6 +357,10 @@ class Decoder:
             return self._build_mapping(tag, code)
         if "items" in code:
             return self._remember(code, self._build_sequence(tag, code))
+        if tag == "fields":
+            record = self._remember(code, NamedFields(code["type"], {}))
+            record.fields.update((key, self.decode(item)) for key, item in code["fields"].items())
+            return record
         return self._remember(code, self._build_value(tag, code))
 
     def _build_mapping(self, tag: str, code: dict[str, Any]) -> Any:
@@ -376,16 +387,11 @@ class Decoder:
         return _SEQUENCES[tag](items)
 
     def _build_value(self, tag: str, code: dict[str, Any]) -> Any:
-        if tag == "int":
-            return int(code["value"], 16)
         if tag in _ENUMS:
             return self._build_enum(_ENUMS[tag], code)
-        parts = self.decode(code["value"])
-        if tag == "array":
-            return converters.parts_to_array(parts)
-        if tag == "scalar":
-            return converters.parts_to_array(parts)[()]
-        return converters.BY_TAG[tag].from_parts(parts)
+        if tag == "member":
+            return NamedMember(code["type"], code["names"], code["is_flag"])
+        return _OF_PARTS[tag](self.decode(code["value"]))
 
     def _build_enum(self, base: type[Enum], code: dict[str, Any]) -> Enum:
         kind = self._types[code["type"]]

@@ -203,8 +203,9 @@ class TensorboardWriter:
         elif inputs is not None:
             inputs = [item.detach().cpu() for item in inputs]
         with rng.stream(rng.key("add_graph")), warnings.catch_warnings():
-            # torch's writer still traces, and is told for it what its users cannot change.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            # torch's writer still traces; its users cannot change that.
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.filterwarnings("ignore", r"`torch\.jit\.", category)
             self._writer.add_graph(copy.deepcopy(model).cpu(), inputs, verbose, use_strict_trace)
 
     def add_pr_curve(

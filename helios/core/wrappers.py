@@ -6,7 +6,7 @@ name. Names of a state have no such part, so that what one way of training saves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -15,12 +15,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it wraps."""
 
-_PARALLEL = (DataParallel, DistributedDataParallel)
+_PARALLEL = "module"
 
 
 def inside(module: nn.Module) -> nn.Module | None:
     """Return the module that a wrapper wraps; ``None`` for what is no wrapper."""
-    if isinstance(module, _PARALLEL):
+    if isinstance(module, DataParallel | DistributedDataParallel):
         return module.module  # type: ignore[no-any-return]
     return _children(module).get(COMPILED)
 
@@ -87,3 +87,48 @@ class BareNames:
         if versions is not None:
             vars(stripped)["_metadata"] = {self.of(key): value for key, value in versions.items()}
         return stripped
+
+
+def clean_names(names: Collection[str]) -> dict[str, str]:
+    """Return the bare name for each name of a stored state, whose module is not there.
+
+    A part of data parallelism is only taken away where it is that of all names: a layer may be
+    called so. Where two names would become one, all stay as they are.
+
+    Example:
+        >>> clean_names(["_orig_mod.module.layer.weight"])
+        {'_orig_mod.module.layer.weight': 'layer.weight'}
+    """
+    bare = {name: _without(name, (COMPILED,)) for name in names}
+    if all(name.startswith(f"{_PARALLEL}.") for name in bare.values()):
+        bare = {name: short.removeprefix(f"{_PARALLEL}.") for name, short in bare.items()}
+    return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
+
+
+def match_names(stored: Collection[str], present: Collection[str]) -> dict[str, str]:
+    """Return the present name for each stored one that differs from it by wrappers alone.
+
+    Args:
+        stored: names of a state, written with wrappers that need not be there any more.
+        present: bare names of what is there.
+
+    Returns:
+        A name for each stored one: its own where that is a present name, or where none fits.
+
+    Example:
+        >>> match_names(["module.0.weight"], ["0.weight"])
+        {'module.0.weight': '0.weight'}
+    """
+    known = set(present)
+    free = [name for name in present if name not in set(stored)]
+    cores = {_without(name, (COMPILED, _PARALLEL)): name for name in free}
+    foreign = [name for name in stored if name not in known]
+    wanted = [_without(name, (COMPILED, _PARALLEL)) for name in foreign]
+    # Names that wrappers alone tell apart fit none.
+    is_clear = len(cores) == len(free) and len(set(wanted)) == len(wanted)
+    found = {name: cores.get(core, name) for name, core in zip(foreign, wanted, strict=True)}
+    return {name: found[name] if is_clear and name in found else name for name in stored}
+
+
+def _without(name: str, parts: Collection[str]) -> str:
+    return ".".join(part for part in name.split(".") if part not in parts)

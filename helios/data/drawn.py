@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import TracebackType
 from typing import Any, final
 
-import numpy as np
-import torch
 from torch.utils.data import BatchSampler
 
 from helios.core import rng
+from helios.data.generators import OwnGenerators, find_generators
 from helios.data.order import BlocksAndHead, Order, Place, prepare
 from helios.errors import StateError
 from helios.protocols import Stateful
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_LOGGER = logging.getLogger(__name__)
 _INDICES_AT_ONCE = 1_024
 _BATCHES_AT_ONCE = 64
 
@@ -35,13 +34,14 @@ class DrawnOrder(Order):
 
     It runs on a stream of its own, so that training does not shift it and it does not shift
     training. A resume draws again what comes before the place, and fetches none of it. A sampler
-    with ``state_dict`` is put back to the state that it had when the epoch began.
+    with ``state_dict``, or with generators of its own, is put back to the state that it had when
+    the epoch began.
     """
 
     def __init__(self, sampler: Iterable[Any], *, yields_batches: bool = False) -> None:
         self.sampler: Iterable[Any] = sampler
         self.yields_batches = yields_batches
-        self._stateful = next((p for p in parts_of(sampler) if isinstance(p, Stateful)), None)
+        self._stateful = _find_stateful(sampler)
         self._epoch_state: dict[str, Any] | None = None
         self._is_loaded = False
 
@@ -66,8 +66,7 @@ class DrawnOrder(Order):
 
     def twin(self, dataset: Any) -> Order | None:
         """Return an order to look aside with; ``None`` where the sampler's state would count."""
-        holds_state = self._stateful is not None or any(map(_draws_alone, parts_of(self.sampler)))
-        return None if holds_state else super().twin(dataset)
+        return None if self._stateful is not None else super().twin(dataset)
 
     def _with(self, sampler: Any) -> Order:
         return DrawnOrder(sampler, yields_batches=self.yields_batches)
@@ -101,6 +100,14 @@ class DrawnOrder(Order):
         """
         if self._stateful is None:
             super().load_state_dict(state_dict)
+            return
+        if not state_dict and isinstance(self._stateful, OwnGenerators):
+            _LOGGER.warning(
+                "The checkpoint holds no state of the generator that %s draws from, as earlier "
+                "versions saved none: the order of samples from here on is not that of an "
+                "undisturbed run.",
+                type(self.sampler).__name__,
+            )
             return
         if not state_dict:
             raise StateError(
@@ -176,10 +183,16 @@ def parts_of(sampler: Any) -> list[Any]:
     return [sampler, sampler.sampler] if isinstance(sampler, BatchSampler) else [sampler]
 
 
-def _draws_alone(sampler: Any) -> bool:
-    """Whether a sampler holds a generator of its own, which each pass moves."""
-    held = getattr(sampler, "__dict__", {})
-    return any(isinstance(value, _GENERATORS) for value in held.values())
+def _find_stateful(sampler: Any) -> Stateful | None:
+    """Return what is put back to the start of an epoch: the sampler, or generators of its own.
+
+    A sampler with ``state_dict`` is taken at its word.
+    """
+    for part in parts_of(sampler):
+        if isinstance(part, Stateful):
+            return part
+    generators = find_generators(sampler)
+    return OwnGenerators(generators) if generators else None
 
 
 @final

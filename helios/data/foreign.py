@@ -1,7 +1,8 @@
 """Loaders that Helios did not make: iterated as they are, resumed only as far as they can be.
 
-A foreign loader with ``state_dict`` and ``load_state_dict`` goes on where its own state says; one
-without them cannot be resumed, which the trainer refuses together with checkpoints.
+A foreign loader with ``state_dict`` and ``load_state_dict`` goes on where its own state says, and
+so does an ``IterableDataset`` with them that is read in this process. Without them a loader cannot
+be resumed, which the trainer refuses together with checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
+from helios.data.identity import count_samples, describe_class, find_fingerprint
 from helios.data.legacy import LegacyWatch
 from helios.data.loader import WorkerInit, end_workers
 from helios.data.order import Place
@@ -59,10 +61,12 @@ class ForeignSource(Source):
         self._share = share
         self._run_seed = run_seed
         self._purpose = purpose
-        self._stateful = loader if isinstance(loader, Stateful) else None
+        self._stateful = _find_stateful(loader)
         self._listeners = _find_listeners(loader, sampler)
         self._length = _count_batches(loader)
         self._held_state: dict[str, Any] | None = None
+        self._is_over = False
+        self._end_state: list[Any] = []
         # Workers of a loader that is not ours cannot be watched: there is no room for a note.
         self._watch = LegacyWatch(purpose, flag=None)
 
@@ -72,7 +76,9 @@ class ForeignSource(Source):
         loader = self.loader
         found: dict[str, Any] = {"loader": type(loader).__qualname__}
         if isinstance(loader, DataLoader):
-            found["dataset"] = type(loader.dataset).__qualname__
+            found["dataset"] = describe_class(loader.dataset)
+            found["fingerprint"] = find_fingerprint(loader.dataset)
+            found["length"] = count_samples(loader.dataset)
             found["num_workers"] = loader.num_workers
         return found
 
@@ -82,14 +88,19 @@ class ForeignSource(Source):
         return self._stateful is not None
 
     @property
-    def claimant(self) -> str | None:
-        """The class of a loader with a state."""
-        return None if self._stateful is None else type(self._stateful).__qualname__
-
-    @property
     def level(self) -> str:
         """``"restart"`` where the loader has a state, else ``"none"``."""
         return "none" if self._stateful is None else "restart"
+
+    @property
+    def claimant(self) -> str | None:
+        """The class of the loader or data set whose own state a resume relies on."""
+        return None if self._stateful is None else type(self._stateful).__qualname__
+
+    @property
+    def remedy(self) -> str:
+        """What would make the loader resumable; empty where it is."""
+        return "" if self.can_resume else _advise(self.loader)
 
     @property
     def ends_together(self) -> bool:
@@ -126,7 +137,8 @@ class ForeignSource(Source):
         """Return the loader's state as it was after the batch that came last."""
         if self._stateful is None:
             return {}
-        return {"loader": self.read_state() if self._held_state is None else self._held_state}
+        state = self.read_state() if self._held_state is None else self._held_state
+        return {"loader": state} | ({"is_over": True} if self._is_over else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the loader its state back.
@@ -143,14 +155,33 @@ class ForeignSource(Source):
                 "that the run was started with."
             )
         self._stateful.load_state_dict(copy.deepcopy(state_dict["loader"]))
+        self._end_state = [state_dict["loader"]] if state_dict.get("is_over") else []
 
     def hold_state(self) -> None:
         """Take the loader's state now, before it is asked for more than was handed out."""
         self._held_state = self.read_state()
 
+    def note_end(self, *, is_over: bool) -> None:
+        """Note whether the batch of the held state ends its pass."""
+        self._is_over = is_over
+
     def release_state(self) -> None:
         """Let the loader speak for itself again."""
-        self._held_state = None
+        self._held_state, self._is_over = None, False
+
+    def begins_at_end(self, *, is_empty: bool) -> bool:
+        """Whether the pass that begins now was complete when its state was saved.
+
+        A stream that came to its end while its last batch was filled may begin anew from that
+        state. It is put back then, since that is the next pass.
+
+        Args:
+            is_empty: whether the loader gives nothing more.
+        """
+        state, self._end_state = self._end_state, []
+        if state and not is_empty and self._stateful is not None:
+            self._stateful.load_state_dict(copy.deepcopy(state[0]))
+        return bool(state)
 
     def read_state(self) -> dict[str, Any] | None:
         """Return a copy of the loader's present state."""
@@ -168,6 +199,41 @@ class ForeignSource(Source):
         if isinstance(self.loader, DataLoader):
             end_workers(self.loader._iterator)  # noqa: SLF001 - PyTorch has no public way
             self.loader._iterator = None  # noqa: SLF001
+
+
+def _find_stateful(loader: Any) -> Stateful | None:
+    """Return whose state says where a pass goes on: the loader's, or its stream's.
+
+    The stream of a loader with workers has a state in each of them, and not here.
+    """
+    if isinstance(loader, Stateful):
+        return loader
+    if not isinstance(loader, DataLoader) or loader.num_workers:
+        return None
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    return loader.dataset if is_stream and isinstance(loader.dataset, Stateful) else None
+
+
+def _advise(loader: Any) -> str:
+    """Return what makes a loader resumable that is not."""
+    if not isinstance(loader, DataLoader):
+        return f"Give {type(loader).__name__} state_dict and load_state_dict."
+    dataset, name = loader.dataset, type(loader.dataset).__name__
+    if not isinstance(dataset, IterableDataset):
+        return (
+            f"Let create_dataloader make the loader of the {name}, in the data module's setup(): "
+            f"self._train_dataset = self._create_dataset(dataset, DataLoaderParams(batch_size="
+            f"{loader.batch_size}, shuffle=..., collate_fn=loader.collate_fn))."
+        )
+    if isinstance(dataset, Stateful):
+        return (
+            f"Workers hold the state of the {name}, out of reach: set num_workers=0, or return a "
+            "torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader()."
+        )
+    return (
+        f"Give the {name} state_dict and load_state_dict and set num_workers=0, or use a map-style "
+        "data set."
+    )
 
 
 def _check_lone(loader: Any, share: Share) -> None:
@@ -199,10 +265,6 @@ def _count_batches(loader: Any) -> int | None:
         return None
 
 
-def _next(batches: Iterator[Any]) -> Any:
-    return next(batches, _END)
-
-
 class _ForeignBatches(BatchIterator):
     """A pass over a foreign loader; the fetch is seeded where it runs in this process."""
 
@@ -230,7 +292,7 @@ class _ForeignBatches(BatchIterator):
             return _END
         rng.reseed(self._keys.at(self._batch))
         self._batch += 1
-        return run_on_one_thread(_next, self._batches)
+        return run_on_one_thread(lambda batches: next(batches, _END), self._batches)
 
 
 @final
@@ -283,6 +345,8 @@ class _ProbedBatches(_ForeignBatches):
         if not self._is_begun:
             self._is_begun = True
             self._following = self._fetch()
+            if self._source.begins_at_end(is_empty=self._following is _END):
+                self._following = _END
         batch = self._following
         if batch is _END:
             self.close()
@@ -290,6 +354,7 @@ class _ProbedBatches(_ForeignBatches):
         self._source.hold_state()
         self._following = self._fetch()
         self.is_last = self._following is _END
+        self._source.note_end(is_over=self.is_last)
         return batch
 
     def close(self) -> None:

@@ -28,6 +28,16 @@ class LimitedSource(Source):
         return {**self._source.description, "limit_batches": self._limit}
 
     @property
+    def length(self) -> int | None:
+        """As without limit."""
+        return self._source.length
+
+    @property
+    def pass_length(self) -> int | None:
+        """As without limit."""
+        return self._source.pass_length
+
+    @property
     def can_resume(self) -> bool:
         """As without limit."""
         return self._source.can_resume
@@ -46,6 +56,11 @@ class LimitedSource(Source):
     def level(self) -> str:
         """As without limit."""
         return self._source.level
+
+    @property
+    def remedy(self) -> str:
+        """As without limit."""
+        return self._source.remedy
 
     @property
     def ends_together(self) -> bool:

@@ -58,6 +58,16 @@ class Source(ABC):
         """What the data is, in plain values; compared when a run is resumed (DESIGN section 6)."""
 
     @property
+    def length(self) -> int | None:
+        """The samples that the data has now; ``None`` where nobody says."""
+        return None
+
+    @property
+    def pass_length(self) -> int | None:
+        """What :attr:`length` was when the last pass began; ``None`` before there is one."""
+        return None
+
+    @property
     @abstractmethod
     def can_resume(self) -> bool:
         """Whether a pass can begin in its middle."""
@@ -76,6 +86,11 @@ class Source(ABC):
     @abstractmethod
     def level(self) -> str:
         """``"exact"``, ``"restart"`` for a foreign loader with state, else ``"none"``."""
+
+    @property
+    def remedy(self) -> str:
+        """What would make a source resumable that is not; else empty."""
+        return ""
 
     @property
     def ends_together(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from itertools import chain, islice
-from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 from torch.utils.data import DistributedSampler, Sampler
 
@@ -175,6 +175,17 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         self._length = len(dataset)
         self._batch_size = batch_size
 
+    def _measure(self) -> None:
+        """Count the data set again: PyTorch counts it once only, and it may grow."""
+        length = len(cast(Sized, self.dataset))
+        if length == self._length:
+            return
+        self._length = length
+        is_cut = self.drop_last and length >= self.num_replicas
+        whole = length - length % self.num_replicas if is_cut else length
+        self.num_samples = -(-whole // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
     @property
     def start_iter(self) -> int:
         """The number of the batch that a pass begins with."""
@@ -186,6 +197,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
 
     def blocks(self, start: int = 0) -> Iterator[list[int]]:
         """Iterate over the share from a position on, in lists."""
+        self._measure()
         position = self.rank + start * self.num_replicas
         end = min(self._length, self.total_size)
         base = min(position, end)
@@ -204,10 +216,16 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
     @property
     def whole_length(self) -> int:
         """The number of samples of all shares together, without padding or cut."""
+        self._measure()
         return self._length
+
+    def __len__(self) -> int:
+        self._measure()
+        return super().__len__()
 
     def whole_blocks(self, start: int = 0) -> Iterator[list[int]]:
         """Iterate over the order that is shared, from a position of it on, in lists."""
+        self._measure()
         if not self.shuffle:
             return _ranges(start, self._length)
         key = rng.key("order", self.run_seed, self.seed, self.epoch)

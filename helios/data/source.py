@@ -6,13 +6,14 @@ foreign one (:mod:`helios.data.foreign`) goes on where it says it can.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, final
 
 from helios.core import rng
 from helios.data.deal import Deal, make_deal
 from helios.data.foreign import ForeignSource
+from helios.data.identity import count_samples, describe_class, find_fingerprint
 from helios.data.keyed import KeyedBatchSampler
 from helios.data.legacy import LegacyWatch
 from helios.data.loader import KeyedLoader, end_workers
@@ -74,11 +75,22 @@ class KeyedSource(Source):
         self._watch = LegacyWatch(purpose, loader.flag)
         self._deal = None if share is None else make_deal(loader, share)
         self._description = _describe(loader, self._deal)
+        self._pass_length: int | None = None
 
     @property
     def description(self) -> dict[str, Any]:
         """What the data is, in plain values."""
         return dict(self._description)
+
+    @property
+    def length(self) -> int | None:
+        """The samples that the data set has now; ``None`` where it does not say."""
+        return count_samples(self.loader.keyed_dataset.dataset)
+
+    @property
+    def pass_length(self) -> int | None:
+        """What the length was when the last pass began."""
+        return self._pass_length
 
     @property
     def can_resume(self) -> bool:
@@ -107,6 +119,7 @@ class KeyedSource(Source):
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
         """Begin a pass; nothing before its place is fetched."""
         place = Place(self._run_seed, self._purpose, epoch, batch, sample)
+        self._pass_length = self.length
         self._watch.begin()
         if self._deal is not None:
             return open_shared(self.loader, self._deal, place, self._watch)
@@ -150,13 +163,14 @@ def _describe(loader: KeyedLoader, deal: Deal | None) -> dict[str, Any]:
     is_listed = params.batch_sampler is not None
     shared = {} if deal is None else {"is_distributed": deal.is_split or deal.is_own}
     return shared | {
-        "length": len(dataset) if isinstance(dataset, Sized) else None,
+        "length": count_samples(dataset),
         "batch_size": None if is_listed else params.batch_size,
         "shuffle": params.shuffle,
         "drop_last": params.drop_last,
         "seed": params.random_seed,
         "sampler": type(sampler).__qualname__,
-        "dataset": type(dataset).__qualname__,
+        "dataset": describe_class(dataset),
+        "fingerprint": find_fingerprint(dataset),
         "num_workers": params.num_workers,
     }
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar
 
 from helios import schedule as due
+from helios.errors import RunMismatchError
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.trial import trying
 from helios.state import Phase
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class FitLoop(Loop):
@@ -55,6 +59,7 @@ class FitLoop(Loop):
         )
         if session.is_resumed:
             session.hooks.emit("on_training_resume", session.state)
+            self._check_length()
             session.restore_randomness()
         session.begin_training()
         session.agree()
@@ -63,6 +68,35 @@ class FitLoop(Loop):
             session.check_limits()
         if session.is_resumed and not session.is_in_epoch:
             self._leave_epoch_boundary()
+
+    def _check_length(self) -> None:
+        """Compare the data with that of the epoch in which the checkpoint was taken.
+
+        A data set that grows in training must have grown again by now: its order follows from its
+        length.
+
+        Raises:
+            RunMismatchError: for another length that was not allowed.
+        """
+        session = self.session
+        saved, present = session.saved_length, session.training_source.length
+        if saved is None or present is None or saved == present:
+            return
+        if not session.allows_other_length:
+            raise RunMismatchError(
+                f"The training data must have {saved} samples when the run goes on, as in the "
+                f"checkpoint's epoch, got {present} after on_training_resume. If the data set "
+                "changes while training, bring it there in on_training_resume(state), or allow the "
+                'change with Trainer(allow_changes=("length",)).'
+            )
+        _LOGGER.warning(
+            "The training data has %d samples, and had %d in the checkpoint's epoch, which begins "
+            "anew, as allowed.",
+            present,
+            saved,
+        )
+        session.cursor.restart_epoch()
+        session.state.end_epoch()
 
     def _leave_epoch_boundary(self) -> None:
         session = self.session

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
+from helios.core.memory import storage_of
 from helios.data.keyed import KeyedDataset
 from helios.errors import UsageError
-from helios.run_state.values import ATOMS, storage_of
+from helios.run_state.values import ATOMS
 
 Restore: TypeAlias = Callable[[], object]
 

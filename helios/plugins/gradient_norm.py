@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.plugins.weights import bare_name
 from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -176,5 +176,6 @@ class GradientNormMonitor(Plugin):
         self._paths = {part: path for path, part in self.context.optimizers.items()}
         self._paths.setdefault(optimizer, type(optimizer).__name__)
         for path, network in self.context.model.discovery.modules().items():
+            bare = BareNames(network)
             for name, parameter in network.named_parameters():
-                self._places.setdefault(parameter, (path, bare_name(name)))
+                self._places.setdefault(parameter, (path, bare.of(name)))

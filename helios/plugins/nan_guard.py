@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, UsageError
 from helios.plugins.buffers import BufferCopies
 from helios.plugins.findings import BadLoss, Finding, describe, join, name_batch, name_moment
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
-from helios.plugins.weights import bare_name
 from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -281,8 +281,9 @@ class NaNGuard(Plugin):
 
     def _name_gradients(self, optimizer: Optimizer) -> str:
         names = {
-            id(parameter): f"{path}.{bare_name(name)}"
+            id(parameter): f"{path}.{bare.of(name)}"
             for path, network in self.context.model.discovery.modules().items()
+            for bare in (BareNames(network),)
             for name, parameter in network.named_parameters()
         }
         bad = [

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from helios.core.wrappers import BareNames, match_names
 from helios.errors import StateError
 
 _LOGGER = logging.getLogger(__name__)
@@ -28,16 +29,6 @@ _FORM = attrgetter("shape", "dtype", "device")
 
 _CLAIMS = "_helios_averages"
 """Attribute of a tensor that averages swap: who does, by phase."""
-
-
-def bare_name(name: str) -> str:
-    """Return a name inside a network as it is without ``torch.compile`` (USERS.md 12).
-
-    Example:
-        >>> bare_name("_orig_mod.layer.weight")
-        'layer.weight'
-    """
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 @contextmanager
@@ -56,14 +47,16 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def tensors_of(network: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
-    """Return the floating-point parameters of a network by name, and its buffers if wanted."""
+    """Return the floating-point parameters of a network by name, and its buffers if wanted.
+
+    Names are those without wrappers (USERS.md 12).
+    """
+    bare = BareNames(network)
     found: list[tuple[str, Tensor]] = list(network.named_parameters())
     if with_buffers:
         found += network.named_buffers()
     return {
-        bare_name(name): part
-        for name, part in found
-        if part.is_floating_point() or part.is_complex()
+        bare.of(name): part for name, part in found if part.is_floating_point() or part.is_complex()
     }
 
 
@@ -222,6 +215,7 @@ class Averages:
         lacking = [path for path in networks if path not in self._parts]
         left_over = [path for path in self._parts if path not in networks]
         known = {path: part for path, part in networks.items() if path in self._parts}
+        self._rename(known)
         faults = [
             f"{path}: {fault}"
             for path, part in known.items()
@@ -245,6 +239,13 @@ class Averages:
         self._follow(known)
         return known
 
+    def _rename(self, networks: Networks) -> None:
+        """Bring the names of earlier versions, which had those of data parallelism, to ours."""
+        for path, network in networks.items():
+            averages = self._parts[path]
+            names = match_names(averages, self.tensors_of(network))
+            self._parts[path] = {names[name]: average for name, average in averages.items()}
+
     def _follow(self, networks: Networks) -> None:
         self.let_go()
         with ordinary():
@@ -260,7 +261,8 @@ class Averages:
             if isinstance(value, Tensor):
                 average = self._parts[path].get(names.get(id(value), ""), value)
                 state[key] = average.detach().to(value, copy=True)
-        return {bare_name(key): value for key, value in state.items()}
+        bare = BareNames(network)
+        return {bare.of(key): value for key, value in state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, by reference."""

@@ -7,19 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from helios.run_state.changes import digests_of
 from helios.run_state.classes import class_marks
 from helios.run_state.found import Found, SlotKey
 from helios.run_state.hooks import hooks_of
+from helios.run_state.look import look_at
 from helios.run_state.optimizers import Roster, roster_of
 from helios.run_state.parts import Shape, shape_of
 from helios.run_state.scene import Scene
-from helios.run_state.values import Digest, Identities, take_digest
+from helios.run_state.values import Identities, Storages
 from helios.run_state.walk import settled_in, unwrap
-
-_UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
 
 
 @dataclass
@@ -30,7 +28,6 @@ class Baseline:
         paths: paths of objects and loose parameters.
         shapes: what a state must fit, by path of the object.
         roster: which parameters optimizers moved.
-        digests: of all places without a state of their own.
         settled: members of modules that can change by being replaced only.
         aliases: which object a place named.
         orders: keys of containers that hold objects.
@@ -44,7 +41,6 @@ class Baseline:
     paths: frozenset[str]
     shapes: dict[str, Shape]
     roster: Roster
-    digests: dict[SlotKey, Digest]
     settled: dict[str, dict[str, Any]]
     aliases: dict[SlotKey, str]
     orders: dict[str, list[Any]]
@@ -59,9 +55,8 @@ class Baseline:
         return {number: path for number, refer, path in self._known if refer() is not None}
 
     def distrust(self, places: Iterable[SlotKey]) -> None:
-        """Take places for changed, whatever they hold; a place that is gone for deleted."""
+        """Look at places again, though what they hold can only be replaced."""
         for parent, key in places:
-            self.digests[parent, key] = _UNLIKE_ANY
             self.settled.get(parent, {}).pop(key, None)
 
 
@@ -83,7 +78,6 @@ def take_baseline(
         paths=scene.paths(),
         shapes={path: shape_of(part) for path, part in found.objects.items()},
         roster=roster_of(found, scene.parameters),
-        digests=digests_of(found, scene, identities),
         settled=settled_in(found),
         aliases=dict(found.aliases),
         orders=dict(found.orders),
@@ -106,7 +100,7 @@ def mark_of_object(part: Any, identities: Identities) -> bytes:
 
 def mark_of_state(state: Any, identities: Identities) -> bytes:
     """Return what is equal for equal content, wherever its tensors lie."""
-    return take_digest(state, _Nothing(), identities, is_plain=False).mark
+    return look_at(state, _Nothing(), identities).mark
 
 
 class _Nothing:
@@ -115,8 +109,9 @@ class _Nothing:
     def name_of(self, value: object) -> str | None:
         return None
 
-    def name_of_storage(self, tensor: Tensor) -> str | None:
-        return None
+    @property
+    def storages(self) -> Storages:
+        return Storages({})
 
 
 def _references(found: Found) -> list[tuple[int, Callable[[], object | None], str]]:

@@ -6,32 +6,30 @@ after a resume; what is an alias of a saved value is therefore saved too.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
 
-import torch
-from torch import nn
+from helios.core.memory import extent_of, overlapping
+from helios.core.named import type_name
+from helios.protocols import Clock
+from helios.run_state.aliases import holds, put, remove
+from helios.run_state.costs import SHARE, Costs
+from helios.run_state.found import Found, Slot, SlotKey
+from helios.run_state.look import look_at
+from helios.run_state.marks import Digest, Look
+from helios.run_state.rebuild import Resolver, Values, rebuild, substitute
+from helios.run_state.values import LIMIT, MEMBERS_OF, Identities, Surroundings, tensors_in
 
-from helios.run_state.found import Container, Found, Slot, SlotKey
-from helios.run_state.values import (
-    LIMIT,
-    Digest,
-    Identities,
-    Surroundings,
-    plain_parts,
-    take_digest,
-    tensors_in,
-)
+_UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
 
 
 class _Value(NamedTuple):
-    """A plain value, its digest and the addresses of its mutable parts."""
+    """A plain value and what was found in it."""
 
     slot: Slot
-    digest: Digest
-    parts: set[int]
+    look: Look
 
 
 @dataclass(frozen=True)
@@ -42,102 +40,290 @@ class Changes:
         values: what is saved: ``changed`` values by the path of their container and by key,
             ``deleted`` keys by that path, and ``devices``, the device types of the tensors among
             them where not all lie on the CPU.
+        missing: why the state lacks what else training has changed, by path.
         large: plain values beyond the limit.
+        costly: attributes and modules that take too long to be looked at.
         others: what no checkpoint can hold.
     """
 
     values: dict[str, Any]
-    large: list[Slot]
-    others: list[Slot]
+    missing: dict[str, str] = field(default_factory=dict)
+    large: list[Slot] = field(default_factory=list)
+    costly: list[str] = field(default_factory=list)
+    others: list[Slot] = field(default_factory=list)
 
 
-def digests_of(
-    found: Found, surroundings: Surroundings, identities: Identities
-) -> dict[SlotKey, Digest]:
-    """Return a digest of everything that is no object with a state."""
-    digests = {}
-    for where, slot in found.slots.items():
-        is_plain = slot.is_settable and plain_parts(slot.value, surroundings) is not None
-        digests[where] = take_digest(slot.value, surroundings, identities, is_plain=is_plain)
-    return digests
+@dataclass
+class _Baseline:
+    """What setup made: digests, which slots share mutable parts, enums and dataclasses."""
+
+    digests: dict[SlotKey, Digest]
+    links: dict[SlotKey, frozenset[SlotKey]]
+    types: set[type]
 
 
-def changes_since(
-    baseline: dict[SlotKey, Digest],
-    found: Found,
-    surroundings: Surroundings,
-    identities: Identities,
-    ignored: frozenset[str],
-) -> Changes:
-    """Compare with the digests of a baseline.
+@final
+class PlainValues:
+    """Remembers what setup made of an owner's values, and finds what training has changed.
 
     Args:
-        baseline: what :func:`digests_of` returned after setup.
-        found: what is there now.
-        surroundings: what is saved on its own account.
-        identities: those that the baseline was taken with.
-        ignored: paths of others that were reported before and need no digest.
+        identities: numbers for what cannot be pickled.
+        clock: the time in seconds, by which costs are measured.
+
+    Attributes:
+        limit: bytes of plain values that a state holds at most.
+        safe_types: types that loading may build besides those of the values that setup made.
     """
-    changed: list[_Value] = []
-    unchanged: list[_Value] = []
-    others: list[Slot] = []
-    for where, slot in found.slots.items():
-        parts = plain_parts(slot.value, surroundings) if slot.is_settable else None
-        if parts is None and slot.path in ignored:
-            continue
-        digest = take_digest(slot.value, surroundings, identities, is_plain=parts is not None)
-        known = baseline.get(where)
-        has_changed = known is None or known[:2] != digest[:2]
-        if parts is not None and digest.is_plain:
-            (changed if has_changed else unchanged).append(_Value(slot, digest, parts))
-        elif has_changed:
-            others.append(slot)
-    kept, large = _within_limit(_with_aliases(changed, unchanged))
-    return Changes(_payload(kept, _deleted(found, baseline)), large, others)
+
+    def __init__(self, identities: Identities, *, clock: Clock = time.monotonic) -> None:
+        self._identities = identities
+        self._clock = clock
+        self._costs = Costs(clock)
+        self._baseline = _Baseline({}, {}, set())
+        self._lost: dict[SlotKey, tuple[type, str]] = {}
+        self.limit = LIMIT
+        self.safe_types: tuple[Any, ...] = ()
+
+    def remember(self, found: Found, surroundings: Surroundings) -> None:
+        """Take what there is now as made by setup."""
+        self._costs = Costs(self._clock)
+        self._lost = {}
+        looks = dict(self._look(found.slots, surroundings))
+        self._costs.end()
+        digests = {where: look.digest for where, look in looks.items()}
+        types: set[type] = set().union(*(look.types for look in looks.values()))
+        self._baseline = _Baseline(digests, _links(looks), types)
+
+    def renew_unsaved(self, found: Found, surroundings: Surroundings) -> None:
+        """Take what no checkpoint can hold for unchanged: the start of a run makes it anew."""
+        for where, look in self._look(found.slots, surroundings):
+            if look.obstacle:
+                self._baseline.digests[where] = look.digest
+            self._baseline.types |= look.types
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes a state will hold if training changes all that setup made."""
+        sizes = (digest.size for digest in self._baseline.digests.values() if digest.is_plain)
+        return min(sum(sizes), self.limit)
+
+    def distrust(self, places: Iterable[SlotKey]) -> None:
+        """Take places for changed, whatever they hold; a place that is gone for deleted."""
+        self._baseline.digests.update(dict.fromkeys(places, _UNLIKE_ANY))
+
+    def changes(self, found: Found, surroundings: Surroundings) -> Changes:
+        """Compare with what setup made.
+
+        Args:
+            found: what is there now.
+            surroundings: what is saved on its own account.
+        """
+        self._costs.begin()
+        places = {place_of(slot) for slot in found.slots.values()}
+        costly = sorted(place for place in places if not self._costs.can_afford(place))
+        others = {
+            where: slot
+            for where, slot in found.slots.items()
+            # Once it is known to be lost, nothing is gained by reading it again.
+            if self._is_lost(where, slot) and place_of(slot) not in costly
+        }
+        slots = {
+            where: slot
+            for where, slot in found.slots.items()
+            if where not in others and place_of(slot) not in costly
+        }
+        looks = dict(self._look(slots, surroundings))
+        self._costs.end()
+        return self._compare(found, looks, others, costly)
+
+    def restore(
+        self,
+        values: dict[str, Any],
+        found: Found,
+        surroundings: Surroundings,
+        may_set: Callable[[str, Any], bool],
+    ) -> None:
+        """Put back copies of saved values, and remove what training had removed.
+
+        Args:
+            values: :attr:`Changes.values`.
+            found: what is there now.
+            surroundings: what is saved on its own account.
+            may_set: whether a key of the container at a path may get a value.
+
+        Raises:
+            StateError: for a type or a tensor that is not there; then nothing is changed.
+        """
+        present = {where: slot.value for where, slot in found.slots.items()}
+        resolver = Resolver(present, surroundings, self.safe_types)
+        changed = rebuild(values["changed"], values["devices"], resolver)
+        for parent, members in changed.items():
+            for key, value in members.items():
+                if may_set(parent, key):
+                    put(found.containers[parent], key, value)
+        for parent, keys in values["deleted"].items():
+            for key in reversed(keys):
+                if (parent, key) in found.slots:
+                    remove(found.containers[parent], key)
+
+    def _is_lost(self, where: SlotKey, slot: Slot) -> bool:
+        kind, _ = self._lost.get(where, (None, ""))
+        return kind is type(slot.value)
+
+    def _look(
+        self, slots: dict[SlotKey, Slot], surroundings: Surroundings
+    ) -> Iterator[tuple[SlotKey, Look]]:
+        for where, slot in slots.items():
+            begin = self._costs.time()
+            look = look_at(slot.value, surroundings, self._identities)
+            self._costs.add(place_of(slot), begin)
+            if not slot.is_settable:
+                look.obstacle = look.obstacle or "it lies in a tuple beside an object"
+            yield where, look
+
+    def _compare(
+        self,
+        found: Found,
+        looks: dict[SlotKey, Look],
+        lost: dict[SlotKey, Slot],
+        costly: list[str],
+    ) -> Changes:
+        before, links = self._baseline, _links(looks)
+        known = before.types | {kind for kind in self.safe_types if isinstance(kind, type)}
+        changed: list[_Value] = []
+        unchanged: list[_Value] = []
+        missing = {slot.path: self._lost[where][1] for where, slot in lost.items()}
+        others = list(lost.values())
+        for where, look in looks.items():
+            slot = found.slots[where]
+            digest = before.digests.get(where)
+            has_changed = digest is None or digest[:2] != look.digest[:2]
+            has_changed |= links.get(where) != before.links.get(where)
+            obstacle = look.obstacle or _unknown(look.types - known)
+            if not obstacle:
+                (changed if has_changed else unchanged).append(_Value(slot, look))
+            elif has_changed:
+                others.append(slot)
+                missing[slot.path] = _reason(slot, obstacle)
+                if look.obstacle and type(slot.value) not in MEMBERS_OF:
+                    self._lost[where] = type(slot.value), missing[slot.path]
+        kept, large = _within_limit(_with_aliases(changed, unchanged), self.limit)
+        missing |= {
+            slot.path: f"plain values are saved up to {self.limit / 2**20:g} MiB in all"
+            for slot in large
+        }
+        missing |= {place: self._expense(place) for place in costly}
+        values = _payload(kept, _deleted(found, before.digests))
+        return Changes(values, missing, large, costly, others)
+
+    def _expense(self, place: str) -> str:
+        return (
+            f"looking at it takes {self._costs.seconds(place):.2g} s, more than {SHARE:.0%} of "
+            "the time between saves"
+        )
 
 
-def _payload(kept: list[Slot], deleted: dict[str, list[Any]]) -> dict[str, Any]:
-    values: dict[str, dict[Any, Any]] = {}
-    for slot in kept:
-        values.setdefault(slot.parent, {})[slot.key] = slot.value
-    devices = [tensor.device.type for tensor in tensors_in(values)]
-    has_moved = bool(set(devices) - {"cpu"})
-    return {"changed": values, "deleted": deleted, "devices": devices if has_moved else []}
+def place_of(slot: Slot) -> str:
+    """Return the attribute or module that a slot lies in, whose cost is measured as one."""
+    return slot.parent.rstrip("/") if slot.parent.endswith("/") else slot.path.partition(".")[0]
+
+
+def _reason(slot: Slot, obstacle: str) -> str:
+    is_iterator = isinstance(slot.value, Iterator)
+    return "an iterator: nothing tells how far it has come" if is_iterator else obstacle
+
+
+def _unknown(kinds: set[type]) -> str:
+    if not kinds:
+        return ""
+    names = ", ".join(sorted(map(type_name, kinds)))
+    return (
+        f"setup() puts no {names} anywhere, so that loading cannot know it: let setup() use it, "
+        "or return it from types_for_safe_load()"
+    )
+
+
+def _links(looks: dict[SlotKey, Look]) -> dict[SlotKey, frozenset[SlotKey]]:
+    """Return with which others each plain value shares mutable parts."""
+    _join_memory(looks)
+    first: dict[int, SlotKey] = {}
+    links: dict[SlotKey, set[SlotKey]] = {}
+    for where, look in looks.items():
+        for part in look.parts if look.is_plain else ():
+            other = first.setdefault(part, where)
+            if other is not where:
+                links.setdefault(where, set()).add(other)
+                links.setdefault(other, set()).add(where)
+    return {where: frozenset(others) for where, others in links.items()}
+
+
+def _join_memory(looks: dict[SlotKey, Look]) -> None:
+    """Count arrays and tensors that lie in the same memory as one part."""
+    if not any(look.lends for look in looks.values()):
+        return
+    holders: list[Look] = []
+    extents = []
+    for look in looks.values():
+        for part in look.memory:
+            holders.append(look)
+            extents.append(extent_of(part))
+    for number, group in enumerate(overlapping(extents)):
+        for member in group if len(group) > 1 else ():
+            holders[member].parts.add(-1 - number)
 
 
 def _with_aliases(changed: list[_Value], unchanged: list[_Value]) -> list[_Value]:
     """Add the values that share a list, dict, array or tensor with one that is saved."""
     group = list(changed)
-    waiting = [value for value in unchanged if value.parts]
-    shared: set[int] = set().union(*(value.parts for value in group))
-    while joining := [value for value in waiting if value.parts & shared]:
+    waiting = [value for value in unchanged if value.look.parts]
+    shared: set[int] = set().union(*(value.look.parts for value in group))
+    while joining := [value for value in waiting if not shared.isdisjoint(value.look.parts)]:
         group += joining
-        waiting = [value for value in waiting if not value.parts & shared]
-        shared.update(*(value.parts for value in joining))
+        waiting = [value for value in waiting if shared.isdisjoint(value.look.parts)]
+        shared.update(*(value.look.parts for value in joining))
     return group
 
 
-def _within_limit(values: list[_Value]) -> tuple[list[Slot], list[Slot]]:
+def _within_limit(values: list[_Value], limit: int) -> tuple[list[_Value], list[Slot]]:
     """Return what is saved, and what is too large; the smallest values come first."""
-    kept: list[Slot] = []
+    kept: list[_Value] = []
     large: list[Slot] = []
     counted: set[int] = set()
     total = 0
-    for value in sorted(values, key=lambda value: (value.digest.size, value.slot.path)):
-        is_counted = bool(value.parts) and value.parts <= counted
-        size = 0 if is_counted else value.digest.size
-        if total + size > LIMIT:
+    for value in sorted(values, key=lambda value: (value.look.size, value.slot.path)):
+        parts = value.look.parts
+        size = 0 if parts and parts <= counted else value.look.size
+        if total + size > limit:
             large.append(value.slot)
             continue
         total += size
-        counted |= value.parts
-        kept.append(value.slot)
-    return sorted(kept, key=_place), sorted(large, key=_place)
+        counted |= parts
+        kept.append(value)
+    return sorted(kept, key=lambda value: _order(value.slot)), sorted(large, key=_order)
 
 
-def _place(slot: Slot) -> tuple[str, int, str]:
+def _order(slot: Slot) -> tuple[str, int, str]:
     """Order slots by path, those of a list by number: they are restored in this order."""
     return slot.parent, slot.key if isinstance(slot.key, int) else 0, slot.path
+
+
+def _payload(kept: list[_Value], deleted: dict[str, list[Any]]) -> dict[str, Any]:
+    values: Values = {}
+    for slot, _ in kept:
+        values.setdefault(slot.parent, {})[slot.key] = slot.value
+    named = [value for value in kept if value.look.records or value.look.aliases]
+    if named:
+        # Together with what shares parts with them, so that it still does.
+        known = set(map(id, named))
+        group = _with_aliases(named, [value for value in kept if id(value) not in known])
+        table: Values = {}
+        for slot, _ in group:
+            table.setdefault(slot.parent, {})[slot.key] = slot.value
+        for parent, members in substitute(table, [value.look for value in group]).items():
+            values[parent] |= members
+    devices = [tensor.device.type for tensor in tensors_in(values)]
+    has_moved = bool(set(devices) - {"cpu"})
+    return {"changed": values, "deleted": deleted, "devices": devices if has_moved else []}
 
 
 def _deleted(found: Found, baseline: dict[SlotKey, Digest]) -> dict[str, list[Any]]:
@@ -147,7 +333,7 @@ def _deleted(found: Found, baseline: dict[SlotKey, Digest]) -> dict[str, list[An
         container = found.containers.get(parent)
         if container is None or (parent, key) in found.slots:
             continue
-        if not _holds(container, key):
+        if not holds(container, key):
             deleted.setdefault(parent, []).append(key)
     return deleted
 
@@ -160,58 +346,3 @@ def places_in(values: dict[str, Any]) -> list[SlotKey]:
         for parent, keys in values[kind].items()
         for key in keys
     ]
-
-
-def restore_values(
-    values: dict[str, Any], found: Found, may_set: Callable[[str, Any], bool]
-) -> None:
-    """Put back copies of saved values, and remove what training had removed.
-
-    Args:
-        values: :attr:`Changes.values`.
-        found: what is there now.
-        may_set: whether a key of the container at a path may get a value.
-    """
-    changed = _copied(values["changed"], values["devices"])
-    for parent, members in changed.items():
-        for key, value in members.items():
-            if may_set(parent, key):
-                _put(found.containers[parent], key, value)
-    for parent, keys in values["deleted"].items():
-        for key in reversed(keys):
-            if (parent, key) in found.slots:
-                _remove(found.containers[parent], key)
-
-
-def _holds(container: Container, key: Any) -> bool:
-    if isinstance(container, nn.Module):
-        return key in vars(container) or key in dict(container.named_buffers(recurse=False))
-    return key < len(container) if isinstance(container, list) else key in container
-
-
-def _remove(container: Container, key: Any) -> None:
-    if isinstance(container, nn.Module):
-        delattr(container, key)
-    else:
-        del container[key]
-
-
-def _put(container: Container, key: Any, value: Any) -> None:
-    if isinstance(container, nn.Module):
-        setattr(container, key, value)
-    elif isinstance(container, list) and key >= len(container):
-        container.append(value)
-    else:
-        container[key] = value
-
-
-def _copied(values: dict[str, Any], devices: list[str]) -> dict[str, Any]:
-    """Return a copy with the same aliases, its tensors where they were when they were saved."""
-    there: dict[int, Any] = {}
-    if devices and torch.accelerator.is_available():
-        present = torch.accelerator.current_accelerator()
-        for tensor, device in zip(tensors_in(values), devices, strict=True):
-            if present is not None and present.type == device != tensor.device.type:
-                moved = tensor.detach().to(device)
-                there[id(tensor)] = moved.requires_grad_(tensor.requires_grad)
-    return copy.deepcopy(values, there)

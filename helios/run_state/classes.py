@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from helios.run_state.found import Found
-from helios.run_state.values import Identities, Surroundings, take_digest
+from helios.run_state.look import look_at
+from helios.run_state.values import Identities, Surroundings
 
 _DATA = (
     *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, deque),
@@ -40,8 +41,8 @@ def class_marks(
     for kind in _user_classes(owner, found):
         for name, value in vars(kind).items():
             if _is_data(name, value):
-                digest = take_digest(value, surroundings, identities, is_plain=False)
-                marks[f"class {kind.__qualname__}.{name}"] = digest.mark
+                look = look_at(value, surroundings, identities)
+                marks[f"class {kind.__qualname__}.{name}"] = look.mark
     return marks
 
 

@@ -7,7 +7,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from helios.run_state.values import ATOMS, storage_of
+from helios.core.memory import storage_of
+from helios.run_state.values import ATOMS
 
 
 @final

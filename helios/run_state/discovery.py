@@ -19,7 +19,7 @@ from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
 from helios.run_state.aliases import changed_aliases, changed_orders
 from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
-from helios.run_state.changes import Changes, changes_since, digests_of, places_in
+from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.classes import class_marks
 from helios.run_state.coverage import Coverage
 from helios.run_state.data_members import keep_data_only, large_members
@@ -88,8 +88,9 @@ class Discovery:
         self._is_strict = is_strict
         self._is_data = is_data
         self._identities = Identities()
+        self.values = PlainValues(self._identities)
         self._baseline: Baseline | None = None
-        self._named: dict[str, str] = {}
+        self._named: set[str] = set()
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the networks by path, each once, with those that are declared as unsaved."""
@@ -115,7 +116,10 @@ class Discovery:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what counts in this process only: what setup made, told by identity."""
-        return vars(self) | {"_identities": Identities(), "_baseline": None}
+        identities = Identities()
+        values = PlainValues(identities)
+        values.limit, values.safe_types = self.values.limit, self.values.safe_types
+        return vars(self) | {"_identities": identities, "values": values, "_baseline": None}
 
     def take_baseline(self, *, states_too: bool = False) -> None:
         """Remember what setup made; to be called right after it.
@@ -124,10 +128,10 @@ class Discovery:
             states_too: whether the owner has a ``state_dict`` of its own, which may leave out
                 objects: their states are then compared, too.
         """
-        self._named = {}
-        self._baseline = take_baseline(
-            self._owner, self._look(), self._identities, states_too=states_too
-        )
+        self._named = set()
+        scene = self._look()
+        self.values.remember(scene.found, scene)
+        self._baseline = take_baseline(self._owner, scene, self._identities, states_too=states_too)
 
     def begin_training(self) -> None:
         """Forget changes of the start events, which every start repeats.
@@ -136,9 +140,7 @@ class Discovery:
         """
         baseline = self._require_baseline()
         scene = self._look()
-        for where, digest in digests_of(scene.found, scene, self._identities).items():
-            if not digest.is_plain:
-                baseline.digests[where] = digest
+        self.values.renew_unsaved(scene.found, scene)
         for path in _late(scene.found, baseline):
             baseline.marks[path] = mark_of_object(scene.found.objects[path], self._identities)
         baseline.hooks = hooks_of(scene.found)
@@ -175,10 +177,8 @@ class Discovery:
         inner = {path: _state_of(path, part) for path, part in found.inner.items()}
         covers = self._coverages(found, objects | inner, own)
         shared = self._leave_out_covered(found, covers)
-        changes = changes_since(
-            baseline.digests, found, scene, self._identities, frozenset(self._named)
-        )
-        _drop_copies(changes, covers, shared)
+        changes = self.values.changes(found, scene)
+        _drop_copies(changes, found, covers, shared)
         moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
         misfits |= structure_since(baseline.shapes, found)
         aliases, lost = changed_aliases(baseline.aliases, found, scene.names)
@@ -188,9 +188,8 @@ class Discovery:
             for path in _late(found, baseline):
                 if self._mark(objects.pop(path)) != baseline.marks.get(path):
                     lost[path] = _LATE
-        if self._is_data:
-            changes.others.clear()
-        self._note_losses(changes, misfits, lost, scene)
+        losses = self._find_losses(changes, misfits, lost, scene)
+        self._warn(losses)
         return {
             "objects": self._uncovered(objects, covers) if own is not None else objects,
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
@@ -206,7 +205,7 @@ class Discovery:
             },
             "aliases": aliases,
             "orders": changed_orders(baseline.orders, found),
-            "missing": dict(self._named),
+            "missing": losses.reasons(),
             "is_partial": own is not None or not self._is_strict,
         }
 
@@ -225,12 +224,14 @@ class Discovery:
             StateError: if the state is of other objects than those found (then nothing is changed),
                 or if an object refuses its state.
         """
-        restoring = Restoring(self._look, self._exclude, self._unsaved, self._name)
+        restoring = Restoring(self._look, self.values, self._exclude, self._unsaved, self._name)
         restoring.run(state, is_inference=is_inference)
         if not is_inference and self._baseline is not None:
             # A model that was trained before in this process may hold these values since before
             # setup(). A new process would not: the next checkpoint needs them too.
-            self._baseline.distrust(places_in(state["values"]))
+            places = places_in(state["values"])
+            self.values.distrust(places)
+            self._baseline.distrust(places)
             for parent, members in state.get("aliases", {}).get("set", {}).items():
                 for key in members:
                     self._baseline.aliases.pop((parent, key), None)
@@ -310,16 +311,22 @@ class Discovery:
             and self._mark(state) != baseline.marks.get(path)
         }
 
-    def _note_losses(
+    def _find_losses(
         self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: Scene
-    ) -> None:
-        """Name in one warning, once each, what a resumed run will not have."""
+    ) -> Losses:
+        """Return what a resumed run will not have."""
+        if self._is_data:
+            return Losses(Changes(changes.values), self.values.limit)
         baseline = self._require_baseline()
         lost = lost | _changed(baseline.hooks, hooks_of(scene.found), _HOOK)
         marks = class_marks(self._owner, scene.found, scene, self._identities)
         lost |= _changed(baseline.classes, marks, _OF_CLASS)
-        new = Losses(changes.others, changes.large, misfits, lost).without(self._named)
-        self._named |= new.reasons()
+        return Losses(changes, self.values.limit, misfits, lost)
+
+    def _warn(self, losses: Losses) -> None:
+        """Name in one warning, once each, what a resumed run will not have."""
+        new = losses.without(self._named)
+        self._named |= losses.reasons().keys()
         if new:
             _LOGGER.warning(
                 "The state of the %s is incomplete. %s", self._name, new.text(self._name)
@@ -352,21 +359,25 @@ def _parents(path: str, covers: Mapping[str, Coverage]) -> Iterator[str]:
             yield f"{path[:end]}/"
 
 
-def _drop_copies(changes: Changes, covers: Mapping[str, Coverage], shared: set[int]) -> None:
+def _drop_copies(
+    changes: Changes, found: Found, covers: Mapping[str, Coverage], shared: set[int]
+) -> None:
     """Drop changed values of which the state of what holds them has a copy."""
 
-    def is_copied(parent: str, key: Any, value: Any) -> bool:
+    def is_copied(parent: str, key: Any) -> bool:
+        value = found.slots[parent, key].value
         if parent not in covers or type(value) in ATOMS or id(value) in shared:
             return False
         return covers[parent].has_copy(key, value)
 
-    values = {
-        parent: {key: part for key, part in members.items() if not is_copied(parent, key, part)}
-        for parent, members in changes.values["changed"].items()
-    }
-    changes.values["changed"] = {parent: members for parent, members in values.items() if members}
+    for parent in changes.values["changed"].keys() & covers.keys():
+        members = changes.values["changed"].pop(parent)
+        left = {key: part for key, part in members.items() if not is_copied(parent, key)}
+        changes.values["changed"] |= {parent: left} if left else {}
     for slots in (changes.large, changes.others):
-        slots[:] = [slot for slot in slots if not is_copied(slot.parent, slot.key, slot.value)]
+        for slot in [slot for slot in slots if is_copied(slot.parent, slot.key)]:
+            slots.remove(slot)
+            del changes.missing[slot.path]
 
 
 def _state_of(path: str, part: Stateful) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from helios.run_state.bits import bit_sum
 from helios.run_state.classes import class_marks
 from helios.run_state.found import Found, Slot
 from helios.run_state.generators import state_of_generator
+from helios.run_state.look import look_at
 from helios.run_state.scene import Scene
-from helios.run_state.values import Identities, take_digest
+from helios.run_state.values import Identities
 
 
 @final
@@ -87,7 +88,7 @@ class StepWatch:
         return marks, moved
 
     def _mark_of(self, value: Any, scene: Scene) -> bytes:
-        return take_digest(value, scene, self._identities, is_plain=False).mark
+        return look_at(value, scene, self._identities).mark
 
 
 def _object_of(slot: Slot, found: Found) -> str | None:

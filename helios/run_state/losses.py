@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
+from helios.run_state.changes import Changes
 from helios.run_state.found import Slot
-from helios.run_state.values import LIMIT
 
 
 @final
@@ -16,35 +16,39 @@ class Losses:
     """What a resumed run will not have.
 
     Attributes:
-        others: places that hold what cannot be saved.
-        large: places beyond the limit of plain values.
+        changes: of plain values.
+        limit: bytes of plain values that a checkpoint holds.
         misfits: objects that came, went or changed their structure, with what differs.
         lost: other places, with the reason.
     """
 
-    others: list[Slot]
-    large: list[Slot]
-    misfits: dict[str, str]
-    lost: dict[str, str]
+    changes: Changes
+    limit: int
+    misfits: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
 
     def without(self, known: Collection[str]) -> Losses:
         """Return what was not named before."""
-        return Losses(
-            [slot for slot in self.others if slot.path not in known],
-            [slot for slot in self.large if slot.path not in known],
-            {path: text for path, text in self.misfits.items() if path not in known},
-            {path: text for path, text in self.lost.items() if path not in known},
+        changes = self.changes
+        new = Changes(
+            changes.values,
+            {path: text for path, text in changes.missing.items() if path not in known},
+            [slot for slot in changes.large if slot.path not in known],
+            [path for path in changes.costly if path not in known],
+            [slot for slot in changes.others if slot.path not in known],
         )
+        misfits = {path: text for path, text in self.misfits.items() if path not in known}
+        lost = {path: text for path, text in self.lost.items() if path not in known}
+        return Losses(new, self.limit, misfits, lost)
 
     def __bool__(self) -> bool:
         """Return whether there is anything."""
-        return bool(self.others or self.large or self.misfits or self.lost)
+        return bool(self.changes.missing or self.misfits or self.lost)
 
     def reasons(self) -> dict[str, str]:
         """Return the reason for each place."""
         return {
-            **{slot.path: f"{_kind(slot)}, which cannot be saved" for slot in self.others},
-            **{slot.path: f"{_kind(slot)}, beyond the limit" for slot in self.large},
+            **self.changes.missing,
             **{
                 path: f"came, went or changed its structure after setup() {text}".rstrip()
                 for path, text in self.misfits.items()
@@ -61,22 +65,31 @@ class Losses:
         return " ".join(self._texts(name))
 
     def _texts(self, name: str) -> Iterator[str]:
-        if self.others:
-            names = ", ".join(f'"{slot.path}"' for slot in self.others)
-            is_iterator = any(isinstance(slot.value, Iterator) for slot in self.others)
-            reason = " (an iterator: nothing tells how far it has come)" if is_iterator else ""
+        changes = self.changes
+        if changes.others:
+            names = ", ".join(f'"{slot.path}"' for slot in changes.others)
+            reasons = "; ".join(
+                dict.fromkeys(changes.missing[slot.path] for slot in changes.others)
+            )
             yield (
-                f"Training changed {_listed(self.others)}, which cannot be saved as plain values"
-                f"{reason}: a resumed run finds there what setup() makes. Give such an object "
-                "state_dict() and load_state_dict() and make it an attribute of the "
+                f"Training changed {_listed(changes.others)}, which cannot be saved as plain "
+                f"values ({reasons}): a resumed run finds there what setup() makes. Give such an "
+                "object state_dict() and load_state_dict() and make it an attribute of the "
                 f"{name}, or declare that it need not be saved: unsaved = ({names},)."
             )
-        if self.large:
+        if changes.large:
             yield (
-                f"Training changed {_listed(self.large)}, but plain values are saved up to "
-                f"{LIMIT >> 20} MiB in all only: a resumed run finds there what setup() makes. "
-                "Register large tensors as buffers of a module, or write an object with "
-                "state_dict() and load_state_dict()."
+                f"Training changed {_listed(changes.large)}, but plain values are saved up to "
+                f"{self.limit / 2**20:g} MiB in all only: a resumed run finds there what setup() "
+                "makes. Register large tensors as buffers of a module, write an object with "
+                "state_dict() and load_state_dict(), or raise "
+                "CheckpointStore(max_plain_bytes=...)."
+            )
+        if changes.costly:
+            reasons = ", ".join(f"{path} ({changes.missing[path]})" for path in changes.costly)
+            yield (
+                f"Whether training changed these is not known: {reasons}. A resumed run finds "
+                "there what setup() makes. Save less often, or give such an object state_dict()."
             )
         if self.misfits:
             names = ", ".join(
@@ -92,9 +105,5 @@ class Losses:
             yield f"Training changed what no checkpoint holds: {names}."
 
 
-def _kind(slot: Slot) -> str:
-    return type(slot.value).__name__
-
-
 def _listed(slots: Iterable[Slot]) -> str:
-    return ", ".join(f"{slot.path} ({_kind(slot)})" for slot in slots)
+    return ", ".join(f"{slot.path} ({type(slot.value).__name__})" for slot in slots)

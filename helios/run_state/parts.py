@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
 
+from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
 from helios.protocols import Stateful
 from helios.run_state.found import Found
-from helios.run_state.values import storage_of
+from helios.run_state.values import Storages
 from helios.run_state.walk import unwrap
 
 Shape: TypeAlias = dict[str, object]
@@ -229,8 +230,8 @@ def _members(path: str, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     ]
 
 
-def storages_of(found: Found, parameters: Parameters) -> dict[int, str]:
-    """Return the names of all parameters, buffers and loose tensors, by address of the storage."""
+def storages_of(found: Found, parameters: Parameters) -> Storages:
+    """Return all parameters, buffers and loose tensors, by name."""
     named = {
         f"{path}.{name}": tensor
         for path, table in (*parameters.of_modules.items(), ("", parameters.loose))
@@ -241,9 +242,7 @@ def storages_of(found: Found, parameters: Parameters) -> dict[int, str]:
         for name, part in module.named_modules():
             place = f"{path}.{bare.of(name)}"
             named |= {f"{place}.{key}": buffer for key, buffer in _saved_buffers(part)}
-    storages = {storage_of(tensor): name for name, tensor in reversed(named.items())}
-    storages.pop(0, None)
-    return storages
+    return Storages(named)
 
 
 def flags_of(found: Found, parameters: Parameters) -> dict[str, dict[str, list[str]]]:

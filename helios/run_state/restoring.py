@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
-from helios.run_state.changes import restore_values
+from helios.run_state.changes import PlainValues
 from helios.run_state.found import Container
 from helios.run_state.generators import kind_of_generator, load_generator, make_generator
 from helios.run_state.names import KeyedByObjects
@@ -39,6 +39,7 @@ class Restoring:
 
     Args:
         look: returns what the owner holds now.
+        values: know the types of the values that setup made.
         exclude: attributes of the owner that never count.
         unsaved: what is declared as not to be saved.
         name: how messages call the owner.
@@ -47,11 +48,13 @@ class Restoring:
     def __init__(
         self,
         look: Callable[[], Scene],
+        values: PlainValues,
         exclude: frozenset[str],
         unsaved: frozenset[str],
         name: str,
     ) -> None:
         self._look = look
+        self._values = values
         self._exclude = exclude
         self._unsaved = unsaved
         self._name = name
@@ -89,9 +92,10 @@ class Restoring:
         """Put back values, generators, and which object a place names."""
         containers = _containers_of(scene)
         scene.found.containers = containers
-        restore_values(
+        self._values.restore(
             state["values"],
             scene.found,
+            scene,
             lambda parent, key: self._may_set(parent, key, scene),
         )
         for path, saved in state.get("generators", {}).items():
@@ -135,6 +139,7 @@ class Restoring:
         missing, left_over = sorted(present - saved), sorted(saved - present)
         if state.get("is_partial"):
             missing = []
+        left_over += self._find_lost_targets(scene, state)
         if missing or left_over:
             raise StateError(
                 f"The saved state is not that of this {self._name}. Without saved state: "
@@ -142,6 +147,12 @@ class Restoring:
                 f"{', '.join(left_over) or 'nothing'}. Create all networks, optimizers and "
                 "schedulers in setup(), under the names that they had when the state was saved."
             )
+
+    def _find_lost_targets(self, scene: Scene, state: dict[str, Any]) -> list[str]:
+        """Return the objects that places named and that are not there."""
+        tables = state.get("aliases", {}).get("set", {}).values()
+        names = {name for members in tables for name in members.values()}
+        return sorted(name for name in self._declared(names) if scene.find(name) is None)
 
     def _declared(self, paths: set[str]) -> set[str]:
         """Return the paths that are not declared as unsaved, by themselves or by a parent."""

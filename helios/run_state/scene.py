@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, final
 
-from torch import Tensor
-
 from helios.core.wrappers import BareNames
 from helios.run_state.found import Rules
 from helios.run_state.parts import Parameters, parameters_of, storages_of
-from helios.run_state.values import storage_of
+from helios.run_state.values import Storages
 from helios.run_state.walk import walk_all
 
 
@@ -38,7 +36,8 @@ class Scene:
         return parameters_of(self.found)
 
     @cached_property
-    def _storages(self) -> dict[int, str]:
+    def storages(self) -> Storages:
+        """The tensors that are saved on their own account."""
         return storages_of(self.found, self.parameters)
 
     @cached_property
@@ -67,7 +66,3 @@ class Scene:
         """Return the object, of this owner or of another one, that has a name."""
         found = self.names.find(name)
         return found if found is not None else self._rules.outside().get(name)
-
-    def name_of_storage(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter or buffer whose storage a tensor shares."""
-        return self._storages.get(storage_of(tensor))

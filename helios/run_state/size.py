@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 # What an optimizer keeps that cannot be tried out: two tensors for each parameter, as Adam does.
@@ -28,11 +29,32 @@ def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
         optimizers: those that have made a step, and those that have not.
     """
     held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in held}
+    dense = [part for tensor in held for part in _parts_of(tensor)]
+    storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
     sizes = [size for size in storages.values() if size]
     for optimizer in optimizers:
         sizes += _sizes_of_state(optimizer)
     return sizes
+
+
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors whose storages hold this one's values.
+
+    A lazy parameter has none before its first step, and a sparse tensor those of its parts.
+    """
+    if is_lazy(tensor):
+        return []
+    if tensor.layout is torch.strided:
+        return [tensor]
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        # Also of one that is not coalesced.
+        return [tensor._indices(), tensor._values()]  # noqa: SLF001 - PyTorch has no public way
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
 def _address(tensor: Tensor) -> tuple[str, int]:
@@ -45,7 +67,7 @@ def _sizes_of_state(optimizer: Optimizer) -> list[int]:
         state = _try_step(optimizer)
     if state is None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return [p.nbytes for p in parameters for _ in range(_USUAL_COPIES)]
+        return [p.nbytes for p in parameters if not is_lazy(p) for _ in range(_USUAL_COPIES)]
     return [tensor.nbytes for part in state.values() for tensor in _tensors_in(part)]
 
 

@@ -1,37 +1,36 @@
-"""Which values a checkpoint can hold, and digests that tell whether training has changed one.
-
-A digest is taken of pickle's bytes, in which whatever is saved elsewhere is only named: networks,
-optimizers and their parameters may train without changing what refers to them. What cannot be
-pickled counts by identity.
-"""
+"""Which values a checkpoint can hold, what they consist of, and what is only referred to."""
 
 from __future__ import annotations
 
-import copyreg
+import dataclasses
 import datetime
+import inspect
 import io
-import pickle
 import weakref
+from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
-from hashlib import blake2b
+from functools import cache, cached_property, reduce
 from itertools import chain, count
+from operator import or_
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol, final
+from types import MemberDescriptorType
+from typing import Any, NamedTuple, Protocol, cast, final
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-LIMIT = 1 << 20
-"""Bytes of plain values that a checkpoint holds; more belongs into a module or an own object."""
+from helios.core.memory import address_of, is_foreign, root_of, storage_of
+from helios.core.named import NamedFields
+
+LIMIT = 64 << 20
+"""Bytes of plain values that a checkpoint holds by default."""
 
 ATOMS: frozenset[type] = frozenset(
     (
@@ -44,19 +43,93 @@ ATOMS: frozenset[type] = frozenset(
 )
 """Types of values without members; exact types, since a subclass may carry attributes."""
 
-_MEMBERS_OF: dict[type, Callable[[Any], Iterable[Any]]] = {
+MEMBERS_OF: dict[type, Callable[[Any], Iterable[Any]]] = {
     **dict.fromkeys((list, tuple, deque, set, frozenset), iter),
     **dict.fromkeys((dict, defaultdict, Counter, OrderedDict), lambda v: chain(*v.items())),
     np.ndarray: lambda v: v.reshape(-1).tolist() if v.dtype == object else (),
+    NamedFields: lambda v: v.fields.values(),
 }
-_HASHED = (set, frozenset)
-_IMMUTABLE = (tuple, frozenset)
-_FACTORIES = (
+SCALARS: frozenset[type] = frozenset({*np.sctypeDict.values()} - {np.object_})
+FACTORIES = (
     *(None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset),
     *(OrderedDict, Counter, deque),
 )
-# Code never changes; what data sets and loaders go through is the data's own state.
-_OPAQUE = (type, FunctionType, ModuleType, Dataset, DataLoader)
+
+
+class Target(NamedTuple):
+    """Where something lies in memory that is saved elsewhere.
+
+    Attributes:
+        name: the name of the parameter, buffer or tensor that is saved.
+        offset: bytes from its first element.
+    """
+
+    name: str
+    offset: int
+
+
+@final
+class Storages:
+    """The parameters, buffers and other tensors that are saved on their own account.
+
+    Args:
+        named: all of them, by name; the first one names a storage that several share.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        self._named = named
+
+    @cached_property
+    def _by_address(self) -> dict[int, str]:
+        names = {storage_of(self._named[name]): name for name in reversed([*self._named])}
+        names.pop(0, None)
+        return names
+
+    @cached_property
+    def _on_host(self) -> list[int]:
+        named = self._named
+        return sorted(a for a, name in self._by_address.items() if named[name].device.type == "cpu")
+
+    @cached_property
+    def _has_foreign(self) -> bool:
+        return any(is_foreign(self._named[name]) for name in self._by_address.values())
+
+    @cached_property
+    def _by_identity(self) -> dict[int, str]:
+        return {id(self._named[name]): name for name in reversed([*self._named])}
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of a tensor that is one of them, not just shares its storage."""
+        return self._by_identity.get(id(tensor))
+
+    def tensor(self, name: str) -> Tensor | None:
+        """Return the tensor of a name; ``None`` if there is none."""
+        return self._named.get(name)
+
+    def find(self, part: Tensor | np.ndarray[Any, Any]) -> Target | None:
+        """Return where a tensor or array lies; ``None`` if it shares no memory with any of them."""
+        if isinstance(part, Tensor):
+            name = self._by_address.get(storage_of(part))
+            if name is None:
+                return None
+            return Target(name, part.data_ptr() - self._named[name].data_ptr())
+        if not self._named or not part.size or not self._may_share(part):
+            return None
+        address = address_of(part)
+        number = bisect_right(self._on_host, address) - 1
+        if number < 0:
+            return None
+        begin = self._on_host[number]
+        name = self._by_address[begin]
+        tensor = self._named[name]
+        if address >= begin + tensor.untyped_storage().nbytes():
+            return None
+        return Target(name, address - tensor.data_ptr())
+
+    def _may_share(self, array: np.ndarray[Any, Any]) -> bool:
+        # Memory is NumPy's own, unless torch lent it to NumPy or borrowed it from an array.
+        is_own = array.base is None or isinstance(root_of(array), np.ndarray | bytes)
+        return self._has_foreign or not is_own
 
 
 class Surroundings(Protocol):
@@ -66,82 +139,80 @@ class Surroundings(Protocol):
         """Return the name under which an object is saved elsewhere."""
         ...
 
-    def name_of_storage(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter or buffer whose storage a tensor shares."""
+    @property
+    def storages(self) -> Storages:
+        """The tensors that are saved elsewhere."""
         ...
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 where it has none (sparse, lazy, empty)."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, ValueError):
-        return 0
-
-
-def _has_plain_bytes(tensor: Tensor) -> bool:
-    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
-    return type(tensor) is Tensor and is_dense and tensor.device.type != "meta"
-
-
-def _is_single(value: Any) -> bool:
+def is_single(value: Any) -> bool:
     """Return whether a value without members, of a type with variants, is plain."""
-    if type(value) in (datetime.datetime, datetime.time):
-        return type(value.tzinfo) in ATOMS
-    return isinstance(value, Enum | np.generic)
+    return type(value) in (datetime.datetime, datetime.time) and type(value.tzinfo) in ATOMS
 
 
-def plain_parts(value: Any, surroundings: Surroundings) -> set[int] | None:
-    """Return the addresses of the mutable parts of a plain value; ``None`` if it is not plain.
+def flags_in(member: Flag) -> list[str] | None:
+    """Return the names of the flags that are set; ``None`` if they do not say all of it."""
+    kind = type(member)
+    names = [part.name for part in kind if part.value and part in member]
+    again = reduce(or_, (kind[name] for name in names if name), kind(0))
+    return [str(name) for name in names] if again == member else None
 
-    Two values that have a part in common are aliases of each other.
+
+def fields_of(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of a dataclass whose instances hold nothing else; ``None`` for others.
+
+    A dataclass that is also something else, as a dict or a tensor, keeps more than its fields; and
+    a field that the class itself looks after cannot be set without running code.
     """
-    parts: set[int] = set()
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        part = waiting.pop()
-        kind = type(part)
-        if kind in ATOMS or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, Tensor):
-            if not _is_plain_tensor(part, surroundings):
+    return _fields_of(cast("Hashable", kind))
+
+
+@cache
+def _fields_of(kind: type) -> tuple[str, ...] | None:
+    if not dataclasses.is_dataclass(kind) or issubclass(kind, Enum):
+        return None
+    try:
+        object.__new__(kind)
+    except TypeError:
+        return None
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    for base in kind.__mro__:
+        for name, guard in vars(base).items():
+            is_slot = isinstance(guard, MemberDescriptorType)
+            if is_slot != (name in names) and inspect.isdatadescriptor(guard):
                 return None
-            parts.add(storage_of(part) or id(part))
-        elif kind in _MEMBERS_OF:
-            if not _is_plain_container(part):
-                return None
-            waiting += () if _is_flat(part) else _MEMBERS_OF[kind](part)
-            if kind not in _IMMUTABLE:
-                parts.add(id(part))
-        elif not _is_single(part):
-            return None
-    return parts
+    return names
 
 
-def _is_plain_tensor(tensor: Tensor, surroundings: Surroundings) -> bool:
-    # A parameter would come back as a tensor: it is saved on its own account, or not at all.
-    if not tensor.is_leaf or not _has_plain_bytes(tensor):
-        return False
-    return surroundings.name_of_storage(tensor) is None
+def contents_of(record: Any, names: Iterable[str]) -> dict[str, Any] | None:
+    """Return the fields of a dataclass' instance; ``None`` if it lacks one, or holds more."""
+    try:
+        contents = {name: object.__getattribute__(record, name) for name in names}
+    except AttributeError:
+        return None
+    try:
+        attributes = vars(record)
+    except TypeError:
+        return contents
+    return contents if attributes.keys() <= contents.keys() else None
 
 
-def _is_plain_container(value: Any) -> bool:
-    # A tensor in a set is found again by identity only, which no checkpoint keeps.
-    if type(value) in _HASHED:
-        return not any(isinstance(member, Tensor) for member in value)
-    if type(value) is np.ndarray:
-        return value.dtype == object or not value.dtype.hasobject
-    return type(value) is not defaultdict or value.default_factory in _FACTORIES
+def members_of(part: Any) -> Iterable[Any]:
+    """Return what a part of a plain value consists of."""
+    kind = type(part)
+    if kind in MEMBERS_OF:
+        return () if is_flat(part) else MEMBERS_OF[kind](part)
+    names = None if kind in ATOMS else fields_of(kind)
+    return () if names is None else [object.__getattribute__(part, name) for name in names]
 
 
-def _is_flat(value: Any) -> bool:
-    return ATOMS.issuperset(map(type, _MEMBERS_OF[type(value)](value)))
+def is_flat(value: Any) -> bool:
+    """Return whether a container holds nothing but atoms."""
+    return ATOMS.issuperset(map(type, MEMBERS_OF[type(value)](value)))
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a plain value in a fixed order, each once."""
+def parts_in(value: Any) -> Iterator[Any]:
+    """Yield the parts of a plain value in a fixed order, each once, without those of flat ones."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -149,24 +220,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if type(part) in ATOMS or id(part) in seen:
             continue
         seen.add(id(part))
-        if isinstance(part, Tensor):
-            yield part
-        elif type(part) in _MEMBERS_OF and not _is_flat(part):
-            waiting += reversed(list(_MEMBERS_OF[type(part)](part)))
+        yield part
+        waiting += reversed(list(members_of(part)))
 
 
-class Digest(NamedTuple):
-    """What is remembered of a value.
-
-    Attributes:
-        is_plain: whether it was a plain value.
-        mark: hash of its types and bytes.
-        size: its size in bytes, about.
-    """
-
-    is_plain: bool
-    mark: bytes
-    size: int
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a plain value in a fixed order, each once."""
+    return (part for part in parts_in(value) if isinstance(part, Tensor))
 
 
 @final
@@ -199,95 +259,3 @@ def _refer_to(value: object) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
-
-
-class _Reference:
-    """Stands in a digest for an object that is only named there."""
-
-
-class _Sink:
-    """A file that keeps the hash and the size of what is written to it."""
-
-    def __init__(self) -> None:
-        self.hash = blake2b(digest_size=16)
-        self.size = 0
-
-    def write(self, data: bytes | pickle.PickleBuffer) -> int:
-        # Large arrays come as they lie in memory, which may be in columns.
-        flat = data.raw() if isinstance(data, pickle.PickleBuffer) else memoryview(data)
-        self.hash.update(flat)
-        self.size += flat.nbytes
-        return flat.nbytes
-
-
-class _Pickler(pickle.Pickler):
-    """Writes what a digest is taken of. Nothing ever reads it back."""
-
-    def __init__(
-        self, sink: _Sink, surroundings: Surroundings, identities: Identities, *, has_memo: bool
-    ) -> None:
-        super().__init__(sink, protocol=5)
-        # Without pickle's memo, equal values have equal bytes whatever parts of them are shared.
-        self.fast = not has_memo
-        self._sink = sink
-        self._surroundings = surroundings
-        self._identities = identities
-
-    def reducer_override(self, value: Any) -> Any:
-        if value is _Reference:
-            return NotImplemented
-        if (name := self._surroundings.name_of(value)) is not None:
-            return _Reference, ("saved as", name)
-        if isinstance(value, Tensor):
-            return _Reference, self._describe(value)
-        return self._reduce(value) or (_Reference, ("number", self._identities.number(value)))
-
-    def _reduce(self, value: Any) -> tuple[Any, ...] | None:
-        """Return how an object would be pickled; ``None`` if it cannot be."""
-        if isinstance(value, _OPAQUE):
-            return None
-        try:
-            reducer = copyreg.dispatch_table.get(type(value))
-            reduced = value.__reduce_ex__(5) if reducer is None else reducer(value)
-        except Exception:  # user code: an object that refuses counts by identity
-            return None
-        return reduced if isinstance(reduced, tuple) else None
-
-    def _describe(self, tensor: Tensor) -> tuple[Any, ...]:
-        head: tuple[Any, ...] = (str(tensor.dtype), tuple(tensor.shape))
-        if (name := self._surroundings.name_of_storage(tensor)) is not None:
-            return "shares", name, tensor.storage_offset(), tensor.stride(), *head
-        head = (*head, tensor.device.type, tensor.requires_grad, tensor.is_leaf)
-        if not _has_plain_bytes(tensor) or tensor.nbytes > LIMIT:
-            # Too large to be saved anyway: its version tells of a change without reading it.
-            self._sink.size += LIMIT + 1
-            version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
-            return "tensor", self._identities.number(tensor), version, *head
-        return "bytes", _bytes_of(tensor), *head
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
-
-
-def take_digest(
-    value: Any, surroundings: Surroundings, identities: Identities, *, is_plain: bool
-) -> Digest:
-    """Digest a value: types, order and bytes count; what is saved elsewhere counts by its name.
-
-    Args:
-        value: the value.
-        surroundings: what is saved elsewhere.
-        identities: numbers for what cannot be pickled.
-        is_plain: whether :func:`plain_parts` found it plain.
-    """
-    # Objects often refer to themselves in a circle, which takes a memo; plain values hardly ever.
-    for has_memo in (False, True) if is_plain else (True,):
-        sink = _Sink()
-        try:
-            _Pickler(sink, surroundings, identities, has_memo=has_memo).dump(value)
-        except Exception:  # user code, or a value that is nested too deeply
-            continue
-        return Digest(is_plain, sink.hash.digest(), sink.size)
-    return Digest(is_plain=False, mark=b"%d" % identities.number(value), size=0)

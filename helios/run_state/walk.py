@@ -68,7 +68,6 @@ def walk_all(
     walker = _walk(owner, rules)
     names = Names(walker.found.objects, walker.name_outside)
     walker.enter_objects(names, settled or {})
-    walker.name_parameters(names)
     return walker.found, names
 
 
@@ -281,14 +280,6 @@ class _Walker:
                     if item[0] not in known or known[item[0]] is not item[1]
                 ]
             self.enter(parent, members)
-
-    def name_parameters(self, names: Names) -> None:
-        """Take places that name a parameter of a network, or a part of one, for aliases."""
-        for where, slot in list(self.found.slots.items()):
-            name = names.of(slot.value) if isinstance(slot.value, nn.Parameter) else None
-            if name is not None:
-                del self.found.slots[where]
-                self.found.aliases[where] = name
 
 
 class _ByName(dict[int, str]):

@@ -20,6 +20,8 @@ from helios.startup.arguments import Arguments
 from helios.state import Phase
 
 _NOTHING = "nothing"
+_FREE = ("num_workers", "fingerprint")
+"""What of the data may differ between processes."""
 
 
 def describe_start(
@@ -62,14 +64,14 @@ def describe_setup(hooks: Bus, sources: Mapping[Phase, list[Source]]) -> dict[st
 
     Args:
         hooks: says who hears the events that ask, whose answers are agreed on.
-        sources: the data of each phase. The number of loader workers may differ.
+        sources: the data of each phase.
     """
     asked = [name for name, event in EVENTS.items() if event.verb is Verb.ASK]
     table = {f"what answers {name}": ", ".join(hooks.hearers(name)) or _NOTHING for name in asked}
     for phase, found in sources.items():
         for index, source in enumerate(found):
             description = {
-                name: value for name, value in source.description.items() if name != "num_workers"
+                name: value for name, value in source.description.items() if name not in _FREE
             }
             table[f"the {phase.value} data, loader {index}"] = repr(description)
     return table

@@ -29,6 +29,7 @@ from helios.state import TrainingUnit
 _LOGGER = logging.getLogger(__name__)
 
 CHANGEABLE = (
+    "dataset",
     "length",
     "batch_size",
     "shuffle",

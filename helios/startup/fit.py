@@ -109,9 +109,7 @@ class FitRun(Run):
         loaded = self._start.loaded
         if loaded is None or loaded.sidecar is None or not loaded.sidecar.finished:
             return False
-        stored = loaded.record.options
-        is_other_unit = stored.get("train_unit") != self.arguments.unit.name.lower()
-        if is_other_unit or resume.is_extended(self.arguments, stored):
+        if not resume.is_still_finished(self.arguments, loaded.record, loaded.sidecar.finished):
             return False
         resume.report_finished(self._name, loaded, loaded.sidecar.finished)
         return True
@@ -190,6 +188,7 @@ class FitRun(Run):
             promise=promise,
             engine=self.engine,
             options=resume.identity(self.arguments, source.description, self.engine)
+            | {"fingerprint": source.description.get("fingerprint")}
             | resume.limits(self.arguments),
         )
         self._settings.callback(recorder.close)
@@ -215,9 +214,8 @@ class FitRun(Run):
             )
         if self.arguments.can_save and not source.can_resume:
             raise ArgumentError(
-                "The training loader can neither seek nor be saved (an IterableDataset, or a "
-                "loader not made by create_dataloader), so a checkpoint could not resume exactly. "
-                "Give it state_dict/load_state_dict, use a map-style data set, or leave out "
+                f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
+                f"saved, so a checkpoint could not resume exactly. {source.remedy} Or leave out "
                 "chkpt_frequency."
             )
         return source
@@ -229,14 +227,20 @@ class FitRun(Run):
         cursor = find_cursor(record, source.description, session.replicas)
         if resume.is_extended(self.arguments, record.options):
             cursor.go_on()
+        identity = resume.identity(self.arguments, source.description, self.engine)
         self._start.changes += resume.reconcile(
             record.options,
-            resume.identity(self.arguments, source.description, self.engine),
+            identity,
             tuple(self.arguments.allow_changes),
             state=state,
             cursor=cursor,
         )
+        self._start.changes += resume.note_fingerprint(source.description, record.options)
+        if record.options.get("length") == identity["length"]:
+            session.saved_length = record.data.get("length")
+            session.allows_other_length = "length" in self.arguments.allow_changes
         self._start.changes += resume.note_limits(self.arguments, record.options)
+        self._start.is_shortened = resume.is_shortened(self.arguments, record.options)
         banner.warn_of_other_machine(record.machine, self.engine)
         self._start.changes += self._note_missing(record)
         payload = record.to_payload()

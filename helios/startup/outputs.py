@@ -125,6 +125,7 @@ class FitRecorder:
         if start.folder is not None:
             self._saver = Saver(start.folder, pins=engine.device.type == "cuda")
             self._saver.newest = self._newest
+            model.discovery.values.limit = start.folder.options.max_plain_bytes
 
     @property
     def name(self) -> str:
@@ -145,7 +146,7 @@ class FitRecorder:
         saver.prepare(sizes)
         warn_if_too_large(
             folder.path,
-            num_bytes=sum(sizes),
+            num_bytes=sum(sizes) + discovery.values.num_bytes,
             num_saves=count_saves(self._arguments.schedule, state),
             options=folder.options,
         )
@@ -260,7 +261,7 @@ class FitRecorder:
 
         def conclude() -> None:
             saver.finish()
-            if reason is None or saver.newest is None:
+            if reason is None or saver.newest is None or self._is_past_its_end(saver.newest):
                 return
             try:
                 folder.mark_finished(saver.newest, reason)
@@ -273,6 +274,14 @@ class FitRecorder:
                 )
 
         on_first(self._replicas, conclude)
+
+    def _is_past_its_end(self, newest: Path) -> bool:
+        """Whether nothing was trained, since a longer run has come further than this one goes.
+
+        The checkpoint is that run's, and says nothing of its end.
+        """
+        loaded = self._start.loaded
+        return self._start.is_shortened and loaded is not None and loaded.path == newest
 
     def close(self) -> None:
         """Let no save be in flight any more, whatever has happened."""

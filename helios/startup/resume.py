@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import layout, loading
+from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.core.lock import FolderLock
 from helios.engines.engine import Engine
@@ -24,6 +25,7 @@ from helios.errors import (
     DamagedCheckpointError,
     RunMismatchError,
 )
+from helios.schedule import find_limit, is_limit
 from helios.startup.arguments import Arguments
 from helios.startup.folder import SHARING, open_folder
 from helios.startup.processes import Stored
@@ -32,7 +34,23 @@ from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 
-_RESTARTING = ("length", "shuffle", "seed", "sampler", "random_seed", "is_distributed")
+_RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "random_seed", "is_distributed")
+
+
+_UNCOUNTED = ("length", None)
+"""What is stored of a loader whose samples nobody has counted."""
+
+_OF_DATA = (
+    "dataset",
+    "length",
+    "batch_size",
+    "shuffle",
+    "drop_last",
+    "seed",
+    "sampler",
+    "limit_batches",
+    "is_distributed",
+)
 
 
 @dataclass
@@ -45,6 +63,7 @@ class Start:
         origin: the path of ``resume=<path>`` that the run goes back to, if any.
         is_branch: whether this is the first start from that path.
         changes: what was allowed to differ, in all starts of the run.
+        is_shortened: whether this run is to be shorter than the one that wrote the checkpoint.
         lock: keeps a second run out of the folder while the call goes on; rank 0 holds it.
     """
 
@@ -53,6 +72,7 @@ class Start:
     origin: str | None = None
     is_branch: bool = False
     changes: list[str] = field(default_factory=list)
+    is_shortened: bool = False
     lock: FolderLock | None = None
 
     def forget_payload(self) -> None:
@@ -246,9 +266,7 @@ def identity(
     arguments: Arguments, description: Mapping[str, Any], engine: Engine
 ) -> dict[str, Any]:
     """Return what defines a run, in the names of ``allow_changes``."""
-    names = ("length", "batch_size", "shuffle", "drop_last", "seed", "sampler", "limit_batches")
-    data = {name: description.get(name) for name in (*names, "is_distributed")}
-    return data | {
+    return {name: description.get(name) for name in _OF_DATA} | {
         "random_seed": arguments.seed,
         "train_unit": arguments.unit.name.lower(),
         "accumulation_steps": arguments.accumulation_steps,
@@ -266,12 +284,40 @@ def limits(arguments: Arguments) -> dict[str, float | None]:
 
 def is_extended(arguments: Arguments, stored: Mapping[str, Any]) -> bool:
     """Whether this run is meant to be longer than the one that wrote the checkpoint."""
+    return any(now > before for now, before in _pair_limits(arguments, stored))
+
+
+def is_shortened(arguments: Arguments, stored: Mapping[str, Any]) -> bool:
+    """Whether this run is meant to be shorter than the one that wrote the checkpoint."""
+    return any(now < before for now, before in _pair_limits(arguments, stored))
+
+
+def _pair_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[tuple[float, float]]:
+    pairs = [(now, stored.get(name)) for name, now in limits(arguments).items()]
     infinite = float("inf")
+    return [
+        (infinite if now is None else now, infinite if before is None else before)
+        for now, before in pairs
+    ]
 
-    def is_raised(now: float | None, before: float | None) -> bool:
-        return (infinite if now is None else now) > (infinite if before is None else before)
 
-    return any(is_raised(now, stored.get(name)) for name, now in limits(arguments).items())
+def is_still_finished(arguments: Arguments, record: Record, reason: str) -> bool:
+    """Whether a run that was marked as finished has nothing left to train under these options.
+
+    Args:
+        arguments: the options of the trainer.
+        record: the content of the marked checkpoint.
+        reason: why the run came to its end there.
+    """
+    stored = record.options
+    if stored.get("train_unit") != arguments.unit.name.lower():
+        return False
+    cursor = Cursor(**record.cursor)
+    if is_limit(reason) and not cursor.stop_reason:
+        # The mark may have been made under a smaller total than that of the checkpoint.
+        state = TrainingState(**record.training_state)
+        return bool(find_limit(arguments.schedule, state, cursor))
+    return not is_extended(arguments, stored)
 
 
 def note_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[str]:
@@ -284,6 +330,23 @@ def note_limits(arguments: Arguments, stored: Mapping[str, Any]) -> list[str]:
     for text in changes:
         _LOGGER.info("Changed since the checkpoint: %s.", text)
     return changes
+
+
+def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Warn of a data set that says of itself that it is another one; returns that as text.
+
+    It is the user's own mark of the data, so what a difference means is the user's to judge.
+    """
+    before, now = stored.get("fingerprint"), description.get("fingerprint")
+    if before is None or before == now:
+        return []
+    text = f"fingerprint: {before!r} -> {now!r}"
+    _LOGGER.warning(
+        "The training data set is not the one of the checkpoint, as its fingerprint says (%s). The "
+        "run goes on with it; its bits are those of other data from here on.",
+        text,
+    )
+    return [text]
 
 
 def report_finished(name: str, loaded: Loaded, reason: str) -> None:
@@ -309,8 +372,8 @@ def reconcile(
 ) -> list[str]:
     """Compare what defines the run then and now; returns the changes, ``name: old -> new``.
 
-    An allowed change of length, shuffle, seed or sampler begins the epoch under way anew; with
-    another batch size it goes on at the stored sample.
+    An allowed change of data set, length, shuffle, seed or sampler begins the epoch under way anew;
+    with another batch size it goes on at the stored sample.
 
     Raises:
         RunMismatchError: for a change that was not allowed.
@@ -318,7 +381,7 @@ def reconcile(
     changed = {
         name: f"{name}: {stored[name]!r} -> {value!r}"
         for name, value in present.items()
-        if name in stored and stored[name] != value
+        if name in stored and stored[name] != value and (name, stored[name]) != _UNCOUNTED
     }
     refused = [name for name in changed if name not in allowed]
     if refused:

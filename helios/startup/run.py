@@ -310,6 +310,7 @@ class Run(ABC):
         move_networks(self.model, self.engine.device)
         watch.end()
         check_processor(self.model, is_inference=is_inference)
+        self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
         if is_inference:
             self.owners = find_owners(self.plugins, self.model, self.datamodule, engine=self.engine)

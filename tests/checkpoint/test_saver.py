@@ -298,6 +298,8 @@ def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
     assert gate.has_come.wait(30)
     main = threading.main_thread().ident
     assert main is not None
+    # A shell starts what runs in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for act in (saver.finish, saver.close):
         interrupter = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
         opener = threading.Timer(0.3, gate.is_open.set if act == saver.close else str)
@@ -307,6 +309,7 @@ def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
             act()
         interrupter.join()
         opener.join()
+    signal.signal(signal.SIGINT, before)
     assert path.exists()
     assert not [thread for thread in threading.enumerate() if thread.name == "helios-checkpoint"]
 

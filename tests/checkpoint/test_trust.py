@@ -334,10 +334,6 @@ def test_a_record_that_promises_gigabytes_takes_none(
     with little_memory():
         if not changes:
             assert loading.load(path, maps=maps).payload["model"]["weight"].sum() == 64
-        elif maps and "numel" in dict(changes) and dict(changes).get("size") != 1 << 36:
-            # What is mapped ends with the file, whatever is said of it.
-            weight = loading.load(path, maps=True).payload["model"]["weight"]
-            assert weight.untyped_storage().nbytes() < path.stat().st_size
         else:
             with pytest.raises((CheckpointError, MemoryError), match="run_epoch_1_iter_1"):
                 loading.load(path, maps=maps)

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,3 +236,27 @@ def test_a_graph_is_drawn_without_moving_the_random_numbers(
     [path] = tmp_path.iterdir()
     events = event_file_loader.LegacyEventFileLoader(str(path)).Load()
     assert any(b"weight" in event.graph_def for event in events)
+
+
+class _Warning(torch.nn.Linear):
+    """Warns as PyTorch does when it traces: 2.13 of what is deprecated, 2.15 of the future."""
+
+    def __init__(self, text: str, category: type[Warning]) -> None:
+        super().__init__(2, 2)
+        self.text, self.category = text, category
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        warnings.warn(self.text, self.category, stacklevel=2)
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning])
+def test_a_graph_is_drawn_without_a_warning_that_its_author_cannot_heed(
+    writer: TensorboardWriter, tmp_path: Path, category: type[Warning]
+) -> None:
+    writer.setup(tmp_path)
+    network = _Warning("`torch.jit.trace` is deprecated. Please switch.", category)
+    writer.add_graph(network, torch.ones(1, 2))
+    with pytest.warns(category, match="its own"):
+        writer.add_graph(_Warning("of its own", category), torch.ones(1, 2))
+    writer.close()

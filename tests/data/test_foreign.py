@@ -58,6 +58,29 @@ class SizedRewinding(Rewinding):
         return 6
 
 
+class StatefulStream(Stream):
+    """Numbers with a position, as Hugging Face's streams have: a state is one of its epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = self.pass_epoch = 0
+        self.loaded: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        self.pass_epoch = self.epoch
+        is_same = self.loaded.get("epoch") == self.epoch
+        self.position = self.loaded["position"] if is_same else 0
+        while self.position < 7:
+            self.position += 1
+            yield 10 * self.epoch + self.position - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.pass_epoch, "position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.loaded = state_dict
+
+
 def open_foreign(loader: Any, sampler: Any = None) -> Source:
     return open_source(loader, sampler, run_seed=4, purpose=FETCH)
 
@@ -139,6 +162,57 @@ def test_a_loader_with_state_goes_on_from_every_batch(kind: type[Rewinding]) -> 
                     assert run(resumed, epoch, batch) == full[6 * epoch + batch :]
 
 
+@pytest.mark.parametrize("size", [2, 7, None])
+def test_a_stream_with_state_goes_on_from_every_batch(size: int | None) -> None:
+    def make() -> Source:
+        return open_foreign(*create_dataloader(StatefulStream(), batch_size=size))
+
+    def numbers(batches: list[Any]) -> list[int]:
+        return [int(number) for batch in batches for number in torch.as_tensor(batch).reshape(-1)]
+
+    per_epoch = 7 if size is None else -(-7 // size)
+    source = make()
+    assert (source.can_resume, source.level, source.claimant) == (True, "restart", "StatefulStream")
+    whole = [walk(source, epoch) for epoch in range(3)]
+    assert numbers(whole[2]) == list(range(20, 27))
+    for epoch in range(2):
+        for batch in range(per_epoch + 1):
+            source = make()
+            for earlier in range(epoch):
+                walk(source, earlier)
+            batches = source.batches(epoch)
+            found = [next(batches) for _ in range(batch)]
+            states = [source.state_dict()]
+            batches.close()
+            states.append(source.state_dict())
+            for state in states[: 1 if batch == per_epoch else 2]:
+                resumed = make()
+                resumed.load_state_dict(state)
+                rest = walk(resumed, epoch, batch=batch)
+                assert numbers([*found, *rest]) == numbers(whole[epoch])
+                assert numbers(walk(resumed, epoch + 1)) == numbers(whole[epoch + 1])
+
+
+def test_a_stream_with_state_behind_workers_cannot_resume() -> None:
+    source = open_foreign(*create_dataloader(StatefulStream(), batch_size=2, num_workers=1))
+    assert (source.can_resume, source.level, source.state_dict()) == (False, "none", {})
+    assert source.claimant is None
+    assert "num_workers=0" in source.remedy
+    assert "torchdata.stateful_dataloader.StatefulDataLoader" in source.remedy
+    source.close()
+
+
+def test_what_cannot_resume_says_what_would() -> None:
+    assert open_foreign(Rewinding()).remedy == ""
+    listed = open_foreign([torch.zeros(1)])
+    assert listed.remedy == "Give list state_dict and load_state_dict."
+    stream = open_foreign(DataLoader(Stream()))
+    assert "Give the Stream state_dict and load_state_dict and set num_workers=0" in stream.remedy
+    plain = open_foreign(DataLoader(Indices(4), batch_size=2))
+    assert "self._create_dataset(dataset, DataLoaderParams(batch_size=2" in plain.remedy
+    assert "collate_fn=loader.collate_fn" in plain.remedy
+
+
 def test_a_loop_that_stops_at_the_last_batch_lets_the_loader_run_out() -> None:
     for kind in (Rewinding, SizedRewinding):
         loader = kind()
@@ -213,6 +287,8 @@ def test_the_description_says_what_can_be_seen() -> None:
     assert open_foreign(DataLoader(Indices(3))).description == {
         "loader": "DataLoader",
         "dataset": "Indices",
+        "fingerprint": None,
+        "length": 3,
         "num_workers": 0,
     }
 

@@ -281,6 +281,7 @@ def test_the_description_names_what_defines_the_data() -> None:
         "seed": 4,
         "sampler": "ResumableRandomSampler",
         "dataset": "Indices",
+        "fingerprint": None,
         "num_workers": 0,
     }
     listed = open_with(Indices(4), batch_sampler=[[0, 1], [2, 3]]).description

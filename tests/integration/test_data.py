@@ -6,6 +6,7 @@ where checkpoints are asked for (issue, "Data"; DESIGN R1, R2).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 import helios
-from helios.core import rng
+from helios.core import codec, rng
 from helios.data.samplers import ResumableSampler
 from helios.errors import ArgumentError
 from helios.plugins import Plugin
@@ -103,11 +112,44 @@ def test_a_stream_trains_without_checkpoints() -> None:
 
 def test_a_stream_with_checkpoints_is_refused(tmp_path: Path) -> None:
     message = (
-        r"neither seek nor be saved .*IterableDataset.* state_dict/load_state_dict.* leave out"
+        r"neither seek nor be saved.* Give the Stream state_dict and load_state_dict and set "
+        r"num_workers=0, .* leave out chkpt_frequency"
     )
-    with pytest.raises(ArgumentError, match=message + " chkpt_frequency"):
+    with pytest.raises(ArgumentError, match=message):
         fit(Data(Stream(), batch_size=4), tmp_path)
     assert not list(tmp_path.rglob("*.pth"))
+
+
+class StatefulStream(Stream):
+    """The same with a position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        data = IndexData(10)
+        while self.position < 10:
+            self.position += 1
+            yield data[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.position = state_dict["position"]
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_a_stream_with_state_resumes_from_every_step(unit: str, tmp_path: Path) -> None:
+    options = {"train_unit": unit, "total_steps": 8 if unit == "iteration" else 4}
+    whole = check_resumes(lambda: Data(StatefulStream(), batch_size=4), tmp_path, **options)
+    assert ids_of(whole)[:6] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
+
+
+def test_a_stream_with_state_behind_workers_names_the_loader_that_resumes(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"torchdata\.stateful_dataloader\.StatefulDataLoader"):
+        fit(Data(StatefulStream(), batch_size=4, num_workers=1), tmp_path)
 
 
 def _plain_loader() -> DataLoader[Any]:
@@ -134,7 +176,7 @@ def test_a_loader_of_the_users_own_trains_without_checkpoints() -> None:
 
 
 def test_a_loader_of_the_users_own_with_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a loader not made by create_dataloader"):
+    with pytest.raises(ArgumentError, match=r"collate_fn=loader\.collate_fn"):
         fit(Data(None, _plain_loader()), tmp_path)
     assert not list(tmp_path.rglob("*.pth"))
 
@@ -390,3 +432,91 @@ def test_a_run_leaves_numpys_legacy_generator_alone(capsys: pytest.CaptureFixtur
     assert np.array_equal(before[1], after[1])
     assert before[2:] == after[2:]
     assert "global generator" not in capsys.readouterr().err
+
+
+class Wrapped(Sampler[int]):
+    """A sampler around a stock one."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+class PythonShuffle(ResumableSampler):
+    """Shuffles by a generator of its own."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(4)
+        self.length = length
+        self.shuffler = random.Random(7)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.length))
+        self.shuffler.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def _stock_batches() -> Any:
+    return BatchSampler(RandomSampler(range(22), generator=_own_generator()), 4, drop_last=False)
+
+
+def _weighted_batches() -> Any:
+    weights = [1.0 + index % 3 for index in range(22)]
+    sampler = WeightedRandomSampler(weights, 22, generator=_own_generator())
+    return BatchSampler(sampler, 4, drop_last=False)
+
+
+def _drawn_with_replacement() -> Any:
+    sampler = RandomSampler(range(22), replacement=True, generator=_own_generator())
+    return BatchSampler(Wrapped(sampler), 4, drop_last=False)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("make", [_stock_batches, _weighted_batches, _drawn_with_replacement])
+def test_a_stock_sampler_with_a_generator_of_its_own_resumes_exactly(
+    make: Callable[[], Any], num_workers: int, tmp_path: Path
+) -> None:
+    def data() -> Data:
+        return Data(IndexData(), batch_sampler=make(), num_workers=num_workers)
+
+    whole = check_resumes(data, tmp_path, total_steps=14, chkpt_frequency=3 if num_workers else 1)
+    first, second = ids_of(whole)[:6], ids_of(whole)[6:12]
+    assert first != second
+
+
+def test_a_sampler_with_a_generator_of_its_own_resumes_exactly(tmp_path: Path) -> None:
+    whole = check_resumes(
+        lambda: Data(IndexData(), sampler=PythonShuffle(22), batch_size=4), tmp_path, total_steps=14
+    )
+    assert ids_of(whole)[:6] != ids_of(whole)[6:12]
+
+
+def test_a_checkpoint_without_the_generators_state_says_that_the_order_is_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier versions saved none."""
+    fit(Data(IndexData(), batch_sampler=_stock_batches()), tmp_path, total_steps=3)
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    payload = codec.read(newest)
+    payload["data"]["state"] = {}
+    with newest.open("wb") as handle:
+        codec.write(handle, codec.encode(payload, where=""))
+    newest.with_suffix(".json").unlink()
+    capsys.readouterr()
+    model = fit(Data(IndexData(), batch_sampler=_stock_batches()), tmp_path, total_steps=8)
+    assert sorted(model.records) == [4, 5, 6, 7, 8]
+    shown = capsys.readouterr().err
+    assert shown.count("no state of the generator that BatchSampler draws from") == 1

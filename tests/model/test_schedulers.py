@@ -164,6 +164,8 @@ def test_a_scheduler_of_the_users_own_may_take_a_metric() -> None:
     assert follower.scores[-1] == 0.25
 
 
+# PyTorch 2.6 warns of what its own SequentialLR does at a milestone.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_schedulers_inside_of_another_one_are_left_to_it() -> None:
     """DESIGN section 6: as attributes of their own they would move twice."""
     optimizer = make_optimizer()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import helios
+from helios.core import codec
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
 from helios.loops.evaluation import ValidationLoop
 from helios.plugins import Plugin
@@ -937,3 +938,62 @@ def test_arguments_are_checked(make: Callable[[], Any], text: str) -> None:
 def test_a_network_is_chosen_by_name() -> None:
     with pytest.raises(ArgumentTypeError, match=r"EMA\(network=...\) must be the name of an"):
         EMA(network=nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def _wrapped(wrapping: str) -> type[Quiet]:
+    class Wrapped(Quiet):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            if wrapping == "whole":
+                self.net = nn.DataParallel(self.net)
+            elif wrapping == "part":
+                self.net[0] = nn.DataParallel(self.net[0])
+            elif wrapping == "both":
+                self.net = torch.compile(nn.DataParallel(self.net), backend="eager")
+
+    return Wrapped
+
+
+def _use_old_names(path: Path) -> None:
+    """Store averages as earlier versions did: without ``torch.compile``'s names only."""
+    payload = codec.read(path)
+    averages = payload["plugins"]["ema"]["averages"]
+    averages["net"] = {f"module.{name}": part for name, part in averages["net"].items()}
+    with path.open("wb") as handle:
+        codec.write(handle, codec.encode(payload, where=""))
+    path.with_suffix(".json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_old"),
+    [
+        ("whole", "none", False),
+        ("part", "none", False),
+        ("both", "none", False),
+        ("none", "whole", False),
+        ("whole", "both", False),
+        ("whole", "none", True),
+        ("whole", "whole", True),
+        ("whole", "both", True),
+    ],
+)
+def test_an_average_goes_on_with_and_without_data_parallelism(
+    first: str, second: str, is_old: bool, tmp_path: Path
+) -> None:
+    setting = Setting(total_steps=4, valid_frequency=None, unfreezes=False)
+    longer = dataclasses.replace(setting, total_steps=7)
+    plain, net = _wrapped("none")(longer), _wrapped(second)(longer)
+    whole, ema = EMA(0.5), EMA(0.5)
+    make_trainer(longer, whole).fit(plain, IndexModule(longer))
+    where: dict[str, Any] = {"root": tmp_path}
+    make_trainer(setting, EMA(0.5), **where).fit(_wrapped(first)(setting), IndexModule(setting))
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    if is_old:
+        _use_old_names(newest)
+    tested = _wrapped(second)(setting)
+    make_trainer(setting, EMA(0.5), **where).test(tested, IndexModule(setting))
+    assert "testing" in tested.seen_weights
+    make_trainer(longer, ema, **where).fit(net, IndexModule(longer))
+    assert digest(ema.averaged_state_dict(net)) == digest(whole.averaged_state_dict(plain))
+    assert ema.state_dict()["averages"]["net"].keys() == dict(plain.net.named_parameters()).keys()

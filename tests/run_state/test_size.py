@@ -70,3 +70,18 @@ def test_networks_count_with_buffers_and_each_storage_once() -> None:
     second.weight = first.weight
     assert storage_sizes([first, second], []) == [36]
     assert sum(storage_sizes([nn.BatchNorm1d(4)], [])) == 4 * 16 + 8
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_what_has_no_storage_is_counted_by_what_it_holds() -> None:
+    """Lazy parameters have no shape before the first step; sparse tensors are made of others."""
+    lazy = nn.LazyLinear(3)
+    optimizers = [torch.optim.Adam(lazy.parameters()), Own(lazy.parameters())]
+    assert storage_sizes([lazy], optimizers) == []
+    sparse = nn.Module()
+    graph = torch.eye(3).to_sparse()
+    sparse.register_buffer("graph", graph)
+    assert storage_sizes([sparse], []) == [2 * 3 * 8, 3 * 4]
+    sparse.register_buffer("graph", graph.to_sparse_csr())
+    columns = sparse.graph.col_indices().untyped_storage().nbytes()
+    assert storage_sizes([sparse], []) == [4 * 8, columns, 3 * 4]

@@ -17,10 +17,12 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from helios.core import codec
-from helios.run_state.values import LIMIT, Identities, plain_parts, take_digest, tensors_in
+from helios.run_state.look import look_at
+from helios.run_state.marks import Look
+from helios.run_state.values import Identities, Storages, tensors_in
 
 
 class Colour(Enum):
@@ -47,8 +49,7 @@ class Nothing:
     def name_of(self, value: object) -> str | None:
         return None
 
-    def name_of_storage(self, tensor: Tensor) -> str | None:
-        return None
+    storages = Storages({})
 
 
 _NOWHERE = Nothing()
@@ -70,15 +71,17 @@ _PLAIN = [
 ]
 
 
+def _look(value: Any, surroundings: Any = _NOWHERE) -> Look:
+    return look_at(value, surroundings, _IDENTITIES)
+
+
 def _digest(value: Any, surroundings: Any = _NOWHERE) -> tuple[bool, bytes]:
-    is_plain = plain_parts(value, surroundings) is not None
-    digest = take_digest(value, surroundings, _IDENTITIES, is_plain=is_plain)
-    return digest.is_plain, digest.mark
+    return _look(value, surroundings).digest[:2]
 
 
 @pytest.mark.parametrize("value", _PLAIN, ids=lambda value: type(value).__name__)
 def test_a_plain_value_is_one_that_a_checkpoint_takes_and_gives_back(value: Any) -> None:
-    assert plain_parts(value, _NOWHERE) is not None
+    assert _look(value).is_plain
     again = codec.decode(codec.encode(value, where="value"))
     assert _digest(again) == _digest(value)
 
@@ -102,11 +105,11 @@ def test_a_plain_value_is_one_that_a_checkpoint_takes_and_gives_back(value: Any)
     ids=lambda value: type(value).__name__,
 )
 def test_what_a_checkpoint_could_not_give_back_is_not_plain(value: Any) -> None:
-    assert plain_parts(value, _NOWHERE) is None
+    assert not _look(value).is_plain
 
 
 def test_an_enum_member_of_a_type_declared_safe_comes_back_equal() -> None:
-    assert plain_parts(Colour.RED, _NOWHERE) is not None
+    assert _look(Colour.RED).is_plain
     code = codec.encode(Colour.RED, where="value", safe_types=[Colour])
     assert codec.decode(code, safe_types=[Colour]) is Colour.RED
 
@@ -220,15 +223,6 @@ def test_no_number_is_given_to_two_objects_even_at_one_address() -> None:
     assert alive() is None
 
 
-def test_a_large_tensor_is_known_by_its_version_and_never_read() -> None:
-    tensor = torch.zeros(LIMIT // 4 + 1)
-    before = take_digest(tensor, _NOWHERE, _IDENTITIES, is_plain=True)
-    assert before.size > LIMIT
-    assert _digest(tensor) == before[:2]
-    tensor[0] = 1
-    assert _digest(tensor) != before[:2]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -243,42 +237,42 @@ def test_a_large_tensor_is_known_by_its_version_and_never_read() -> None:
 )
 def test_a_large_value_is_read_to_its_end(make: Any) -> None:
     value = make()
-    digest = take_digest(value, _NOWHERE, _IDENTITIES, is_plain=True)
+    digest = _look(value).digest
     assert digest.is_plain
     assert 1_000_000 < digest.size < 3_000_000
     again = make()
-    assert take_digest(again, _NOWHERE, _IDENTITIES, is_plain=True) == digest
+    assert _look(again).digest == digest
     if isinstance(again, np.ndarray):
         again = again.copy()
         again.flat[-1] = 1
     else:
         again = again[:-1] + type(again)({str: "y", bytes: b"y", list: [0]}[type(again)])
-    assert take_digest(again, _NOWHERE, _IDENTITIES, is_plain=True) != digest
+    assert _look(again).digest != digest
 
 
-def test_a_structure_too_deep_for_pickle_counts_by_identity() -> None:
+def test_a_value_that_is_nested_too_deeply_for_a_file_is_not_plain() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    digest = take_digest(deep, _NOWHERE, _IDENTITIES, is_plain=True)
-    assert digest == take_digest(deep, _NOWHERE, _IDENTITIES, is_plain=True)
-    assert not digest.is_plain
-    while deep:  # taken apart by hand, since the interpreter would recurse
+    before = _look(deep)
+    assert before.obstacle == "it is nested more than 100 levels deep"
+    assert _digest(deep) == before.digest[:2]
+    innermost = deep
+    while innermost:
+        innermost = innermost[0]
+    innermost.append(1)
+    assert _digest(deep) != before.digest[:2]
+    while isinstance(deep, list):  # taken apart by hand, since the interpreter would recurse
         deep = deep[0]
 
 
 def test_aliases_have_parts_in_common_and_equal_values_do_not() -> None:
     shared = [1]
-    one, other = plain_parts({"a": shared}, _NOWHERE), plain_parts((shared,), _NOWHERE)
-    equal = plain_parts([1], _NOWHERE)
-    assert one is not None
-    assert other is not None
-    assert equal is not None
+    one, other = _look({"a": shared}).parts, _look((shared,)).parts
     assert one & other
-    assert not one & equal
+    assert not one & _look([1]).parts
     base = torch.zeros(4)
-    views = plain_parts(base[1:], _NOWHERE), plain_parts((base[:2],), _NOWHERE)
-    assert views[0] == views[1]
+    assert _look(base[1:]).parts == _look((base[:2],)).parts
 
 
 def test_tensors_of_a_value_come_in_a_fixed_order_each_once() -> None:

@@ -68,7 +68,7 @@ class KillAtFileOperation:
         return wrapped
 
 
-def run_in_child(work: Callable[[], Outcome], result: Path) -> int:
+def run_in_child(work: Callable[[], Any], result: Path) -> int:
     """Run work in a forked child; returns its exit code, the outcome lies in ``result``."""
 
     def target() -> None:

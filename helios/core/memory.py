@@ -1,0 +1,172 @@
+"""Where arrays and tensors lie in memory, and which of them share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Extent: TypeAlias = tuple[int, int]
+
+_ALIGNMENT = 16
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 where it has none (sparse, lazy, empty)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):
+        return 0
+
+
+def has_plain_bytes(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor lie in a storage, one after the other."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_dense and tensor.device.type != "meta" and not tensor.is_nested
+
+
+def root_of(array: Array) -> Any:
+    """Return the array that owns the memory of a view, or what lent its memory to NumPy."""
+    base: Any = array
+    while isinstance(base, np.ndarray) and base.base is not None:
+        base = base.base
+    return base
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor may be an array's: torch cannot resize such memory."""
+    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+
+
+def address_of(array: Array) -> int:
+    """Return where the first element of an array lies."""
+    return int(array.__array_interface__["data"][0])
+
+
+def extent_of(part: Array | Tensor) -> Extent:
+    """Return the first address of an array, or of a tensor's storage, and the one after its end."""
+    if isinstance(part, Tensor):
+        begin = storage_of(part)
+        return begin, begin + (part.untyped_storage().nbytes() if begin else 0)
+    begin = end = address_of(part)
+    if part.size == 0:
+        return begin, begin
+    for length, stride in zip(part.shape, part.strides, strict=True):
+        if stride < 0:
+            begin += (length - 1) * stride
+        else:
+            end += (length - 1) * stride
+    return begin, end + part.itemsize
+
+
+def overlapping(extents: Sequence[Extent]) -> list[list[int]]:
+    """Return which extents share memory, directly or through others, as groups of numbers.
+
+    Example:
+        >>> overlapping([(0, 4), (8, 9), (2, 6), (6, 7)])
+        [[0, 2], [3], [1]]
+    """
+    groups: list[list[int]] = []
+    reached = -1
+    for number in sorted(range(len(extents)), key=extents.__getitem__):
+        begin, end = extents[number]
+        if groups and begin < reached:
+            groups[-1].append(number)
+        elif begin < end:
+            groups.append([number])
+        reached = max(reached, end)
+    return groups
+
+
+class _Lent:
+    """Lets NumPy see memory as it lies there, writable, and keeps its owners alive."""
+
+    def __init__(self, extent: Extent, owners: Sequence[Array | Tensor]) -> None:
+        begin, end = extent
+        self.owners = owners
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (end - begin,),
+            "typestr": "|u1",
+            "data": (begin, False),
+        }
+
+
+def bytes_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
+    """Return the memory of an extent as a tensor of bytes, which shares it.
+
+    Args:
+        extent: addresses on the host.
+        owners: arrays and tensors that the memory is of.
+    """
+    return torch.from_numpy(np.asarray(_Lent(extent, owners)))
+
+
+def array_on(  # the geometry of a NumPy view
+    memory: Any, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int], offset: int
+) -> Array:
+    """Return the array that looks at some memory.
+
+    Raises:
+        ValueError: if it would reach beyond the memory.
+    """
+    array: Array = np.ndarray(tuple(shape), dtype, memory, offset, tuple(strides))
+    return array
+
+
+def copied_together(parts: Sequence[Array | Tensor]) -> tuple[Tensor, list[Any]]:
+    """Return copies of arrays and tensors on the host that lie in each other's memory as before.
+
+    Args:
+        parts: arrays without objects, and dense tensors.
+
+    Returns:
+        The memory of the copies, as bytes; and the copies, in the same order.
+    """
+    extents = [extent_of(part) for part in parts]
+    begin, end = min(extents)[0], max(end for _, end in extents)
+    # Elements must lie on the boundaries that they lay on, and a storage holds whole ones.
+    shift = begin % _ALIGNMENT
+    size = -(-(shift + end - begin) // _ALIGNMENT) * _ALIGNMENT
+    block = torch.zeros(size, dtype=torch.uint8)
+    block[shift : shift + end - begin] = bytes_in((begin, end), parts)
+    copies: list[Any] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            offset = (part.data_ptr() - begin + shift) // part.element_size()
+            geometry = part.shape, part.stride(), offset
+            twin = tensor_on(block.untyped_storage(), part.dtype, *geometry)
+            copies.append(twin.requires_grad_(part.requires_grad))
+        else:
+            offset = address_of(part) - begin + shift
+            array = array_on(block.numpy(), part.dtype, part.shape, part.strides, offset)
+            array.flags.writeable = part.flags.writeable
+            copies.append(array)
+    return block, copies
+
+
+def tensor_on(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+) -> Tensor:
+    """Return the tensor that looks at some storage.
+
+    Args:
+        storage: the storage.
+        dtype: type of the elements.
+        shape: lengths.
+        strides: in elements.
+        offset: in elements.
+
+    Raises:
+        RuntimeError: if it would reach beyond the storage.
+    """
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, tuple(shape), tuple(strides))

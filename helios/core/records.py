@@ -1,0 +1,97 @@
+"""What a file says of the sizes of its tensors, compared with the records that hold them.
+
+Older versions of PyTorch believe the number of elements that the pickle of a file names. A number
+that is too high then shows memory that is not the file's, or fills all there is.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import zipfile
+from typing import IO, Any
+
+_LITERALS = {"BINUNICODE", "GLOBAL", "BININT", "BININT1", "BININT2", "LONG1"}
+_GETS = {"BINGET", "LONG_BINGET"}
+_PUTS = {"BINPUT", "LONG_BINPUT"}
+# Types without a storage class of their own are written as untyped storages.
+_ELEMENT_BYTES = {
+    "torch.storage UntypedStorage": 1,
+    **dict.fromkeys(("torch ComplexDoubleStorage",), 16),
+    **dict.fromkeys(("torch DoubleStorage", "torch LongStorage", "torch ComplexFloatStorage"), 8),
+    **dict.fromkeys(("torch FloatStorage", "torch IntStorage", "torch QInt32Storage"), 4),
+    **dict.fromkeys(("torch HalfStorage", "torch BFloat16Storage", "torch ShortStorage"), 2),
+    **dict.fromkeys(("torch ByteStorage", "torch CharStorage", "torch BoolStorage"), 1),
+    **dict.fromkeys(("torch QInt8Storage", "torch QUInt8Storage"), 1),
+    **dict.fromkeys(("torch QUInt4x2Storage", "torch QUInt2x4Storage"), 1),
+}
+
+
+def check_sizes(handle: IO[bytes]) -> None:
+    """Compare the sizes that the pickle of a container names with those of its records.
+
+    Nothing is built: the pickle is only read, operation by operation.
+
+    Raises:
+        ValueError: if a record has another size than is said of it, or the file refers to records
+            in another way than torch writes it.
+        zipfile.BadZipFile: if it is no container.
+    """
+    with zipfile.ZipFile(handle) as container:
+        root = container.namelist()[0].split("/")[0]
+        records = _find_records(container)
+        for key, num_bytes in _find_promises(_read(container, f"{root}/data.pkl")):
+            record = records.get(f"{root}/data/{key}".casefold())
+            found = 0 if record is None else record.file_size
+            if found != num_bytes:
+                raise ValueError(f"the record {key} has {found} bytes, and {num_bytes} are said")
+
+
+def _find_records(container: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    # torch looks for names without regard to case: of two, it may take the other one.
+    records = {record.filename.casefold(): record for record in container.infolist()}
+    if len(records) < len(container.infolist()):
+        raise ValueError("several of its records have the same name")
+    return records
+
+
+def _read(container: zipfile.ZipFile, name: str) -> bytes:
+    record = container.getinfo(name)
+    if not record.CRC:
+        # torch.serialization.set_crc32_options(False) leaves the sums at zero: nothing to compare.
+        del record.CRC
+    with container.open(record) as handle:
+        return handle.read()
+
+
+def _find_promises(data: bytes) -> list[tuple[str, int]]:
+    """Return key and bytes of each record, as often as the pickle refers to it.
+
+    torch writes a reference as a tuple of five literals, which may come out of the memo; what is
+    put together in any other way is not followed, and refused.
+    """
+    found = []
+    memo: dict[Any, Any] = {}
+    top: Any = None
+    members: list[Any] | None = None
+    for operation, argument, _ in pickletools.genops(data):
+        name = operation.name
+        if name in _PUTS:
+            memo[argument] = top
+        elif name in _LITERALS or name in _GETS:
+            top = argument if name in _LITERALS else memo.get(argument)
+            if members is not None:
+                members.append(top)
+        elif name == "BINPERSID":
+            found.append(_promise(top))
+            top = members = None
+        else:
+            top = tuple(members) if name == "TUPLE" and members is not None else None
+            members = [] if name == "MARK" else None
+    return found
+
+
+def _promise(reference: Any) -> tuple[str, int]:
+    match reference:
+        case ("storage", str(kind), str(key), str(), int(count)) if kind in _ELEMENT_BYTES:
+            return key, count * _ELEMENT_BYTES[kind]
+    raise ValueError("it refers to a record in a way that torch does not write")

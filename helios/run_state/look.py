@@ -1,0 +1,342 @@
+"""One look at a value: whether it is plain, what it refers to, and a mark that tells of changes.
+
+What is saved elsewhere is only named in the mark: networks, optimizers and their parameters may
+train without changing what refers to them. What cannot be pickled counts by identity.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum, Flag
+from itertools import chain
+from types import FunctionType, ModuleType
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from helios.core.memory import has_plain_bytes
+from helios.core.named import type_name
+from helios.run_state.bits import array_sum
+from helios.run_state.marks import (
+    AGAIN,
+    DEQUE,
+    FIELDS,
+    KINDS,
+    LIST,
+    MEMBER,
+    NAMED,
+    NUMBER,
+    OBJECT,
+    OBJECTS,
+    TENSOR,
+    TUPLE,
+    Look,
+    Marks,
+)
+from helios.run_state.values import (
+    ATOMS,
+    FACTORIES,
+    SCALARS,
+    Identities,
+    Surroundings,
+    contents_of,
+    fields_of,
+    flags_in,
+    is_single,
+)
+
+MAX_DEPTH = 100
+"""How deeply plain values may be nested: what reads and writes files recurses."""
+
+_WITH_TUPLES = ATOMS | {tuple}
+# Code never changes; what data sets and loaders go through is the data's own state.
+_OPAQUE = (type, FunctionType, ModuleType, Dataset, DataLoader)
+# Only these can be filled after something refers to them, so that they may contain themselves.
+_OPEN_KINDS = (list, dict, OrderedDict)
+
+
+def look_at(value: Any, surroundings: Surroundings, identities: Identities) -> Look:
+    """Look through a value: types, order, bytes and what is shared count.
+
+    Args:
+        value: the value.
+        surroundings: what is saved elsewhere.
+        identities: numbers for what cannot be pickled.
+    """
+    walk = _Walk(surroundings, identities)
+    try:
+        walk.enter(value)
+        look = walk.finish()
+    except Exception as error:  # user code, called while an object is taken apart
+        look = Look(obstacle=f"it cannot be looked through ({type(error).__name__})")
+        look.mark = b"%d" % identities.number(value)
+    return look
+
+
+@final
+class _Walk:
+    def __init__(self, surroundings: Surroundings, identities: Identities) -> None:
+        self._surroundings = surroundings
+        self._identities = identities
+        self._marks = Marks(surroundings.storages)
+        self._look = self._marks.look
+        self._tokens = self._marks.tokens
+        self._seen = self._marks.seen
+        self._way: list[tuple[Any, Iterator[Any]]] = []
+        # What was made on the way must live as long as its address is remembered.
+        self._made: list[Any] = []
+        self._handlers: dict[type, Callable[[Any], Iterable[Any] | None]] = {
+            tuple: self._enter_tuple,
+            list: self._enter_list,
+            dict: self._enter_dict,
+            OrderedDict: self._enter_dict,
+            Counter: self._enter_dict,
+            defaultdict: self._enter_defaultdict,
+            deque: self._enter_deque,
+            set: self._enter_set,
+            frozenset: self._enter_set,
+            np.ndarray: self._enter_array,
+            Tensor: self._enter_tensor,
+            **dict.fromkeys(SCALARS, self._enter_scalar),
+        }
+
+    def enter(self, value: Any) -> None:
+        """Go through a value, depth first."""
+        tokens, way = self._tokens, self._way
+        way.append((None, iter((value,))))
+        while way:
+            for part in way[-1][1]:
+                kind = type(part)
+                if kind in ATOMS:
+                    tokens.append(part)
+                    continue
+                members = self._handlers.get(kind, self._enter_other)(part)
+                if members is not None:
+                    way.append((part, iter(members)))
+                    break
+            else:
+                way.pop()
+            self._marks.flush()
+            if len(way) > MAX_DEPTH:
+                self._refuse(f"it is nested more than {MAX_DEPTH} levels deep")
+
+    def finish(self) -> Look:
+        """Return what was found."""
+        return self._marks.finish()
+
+    def _refuse(self, obstacle: str) -> None:
+        self._look.obstacle = self._look.obstacle or obstacle
+
+    def _is_again(self, part: Any, *, is_mutable: bool = True) -> bool:
+        """Note a part that may be shared; return whether it was seen before."""
+        number = self._seen.get(id(part))
+        if number is not None:
+            self._tokens += (AGAIN, number)
+            self._check_circle(part)
+            return True
+        self._seen[id(part)] = len(self._seen)
+        if is_mutable:
+            self._look.parts.add(id(part))
+        return False
+
+    def _check_circle(self, part: Any) -> None:
+        kinds = [type(open_part) for open_part, _ in self._way]
+        begin = next((n for n, (open_part, _) in enumerate(self._way) if open_part is part), None)
+        if begin is not None and not all(
+            kind in _OPEN_KINDS or fields_of(kind) is not None for kind in kinds[begin:]
+        ):
+            self._refuse("it contains itself")
+
+    def _enter_tuple(self, part: tuple[Any, ...]) -> Iterable[Any] | None:
+        if ATOMS.issuperset(map(type, part)):
+            self._marks.add_whole(part)
+            return None
+        self._tokens += (TUPLE, len(part))
+        return part
+
+    def _enter_list(self, part: list[Any]) -> Iterable[Any] | None:
+        if self._is_again(part):
+            return None
+        if _is_flat((part,)):
+            self._marks.add_whole(part)
+            return None
+        self._tokens += (LIST, len(part))
+        return part
+
+    def _enter_dict(self, part: dict[Any, Any]) -> Iterable[Any] | None:
+        if self._is_again(part):
+            return None
+        attributes = vars(part) if type(part) is OrderedDict else None
+        self._tokens += (KINDS[type(part)], len(part))
+        if attributes:
+            return (*chain.from_iterable(part.items()), attributes)
+        if _is_flat((part, part.values())):
+            self._marks.add_whole(dict(part))
+            return None
+        return chain.from_iterable(part.items())
+
+    def _enter_defaultdict(self, part: defaultdict[Any, Any]) -> Iterable[Any] | None:
+        factory = part.default_factory
+        if factory in FACTORIES:
+            self._tokens.append(str(factory))
+            return self._enter_dict(part)
+        self._refuse("the factory of its defaultdict has no name that loading may call")
+        return None if self._is_again(part) else (factory, *chain.from_iterable(part.items()))
+
+    def _enter_deque(self, part: deque[Any]) -> Iterable[Any] | None:
+        if self._is_again(part):
+            return None
+        self._tokens += (DEQUE, len(part), part.maxlen)
+        if not _is_flat((part,)):
+            return part
+        self._marks.add_whole(list(part))
+        return None
+
+    def _enter_set(self, part: set[Any] | frozenset[Any]) -> Iterable[Any] | None:
+        if type(part) is set and self._is_again(part):
+            return None
+        self._tokens += (KINDS[type(part)], len(part))
+        if _is_flat((part,)):
+            self._marks.add_whole(list(part))
+            return None
+        if any(isinstance(member, Tensor) for member in part):
+            # It is found again by identity only, which no checkpoint keeps.
+            self._refuse("it holds a tensor in a set")
+        return part
+
+    def _enter_array(self, part: np.ndarray[Any, Any]) -> Iterable[Any] | None:
+        if self._is_again(part, is_mutable=False):
+            return None
+        if part.dtype == object:
+            self._look.parts.add(id(part))
+            self._tokens += (OBJECTS, part.shape)
+            members: list[Any] = part.reshape(-1).tolist()
+            self._made.append(members)
+            return members
+        if part.dtype.hasobject:
+            return self._reduce(part)
+        self._marks.add_array(part)
+        return None
+
+    def _enter_scalar(self, part: np.generic) -> None:
+        if part.dtype.hasobject:
+            self._refuse("it holds an object in a NumPy scalar")
+        self._marks.add_scalar(part)
+
+    def _enter_tensor(self, part: Tensor) -> Iterable[Any] | None:
+        if self._is_again(part, is_mutable=False) or self._marks.add_saved(part):
+            return None
+        self._tokens += (TENSOR, str(part.dtype), tuple(part.shape), part.device.type)
+        self._tokens += (part.requires_grad, part.is_leaf)
+        if not has_plain_bytes(part):
+            self._refuse(f"it holds a tensor without a storage of its own ({part.layout})")
+            return self._enter_odd_tensor(part)
+        if not part.is_leaf:
+            self._refuse("it holds a tensor that is the result of a computation with gradients")
+        elif type(part) is not Tensor:
+            # A parameter would come back as a tensor: it is saved on its own account, or not.
+            self._refuse(f"it holds a {type(part).__name__} that no saved object holds")
+        self._marks.add_elements(part)
+        return None
+
+    def _enter_odd_tensor(self, part: Tensor) -> Iterable[Any] | None:
+        if part.layout is torch.sparse_coo:
+            parts = [part.detach()._indices(), part.detach()._values()]  # noqa: SLF001
+            self._made += parts
+            return parts
+        version = 0 if part.is_inference() else part._version  # noqa: SLF001
+        self._tokens += (NUMBER, self._identities.number(part), version)
+        return None
+
+    def _enter_other(self, part: Any) -> Iterable[Any] | None:
+        if isinstance(part, Enum):
+            self._add_member(part)
+            return None
+        if is_single(part):
+            self._tokens.append(part)
+            return None
+        name = self._surroundings.name_of(part)
+        if name is not None:
+            self._refuse(f"it refers to {name}")
+            self._tokens += (NAMED, name)
+            return None
+        if isinstance(part, Tensor):
+            return self._enter_tensor(part)
+        if isinstance(part, _OPAQUE):
+            self._add_opaque(part)
+            return None
+        if isinstance(part, np.memmap):
+            self._add_memmap(part)
+            return None
+        names = fields_of(type(part))
+        return self._reduce(part) if names is None else self._enter_fields(part, names)
+
+    def _add_member(self, part: Enum) -> None:
+        kind = type(part)
+        names = flags_in(part) if isinstance(part, Flag) else [part.name]
+        if names is None:
+            self._refuse(f"{part!r} is no combination of named flags")
+        self._look.types.add(kind)
+        self._look.records.append(part)
+        self._tokens += (MEMBER, self._identities.number(kind), names or repr(part))
+
+    def _enter_fields(self, part: Any, names: tuple[str, ...]) -> Iterable[Any] | None:
+        contents = contents_of(part, names)
+        if contents is None:
+            return self._reduce(part)
+        if self._is_again(part):
+            return None
+        self._look.types.add(type(part))
+        self._look.records.append(part)
+        self._tokens += (FIELDS, self._identities.number(type(part)))
+        return contents.values()
+
+    def _add_opaque(self, part: Any) -> None:
+        if isinstance(part, type) and (issubclass(part, Enum) or fields_of(part) is not None):
+            self._look.types.add(part)
+        self._refuse(f"a checkpoint holds no {type_name(type(part))}")
+        self._tokens += (NUMBER, self._identities.number(part))
+
+    def _add_memmap(self, part: np.memmap[Any, Any]) -> None:
+        self._refuse("it is mapped from a file")
+        self._tokens += (NUMBER, self._identities.number(part), part.shape)
+        # A file of gigabytes is not read to see that nobody can have written to it.
+        if part.flags.writeable:
+            self._tokens.append(array_sum(part))
+
+    def _reduce(self, part: Any) -> Iterable[Any] | None:
+        """Take an object apart as pickle would; what refuses counts by identity."""
+        self._refuse(f"a checkpoint holds no {type_name(type(part))}")
+        if self._is_again(part, is_mutable=False):
+            return None
+        try:
+            reducer = copyreg.dispatch_table.get(type(part))
+            reduced = part.__reduce_ex__(5) if reducer is None else reducer(part)
+        except Exception:  # user code
+            reduced = None
+        if not isinstance(reduced, tuple):
+            self._tokens += (NUMBER, self._identities.number(part))
+            return None
+        # Members come from iterators, which are used up by the first look.
+        whole = [*reduced[:3], *(list(piece) for piece in reduced[3:5] if piece is not None)]
+        self._made.append(whole)
+        self._tokens += (OBJECT, len(whole))
+        return whole
+
+
+def _is_flat(tables: Iterable[Iterable[Any]]) -> bool:
+    """Return whether there is nothing but atoms, and tuples of atoms."""
+    kinds: set[type] = set()
+    for members in tables:
+        kinds.update(map(type, members))
+    if kinds <= ATOMS:
+        return True
+    if not kinds <= _WITH_TUPLES:
+        return False
+    tuples = (part for members in tables for part in members if type(part) is tuple)
+    return ATOMS.issuperset(map(type, chain.from_iterable(tuples)))

@@ -1,0 +1,266 @@
+"""What the scripts share: data, networks and records that are exact on every processor."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from helios import Model, Plugin
+from helios.core import rng
+
+WIDTH = 4
+
+
+def draw() -> list[int]:
+    """Draw from each of the three generators."""
+    from_numpy = rng.get_default_numpy_rng().generator.random()
+    return [int(torch.randint(0, 256, (1,))), int(random.random() * 256), int(from_numpy * 256)]
+
+
+def bits(value: Any) -> str:
+    """Return the bits of a tensor, with its type and shape; of anything else, its text."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    content = value.detach().cpu().contiguous().numpy().tobytes().hex()
+    return f"{str(value.dtype)[6:]}{list(value.shape)}:{content}"
+
+
+class Numbers(Dataset):
+    """Four small integers for each index, each moved a little by a draw."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        drawn = torch.tensor([value % 4 for value in [*draw(), index]])
+        base = torch.tensor([(index * factor) % 8 - 4 for factor in (1, 3, 5, 7)])
+        return index, base + drawn
+
+
+class Exact(nn.Module):
+    """A linear map of small integers, with buffers that training moves.
+
+    The loss is a sum of absolute values, so that a gradient is a sum of small integers, whose signs
+    depend on the weights.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randint(-4, 5, (WIDTH,)).to(dtype))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=0.5, affine=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(WIDTH, dtype=torch.int64), persistent=False)
+
+    def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
+        if self.training:
+            self.seen += ids.sum()
+            self.last += numbers.sum(0)
+            # For its counter alone: what else it holds is rounded.
+            self.norm(numbers.float())
+        return numbers.to(self.weight.dtype) @ self.weight + self.bias
+
+    def loss(self, ids: Tensor, numbers: Tensor) -> Tensor:
+        return (self(ids, numbers) - ids).abs().sum() / 16
+
+    def describe(self) -> dict[str, str]:
+        """Return everything that is exact."""
+        named = [*self.named_parameters(), *self.named_buffers()]
+        return {name: bits(value) for name, value in named if "running" not in name}
+
+
+class Record:
+    """What a training did, in lines of text.
+
+    Attributes:
+        steps: a line for each training step of each replica of this process.
+        lines: a line for each event that the model and :class:`Recorder` have seen.
+        end: a line for each thing that is left at the end.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.lines: list[str] = []
+        self.end: list[str] = []
+
+    def step(self, number: int, ids: Tensor, numbers: Tensor, loss: Tensor, *more: Any) -> None:
+        content = f"{number} {ids.tolist()} {numbers.tolist()} loss {bits(loss)} drew {draw()}"
+        self.steps.append(" ".join([content, *map(bits, more)]))
+
+    def line(self, name: str, *content: Any) -> None:
+        self.lines.append(" ".join([name, *map(bits, content)]))
+
+    def result(self) -> dict[str, list[str]]:
+        return {"steps": self.steps, "lines": self.lines, "end": self.end}
+
+
+def counters(state: Any) -> str:
+    """Return the counters of a training state."""
+    return (
+        f"{state.current_iteration}/{state.global_iteration}/{state.global_epoch} "
+        f"{state.validation_cycles}/{state.dataset_iter}/{state.early_stop_count} "
+        f"{state.running_iter}/{state.is_step_boundary}/{state.is_step_committed}/"
+        f"{state.global_step}"
+    )
+
+
+class Recorder(Plugin):
+    """Writes a line for each event; draws random numbers in some of them."""
+
+    unsaved = ("record",)
+
+    def __init__(self, record: Record) -> None:
+        super().__init__("recorder")
+        self.record = record
+
+    def setup(self) -> None: ...
+
+    def on_checkpoint_loaded(self) -> None:
+        self.record.line("on_checkpoint_loaded")
+
+    def on_fit_start(self) -> None:
+        self.record.line("on_fit_start", draw())
+
+    def on_training_start(self) -> None:
+        self.record.line("on_training_start", draw())
+
+    def on_training_resume(self, state: Any) -> None:
+        self.record.line("on_training_resume", counters(state), draw())
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        self.record.line("on_training_epoch_start", current_epoch, draw())
+
+    def on_training_step_start(self, state: Any) -> None:
+        self.record.line("on_training_step_start", counters(state))
+
+    def on_training_batch_start(self, state: Any) -> None:
+        self.record.line("on_training_batch_start", counters(state), draw())
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.record.line("on_optimizer_step_start", *gradients)
+
+    def on_optimizer_step_end(self, optimizer: Any, committed: bool) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self.record.line("on_optimizer_step_end", rates, committed)
+
+    def on_training_batch_end(self, state: Any, should_log: bool) -> None:
+        self.record.line("on_training_batch_end", counters(state), draw())
+
+    def on_training_step_end(self, state: Any, committed: bool) -> None:
+        self.record.line("on_training_step_end", counters(state), committed)
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        self.record.line("on_training_epoch_end", current_epoch, draw())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.record.line("on_save_checkpoint")
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        self.record.line("on_validation_start", validation_cycle, draw())
+
+    def on_validation_batch_end(self, step: int) -> None:
+        self.record.line("on_validation_batch_end", step, draw())
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        self.record.line("on_validation_end", validation_cycle)
+
+    def on_training_end(self) -> None:
+        self.record.line("on_training_end", draw())
+
+    def on_fit_end(self) -> None:
+        self.record.line("on_fit_end")
+
+
+class Counting(Plugin):
+    """A plugin with a state."""
+
+    unsaved = ("sums", "last")
+
+    def __init__(self, plug_id: str = "counting") -> None:
+        super().__init__(plug_id)
+        self.sums: dict[int, int] = {}
+        self.last: Tensor | None = None
+
+    def setup(self) -> None: ...
+
+    def on_training_batch_end(self, state: Any, should_log: bool) -> None:
+        number = state.global_iteration
+        self.sums[number % 5] = self.sums.get(number % 5, 0) + sum(draw())
+        self.last = torch.tensor([number, len(self.sums)])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums, "last": self.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.sums, self.last = state_dict["sums"], state_dict["last"]
+
+
+class Plain(Plugin):
+    """A plugin without ``state_dict`` that training changes: what becomes of it is not compared."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.count = 0
+
+    def setup(self) -> None: ...
+
+    def on_training_batch_start(self, state: Any) -> None:
+        self.count += 1
+
+
+class ExactModel(Model):
+    """A model whose steps and ends are recorded."""
+
+    unsaved: tuple[str, ...] = ("record",)
+
+    def __init__(self, record: Record, name: str) -> None:
+        super().__init__(name)
+        self.record = record
+
+    def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        losses = {name: bits(value) for name, value in self.loss_items.items()}
+        self.record.line("model.on_training_batch_end", losses, draw())
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        ids, numbers = batch
+        error = (self.net(ids, numbers) - ids).abs().sum()
+        self.record.line("valid_step", ids, numbers, error, draw())
+        return {"error": (error, len(ids))}
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        super().on_validation_end(validation_cycle)
+        self.record.line("model.on_validation_end", sorted(self.metrics.items()), draw())
+
+    def describe(self, *networks: str) -> None:
+        """Record what is left at the end."""
+        for name in networks:
+            network = getattr(self, name)
+            self.record.end += [f"{name}.{k} {v}" for k, v in network.describe().items()]
+            grads = [(k, p.requires_grad, bits(p.grad)) for k, p in network.named_parameters()]
+            self.record.end.append(f"{name} {grads}")
+
+    def note(self, **values: Any) -> None:
+        """Record values at the end."""
+        self.record.end += [f"{name} {bits(value)}" for name, value in values.items()]
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the options and the exact state of an optimizer, in its parameters' order."""
+    # Only these: versions of PyTorch differ in the rest.
+    names = ("lr", "initial_lr", "momentum")
+    groups = [[(name, g.get(name)) for name in names] for g in optimizer.param_groups]
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [
+        sorted((key, bits(value)) for key, value in optimizer.state[member].items())
+        for member in members
+    ]
+    return [groups, states]

@@ -1,0 +1,97 @@
+"""Four replicas on any number of processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import helios
+from tests.golden.today.exact import (
+    Counting,
+    Exact,
+    ExactModel,
+    Numbers,
+    Plain,
+    Record,
+    Recorder,
+    bits,
+    describe_optimizer,
+)
+
+TOTAL = 10
+SAVED = (3, 4, 6)
+
+
+class Learner(ExactModel):
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = Exact(torch.float32)
+        self.some = Exact(torch.float32)
+        parameters = [*self.net.parameters(), *self.some.parameters()]
+        self.optimizer = torch.optim.SGD(parameters, lr=0.25)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, gamma=0.5)
+        self.total = 0.0
+
+    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
+        ids, numbers = batch
+        loss = self.net.loss(ids, numbers)
+        if (ids % 3 == 0).any():
+            loss = loss + self.some.loss(ids, numbers)
+        self._loss_items["loss"] = loss.detach()
+        self.record.step(state.global_iteration, ids, numbers, loss, self.net.seen, self.net.last)
+        return loss
+
+    def on_training_batch_end(self, state: Any, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self.total += float(self.loss_items["loss"])
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        # Not recorded: which process has which batch depends on their number.
+        ids, numbers = batch
+        return {"error": ((self.net(ids, numbers) - ids).abs().sum(), len(ids))}
+
+    def on_training_end(self) -> None:
+        self.describe("net", "some")
+        self.note(optimizer=describe_optimizer(self.optimizer), total=self.total)
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
+        self._train_dataset = self._create_dataset(Numbers(30), params)
+        self._valid_dataset = self._create_dataset(Numbers(16), params)
+
+
+class Quiet(Recorder):
+    """Leaves out what comes as often as a process has batches of a validation."""
+
+    def on_validation_batch_end(self, step: int) -> None:
+        pass
+
+
+def train(root: Path, **options: Any) -> dict[str, list[str]]:
+    record = Record()
+    counting = Counting()
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=TOTAL,
+        valid_frequency=4,
+        chkpt_frequency=1,
+        chkpt_root=root,
+        num_replicas=4,
+        clip_value=2.0,
+        random_seed=5,
+        print_banner=False,
+        use_cpu=True,
+        plugins=[counting, Plain(), Quiet(record)],
+        **options,
+    )
+    trainer.fit(Learner(record, "four"), Data())
+    record.end.append(f"counting {counting.sums} {bits(counting.last)}")
+    return record.result()
+
+
+if __name__ == "__main__":
+    print(*train(Path(sys.argv[1])).values(), sep="\n")

@@ -1,0 +1,196 @@
+"""A run goes on with its own data: another class, length or fingerprint shows at the resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Subset
+
+import helios
+from helios.core import codec
+from helios.errors import RunMismatchError
+from helios.state import TrainingState
+from tests.support.runs import IndexData, IndexModule, Setting, SmallModel, noisy_collate
+
+_LENGTH = 24
+_SETTING = Setting(total_steps=8, batch_size=4, valid_frequency=None, validates=False)
+
+
+class OtherData(IndexData):
+    """Another class of the same length."""
+
+    def __init__(self) -> None:
+        super().__init__(_LENGTH)
+
+
+class MarkedData(IndexData):
+    def __init__(self, fingerprint: str) -> None:
+        super().__init__(_LENGTH)
+        self.fingerprint = fingerprint
+
+
+class Growing(IndexModule):
+    """Data that gets four samples more at the end of each epoch."""
+
+    def __init__(self, setting: Setting, dataset: Any = None) -> None:
+        super().__init__(setting)
+        self.dataset = IndexData(_LENGTH) if dataset is None else dataset
+
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(
+            batch_size=4, shuffle=self.setting.shuffle, collate_fn=noisy_collate
+        )
+        self._train_dataset = self._create_dataset(self.dataset, params)
+
+
+class GrowingModel(SmallModel):
+    def __init__(self, setting: Setting, data: Growing, *, grows: bool, regrows: bool) -> None:
+        super().__init__(setting)
+        self.data, self.grows, self.regrows = data, grows, regrows
+
+    unsaved = (*SmallModel.unsaved, "data", "grows", "regrows")
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        if self.grows:
+            self.data.dataset.length = _LENGTH + 4 * current_epoch
+
+    def on_training_resume(self, state: TrainingState) -> None:
+        if self.regrows:
+            self.data.dataset.length = _LENGTH + 4 * (state.global_epoch - 1)
+
+
+def _fit(
+    folder: Path,
+    setting: Setting = _SETTING,
+    dataset: Any = None,
+    *,
+    grows: bool = False,
+    regrows: bool = False,
+    **options: Any,
+) -> SmallModel:
+    data = Growing(setting, dataset)
+    model = GrowingModel(setting, data, grows=grows, regrows=regrows)
+    trainer = helios.Trainer(
+        train_unit=setting.unit,
+        total_steps=setting.total_steps,
+        chkpt_frequency=1,
+        chkpt_root=folder,
+        use_cpu=True,
+        print_banner=False,
+        random_seed=5,
+        **options,
+    )
+    assert trainer.fit(model, data)
+    return model
+
+
+def _longer(total_steps: int = 12) -> Setting:
+    return dataclasses.replace(_SETTING, total_steps=total_steps)
+
+
+def test_another_class_of_equal_length_stops_the_run(tmp_path: Path) -> None:
+    _fit(tmp_path)
+    with pytest.raises(RunMismatchError, match="dataset: 'IndexData' -> 'OtherData'") as caught:
+        _fit(tmp_path, _longer(), OtherData())
+    assert '"dataset"' in str(caught.value)
+    resumed = _fit(tmp_path, _longer(), OtherData(), allow_changes=("dataset",))
+    # As with another length, the epoch under way begins anew.
+    assert min(resumed.records) == 9
+    seen = [i for n in range(9, 13) for i in resumed.records[n][0]]
+    assert len(seen) == len(set(seen)) == 16
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    assert "dataset: 'IndexData' -> 'OtherData'" in newest.with_suffix(".json").read_text()
+
+
+def test_another_class_inside_a_subset_stops_the_run(tmp_path: Path) -> None:
+    _fit(tmp_path, dataset=Subset(IndexData(), range(20)))
+    other = Subset(OtherData(), range(20))
+    with pytest.raises(RunMismatchError, match=r"'Subset\(IndexData\)' -> 'Subset\(OtherData\)'"):
+        _fit(tmp_path, _longer(), other)
+
+
+def test_a_checkpoint_that_names_no_class_goes_on_with_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Earlier versions stored neither class nor fingerprint nor the length of the epoch."""
+    whole = _fit(tmp_path / "whole", _longer())
+    _fit(tmp_path / "run", dataset=OtherData())
+    newest = helios.find_last_checkpoint(tmp_path / "run" / "small")
+    assert newest is not None
+    payload = codec.read(newest)
+    for name in ("dataset", "fingerprint"):
+        del payload["options"][name]
+    del payload["data"]["length"]
+    with newest.open("wb") as handle:
+        codec.write(handle, codec.encode(payload, where=""))
+    newest.with_suffix(".json").unlink()
+    capsys.readouterr()
+    resumed = _fit(tmp_path / "run", _longer(), MarkedData("abc"))
+    assert resumed.records == {n: seen for n, seen in whole.records.items() if n > 8}
+    assert "fingerprint" not in capsys.readouterr().err
+
+
+def test_another_fingerprint_warns_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = _fit(tmp_path / "whole", _longer())
+    _fit(tmp_path / "run", dataset=MarkedData("abc"))
+    capsys.readouterr()
+    _fit(tmp_path / "run", _longer(10), MarkedData("abc"))
+    assert "fingerprint" not in capsys.readouterr().err
+    resumed = _fit(tmp_path / "run", _longer(), MarkedData("xyz"))
+    assert "fingerprint: 'abc' -> 'xyz'" in capsys.readouterr().err
+    assert resumed.records == {n: whole.records[n] for n in (11, 12)}
+    newest = helios.find_last_checkpoint(tmp_path / "run" / "small")
+    assert newest is not None
+    assert "'abc' -> 'xyz'" in newest.with_suffix(".json").read_text()
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_data_set_that_grows_is_counted_anew_each_epoch(
+    unit: str, num_replicas: int, tmp_path: Path
+) -> None:
+    steps = 21 if num_replicas == 1 else 11
+    setting = Setting(unit=unit, total_steps=3 if unit == "epoch" else steps)
+    whole = _fit(tmp_path, setting, grows=True, num_replicas=num_replicas)
+    # Of 24, 28 and 32 samples; what is recorded are those of the last replica.
+    lengths = [6, 7, 8] if num_replicas == 1 else [3, 4, 4]
+    batches = [ids for _, (ids, _) in sorted(whole.records.items())]
+    assert len(batches) == sum(lengths)
+    for number, count in enumerate(lengths):
+        start = sum(lengths[:number])
+        epoch = sorted(i for ids in batches[start : start + count] for i in ids)
+        samples = _LENGTH + 4 * number
+        assert len(set(epoch)) == len(epoch) == samples // num_replicas
+        assert max(epoch) < samples
+        assert number == 0 or max(epoch) >= _LENGTH
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_data_set_that_has_grown_again_resumes_to_the_same_bits(
+    num_replicas: int, tmp_path: Path
+) -> None:
+    total = 15 if num_replicas == 1 else 9
+    options: dict[str, Any] = {"num_replicas": num_replicas}
+    whole = _fit(tmp_path / "whole", _longer(total), grows=True, **options)
+    for stop in range(1, total):
+        folder = tmp_path / f"run-{stop}"
+        _fit(folder, _longer(stop), grows=True, **options)
+        resumed = _fit(folder, _longer(total), grows=True, regrows=True, **options)
+        assert resumed.records == {n: seen for n, seen in whole.records.items() if n > stop}
+
+
+@pytest.mark.parametrize("stop", [9, 12])
+def test_a_data_set_that_has_not_grown_again_stops_the_run(stop: int, tmp_path: Path) -> None:
+    _fit(tmp_path, _longer(stop), grows=True)
+    with pytest.raises(RunMismatchError, match=r"28 samples .* got 24 after on_training_resume"):
+        _fit(tmp_path, _longer(19), grows=True)
+    resumed = _fit(tmp_path, _longer(19), grows=True, allow_changes=("length",))
+    # The second epoch begins anew, with the data that there is now.
+    seen = [i for n in range(stop + 1, stop + 7) for i in resumed.records[n][0]]
+    assert len(seen) == len(set(seen)) == 24

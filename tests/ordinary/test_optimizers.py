@@ -1,0 +1,174 @@
+"""Stock optimizers and schedulers, driven as their pages show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+
+from helios.state import TrainingState
+from tests.ordinary.harness import LENGTH, WIDTH, Case, Regression, assert_ordinary
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "SGD": lambda net: optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+    "Adam": lambda net: optim.Adam(net.parameters(), lr=0.01, amsgrad=True),
+    "AdamW of two groups": lambda net: optim.AdamW(
+        [
+            {"params": [p for p in net.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in net.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    ),
+    "AdamW of named parameters": lambda net: optim.AdamW(net.named_parameters(), lr=0.01),
+    "fused Adam": lambda net: optim.Adam(net.parameters(), lr=0.01, fused=True),
+    "Adagrad": lambda net: optim.Adagrad(net.parameters()),
+    "Adadelta": lambda net: optim.Adadelta(net.parameters()),
+    "Adafactor": lambda net: optim.Adafactor(net.parameters()),
+    "Adamax": lambda net: optim.Adamax(net.parameters()),
+    "ASGD": lambda net: optim.ASGD(net.parameters(), t0=4),
+    "NAdam": lambda net: optim.NAdam(net.parameters()),
+    "RAdam": lambda net: optim.RAdam(net.parameters()),
+    "RMSprop": lambda net: optim.RMSprop(net.parameters(), momentum=0.5, centered=True),
+    "Rprop": lambda net: optim.Rprop(net.parameters()),
+}
+
+
+class Optimized(Regression):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def make_optimizer(self, net: nn.Module) -> optim.Optimizer:
+        return OPTIMIZERS[self.name](net)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_stock_optimizer_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
+    assert_ordinary(Case(lambda: Optimized(name)), tmp_path)
+
+
+class ByLBFGS(Regression):
+    """Steps by a closure, as LBFGS wants it."""
+
+    def make_optimizer(self, net: nn.Module) -> optim.Optimizer:
+        return optim.LBFGS(net.parameters(), lr=0.5, max_iter=3)
+
+    def train_step(self, batch: Any, state: TrainingState) -> None:
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss(batch)
+            loss.backward()
+            return loss
+
+        self._loss_items["loss"] = self.optimizer.step(closure).detach()
+
+
+class Sparse(Regression):
+    """An embedding with sparse gradients, and a dense rest: one optimizer each."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.table = nn.Embedding(LENGTH + 1, WIDTH, sparse=True)
+        self.net = self.make_net()
+        self.sparse_optimizer = optim.SparseAdam(self.table.parameters(), lr=0.01)
+        self.optimizer = optim.Adam(self.net.parameters(), lr=0.01)
+
+    def train_step(self, batch: Any, state: TrainingState) -> None:
+        inputs, targets = batch
+        places = (targets[:, 0] * LENGTH).round().long()
+        loss = self.loss((inputs + self.table(places), targets))
+        loss.backward()
+        for optimizer in (self.sparse_optimizer, self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        self._loss_items["loss"] = loss.detach()
+
+
+@pytest.mark.parametrize("kind", [ByLBFGS, Sparse])
+def test_an_optimizer_that_is_stepped_by_hand_resumes_without_a_warning(
+    kind: type[Regression], tmp_path: Path
+) -> None:
+    assert_ordinary(Case(kind), tmp_path)
+
+
+class Warmup:
+    """A learning rate's factor as an object with a setting."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.steps)
+
+
+def by_half(step: int) -> float:
+    """Return a factor that a plain function computes."""
+    return 0.5**step
+
+
+def _warm_up_then_decay(optimizer: optim.Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [
+        lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4),
+        lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+
+
+def _chained(optimizer: optim.Optimizer) -> lr_scheduler.LRScheduler:
+    parts = [
+        lr_scheduler.ConstantLR(optimizer, factor=0.1, total_iters=4),
+        lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
+    ]
+    return lr_scheduler.ChainedScheduler(parts, optimizer)
+
+
+SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 4),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5, 10]),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=12),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=13),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=10),
+    "SequentialLR": _warm_up_then_decay,
+    "ChainedScheduler": _chained,
+    "LambdaLR of a lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "LambdaLR of a function": lambda o: lr_scheduler.LambdaLR(o, by_half),
+    "LambdaLR of an object": lambda o: lr_scheduler.LambdaLR(o, Warmup(8)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.95),
+}
+
+
+class Scheduled(Regression):
+    def __init__(self, name: str, interval: str = "step") -> None:
+        super().__init__()
+        self.name = name
+        self.scheduler_interval = {"scheduler": interval}
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.scheduler = SCHEDULERS[self.name](self.optimizer)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_stock_scheduler_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
+    assert_ordinary(Case(lambda: Scheduled(name)), tmp_path)
+
+
+def test_a_scheduler_that_moves_by_epoch_resumes_without_a_warning(tmp_path: Path) -> None:
+    assert_ordinary(Case(lambda: Scheduled("StepLR", "epoch")), tmp_path)
+
+
+class OnPlateau(Regression):
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.scheduler_interval = {"scheduler": "validation:loss"}
+        self.scheduler = lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0, factor=0.5)
+
+
+def test_a_scheduler_that_follows_validation_resumes_without_a_warning(tmp_path: Path) -> None:
+    case = Case(OnPlateau, options=lambda _: {"valid_frequency": 2})
+    assert_ordinary(case, tmp_path)

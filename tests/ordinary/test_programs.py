@@ -1,0 +1,421 @@
+"""Whole programs: two networks, averages, memories, curricula, histories, samplers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import re
+import threading
+import types
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import BatchSampler, WeightedRandomSampler
+
+import helios
+from helios.core.rng import get_default_numpy_rng
+from helios.state import TrainingState
+from tests.ordinary.harness import LENGTH, WIDTH, Case, Data, Regression, Samples, assert_ordinary
+
+State = TrainingState
+
+
+class Gan(helios.Model):
+    """A generator and a discriminator that step in turn, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__("gan")
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, WIDTH))
+        self.discriminator = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.g_optimizer = torch.optim.Adam(self.generator.parameters(), lr=0.01)
+        self.d_optimizer = torch.optim.Adam(self.discriminator.parameters(), lr=0.01)
+        self.seeds = torch.randn(2, 3)
+        self.steps = 0
+
+    def train_step(self, batch: Any, state: State) -> None:
+        real, _ = batch
+        fake = self.generator(torch.randn(len(real), 3))
+        d_loss = self.discriminator(fake.detach()).mean() - self.discriminator(real).mean()
+        self.step(self.d_optimizer, d_loss)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            self.step(self.g_optimizer, -self.discriminator(fake).mean())
+        self._loss_items["loss"] = d_loss.detach()
+
+    def step(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+class OwnAverage:
+    """An average of weights as people write it."""
+
+    def __init__(self, net: nn.Module, decay: float) -> None:
+        self.shadow = {name: p.detach().clone() for name, p in net.named_parameters()}
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, net: nn.Module) -> None:
+        for name, parameter in net.named_parameters():
+            self.shadow[name].lerp_(parameter, 1 - self.decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow, "decay": self.decay}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shadow = {name: value.clone() for name, value in state_dict["shadow"].items()}
+        self.decay = state_dict["decay"]
+
+
+class Averaging(Regression):
+    """Keeps an average of its own."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.average = OwnAverage(self.net, 0.9)
+
+    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self.average.update(self.net)
+
+
+class ByTorch(Regression):
+    """Keeps PyTorch's average, and its learning rate."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.scheduler = SWALR(self.optimizer, swa_lr=0.01, anneal_epochs=4)
+
+    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self.average.update_parameters(self.net)
+
+
+class Teacher(Regression):
+    """Learns from a frozen copy of itself that is renewed now and then, as deep Q learning does."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.target = copy.deepcopy(self.net).requires_grad_(False).eval()
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + (self.net(batch[0]) - self.target(batch[0])).square().mean()
+
+    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        if state.global_iteration % 4 == 0:
+            self.target.load_state_dict(self.net.state_dict())
+
+
+class Agent(Regression):
+    """Learns from what it remembers, drawn by Python's generator."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.replay: deque[tuple[Any, ...]] = deque(maxlen=9)
+
+    def loss(self, batch: Any) -> Tensor:
+        for inputs, target in zip(*batch, strict=True):
+            self.replay.append((inputs.numpy(), target.item(), np.float32(1), (1, False)))
+        inputs, targets, rewards, _ = zip(*random.sample(list(self.replay), 2), strict=True)
+        known = torch.tensor(np.stack(inputs)), torch.tensor(targets).unsqueeze(1)
+        return super().loss(known) * float(np.mean(rewards))
+
+
+class Curriculum(Regression):
+    """Counts its steps itself, and makes its task harder."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.difficulty = 0.1
+        self.step = 0
+
+    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self.step += 1
+        if self.step % 3 == 0:
+            self.difficulty = min(1.0, self.difficulty * 1.5)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return super().loss((inputs * self.difficulty, targets))
+
+
+class History(Regression):
+    """Keeps what happened in lists, dicts and counters."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.losses: list[float] = []
+        self.table: defaultdict[str, list[float]] = defaultdict(list)
+        self.seen: Counter[int] = Counter()
+        self.best, self.best_step = float("inf"), -1
+        self.names: set[str] = set()
+        self.confusion = np.zeros((3, 3), dtype=np.int64)
+
+    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        loss = self.loss_items["loss"].item()
+        self.losses.append(loss)
+        self.table["even" if state.global_iteration % 2 == 0 else "odd"].append(loss)
+        self.seen[state.global_iteration % 4] += 1
+        self.names.add(f"step-{state.global_iteration % 5}")
+        self.confusion[state.global_iteration % 3, 0] += 1
+        if loss < self.best:
+            self.best, self.best_step = loss, state.global_iteration
+
+
+class Stage(Enum):
+    """What a training is doing."""
+
+    WARM_UP = "warm up"
+    TRAIN = "train"
+
+
+class Staged(Regression):
+    """Goes from stage to stage."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.stage = Stage.WARM_UP
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * (0.1 if self.stage is Stage.WARM_UP else 1.0)
+
+    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        if state.global_iteration == 2:
+            self.stage = Stage.TRAIN
+
+
+class Drawing(Regression):
+    """Draws from generators of its own."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.noise = torch.Generator().manual_seed(3)
+        self.rng = np.random.default_rng(3)
+        self.dice = random.Random(3)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        noise = torch.rand(inputs.shape, generator=self.noise) + self.rng.normal()
+        return super().loss((inputs + 0.1 * noise * self.dice.random(), targets))
+
+
+class Unfreezing(Regression):
+    """Thaws its first layer in mid-run, and gives it to the optimizer then."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = self.make_net()
+        self.net[0].requires_grad_(False)
+        self.optimizer = torch.optim.Adam(self.net[2].parameters(), lr=0.01)
+
+    def on_training_batch_end(self, state: State, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        if state.global_iteration == 4:
+            self.net[0].requires_grad_(True)
+            self.optimizer.add_param_group({"params": self.net[0].parameters(), "lr": 0.001})
+
+
+class Weighted(Regression):
+    """Learns how to weight two losses, by a parameter of its own."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = self.make_net()
+        self.log_scales = nn.Parameter(torch.zeros(2))
+        self.optimizer = torch.optim.Adam([*self.net.parameters(), self.log_scales], lr=0.01)
+
+    def loss(self, batch: Any) -> Tensor:
+        parts = torch.stack([super().loss(batch), self.net(batch[0]).abs().mean()])
+        return (parts * (-self.log_scales).exp() + self.log_scales).sum()
+
+
+class ByHand(Regression):
+    """Accumulates and clips by hand."""
+
+    def train_step(self, batch: Any, state: State) -> None:
+        loss = self.loss(batch)
+        (loss / 2).backward()
+        if state.global_iteration % 2 == 0:
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._loss_items["loss"] = loss.detach()
+
+
+class Task:
+    """A plain helper that changes never."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.scale = lambda value: value * factor
+
+
+class Configured(Regression):
+    """Holds what never changes: objects, functions, settings, tables, locks, loggers."""
+
+    names = ("first", "second")
+    weights: ClassVar[list[float]] = [0.5, 0.25]
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.task = Task(0.5)
+        self.criterion = nn.SmoothL1Loss()
+        self.activation = torch.tanh
+        self.clamp = partial(torch.clamp, max=2.0)
+        self.vocabulary = {f"word{number}": number for number in range(50)}
+        self.table = np.linspace(0, 1, WIDTH, dtype=np.float32)
+        self.targets = iter(range(3))
+        self.settings = types.SimpleNamespace(rate=0.1, sizes=[1, 2])
+        self.pattern = re.compile("net.*weight")
+        self.log = logging.getLogger("ordinary")
+        self.lock = threading.Lock()
+        self.kinds = {nn.Linear: "linear", nn.Tanh: "tanh"}
+        self.layers = [self.net[0], self.net[2]]
+
+    def loss(self, batch: Any) -> Tensor:
+        with self.lock:
+            inputs = self.clamp(self.activation(batch[0]) + torch.from_numpy(self.table))
+        return self.task.scale(self.criterion(self.net(inputs), batch[1])) * self.weights[0]
+
+
+class Centered(nn.Module):
+    """A loss that knows a center, as self-distillation has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = (outputs - targets - self.center).square().mean()
+        self.center = self.center * 0.9 + 0.1 * outputs.detach().mean(0)
+        return loss
+
+
+class Distilled(Regression):
+    """Learns by a loss that changes."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.criterion = Centered()
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.criterion(self.net(batch[0]), batch[1])
+
+
+class Hooked(Regression):
+    """Looks into its network by hooks, of setup and for the time of a step."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.features: dict[str, Tensor] = {}
+        self.net[0].register_forward_hook(self.keep)
+        self.norms: list[float] = []
+
+    def keep(self, module: nn.Module, inputs: Any, outputs: Tensor) -> None:
+        self.features["first"] = outputs.detach()
+
+    def note(self, module: nn.Module, inputs: Any, outputs: Tensor) -> None:
+        self.norms.append(outputs.detach().norm().item())
+
+    def loss(self, batch: Any) -> Tensor:
+        handle = self.net[2].register_forward_hook(self.note)
+        loss = super().loss(batch)
+        handle.remove()
+        return loss + 0.01 * self.features["first"].mean()
+
+
+class Rated(Regression):
+    """Sets its learning rate by hand, and steps by a scaler."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+    def train_step(self, batch: Any, state: State) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 / state.global_iteration
+        loss = self.loss(batch)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=False)
+        self._loss_items["loss"] = loss.detach()
+
+
+MODELS = [
+    *(Gan, Averaging, ByTorch, Teacher, Agent, Curriculum, History, Staged, Drawing),
+    *(Unfreezing, Weighted, ByHand, Configured, Distilled, Hooked, Rated),
+]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_program_resumes_without_a_warning(kind: type[helios.Model], tmp_path: Path) -> None:
+    validates = {"valid_frequency": 4} if issubclass(kind, Regression) else {}
+    assert_ordinary(Case(kind, options=lambda _: dict(validates)), tmp_path)
+
+
+class Augmented(Samples):
+    """Samples that are turned, cut and mixed, with a cache of what was read."""
+
+    def __init__(self) -> None:
+        self.scale = 0.5
+        self.cache: dict[int, Tensor] = {}
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = super().__getitem__(index)
+        self.cache.setdefault(index, target)
+        if random.random() < 0.5:
+            inputs = inputs.flip(0)
+        return inputs * self.scale + get_default_numpy_rng().generator.normal(), self.cache[index]
+
+
+def mix(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Stack samples, and mix each with its neighbour."""
+    inputs, targets = (torch.stack(parts) for parts in zip(*samples, strict=True))
+    share = torch.rand(1)
+    return inputs.lerp(inputs.flip(0), share), targets.lerp(targets.flip(0), share)
+
+
+def weighted() -> dict[str, Any]:
+    """Return the options of a loader that draws by weights."""
+    weights = torch.arange(1.0, LENGTH + 1)
+    return {"batch_sampler": BatchSampler(WeightedRandomSampler(weights, LENGTH), 2, True)}
+
+
+DATA: dict[str, Callable[[], helios.DataModule]] = {
+    "augmented": partial(Data, Augmented),
+    "mixed": partial(
+        Data, Augmented, lambda: {"batch_size": 3, "shuffle": True, "collate_fn": mix}
+    ),
+    "by workers": partial(
+        Data, Augmented, lambda: {"batch_size": 2, "shuffle": True, "num_workers": 1}
+    ),
+    "in order": partial(Data, Samples, lambda: {"batch_size": 3, "drop_last": True}),
+    "weighted": partial(Data, Samples, weighted),
+    "tensors": partial(
+        Data, lambda: torch.utils.data.TensorDataset(torch.eye(WIDTH), torch.ones(WIDTH, 1))
+    ),
+    "joined": partial(Data, lambda: torch.utils.data.ConcatDataset([Samples(), Samples()])),
+    "a part": partial(Data, lambda: torch.utils.data.Subset(Samples(), [0, 2, 4, 6, 8])),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_a_data_set_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
+    assert_ordinary(Case(Regression, DATA[name]), tmp_path)
