@@ -51,9 +51,6 @@ class Scene:
             bare = BareNames(module)
             for name, part in module.named_modules():
                 names.setdefault(id(part), f"{path}.{bare.of(name)}")
-        # By themselves: an empty one has no storage to be known by, and a type may change.
-        for name, tensor in (self.parameters.named() | self.parameters.loose).items():
-            names.setdefault(id(tensor), name)
         outside = {id(part): name for name, part in self._rules.outside().items()}
         return {**outside, **names, id(self._owner): "itself"}
 
