@@ -72,9 +72,8 @@ def test_networks_count_with_buffers_and_each_storage_once() -> None:
     assert sum(storage_sizes([nn.BatchNorm1d(4)], [])) == 4 * 16 + 8
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Lazy modules are a new feature", "ignore:Sparse CSR tensor support"
-)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_what_has_no_storage_is_counted_by_what_it_holds() -> None:
     """Lazy parameters have no shape before the first step; sparse tensors are made of others."""
     lazy = nn.LazyLinear(3)
