@@ -107,8 +107,6 @@ class Run:
         self.training_source = Part(
             {"position": 4},
             description={"length": 8},
-            length=8,
-            pass_length=8,
             missing={"data: sampler": "a generator"},
             state_is_per_process=False,
             length=8,
