@@ -194,6 +194,8 @@ FAULTS = (
         "    return texts[:_MAX_REASONS]",
         "    return []",
         f"{LEVELS}::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
+    ),
+    Fault(
         "an import of a module that is gone says nothing",
         "helios/core/__init__.py",
         "explain_moved_modules()\n",
@@ -320,6 +322,8 @@ FAULTS = (
         " or self._is_past_its_end(saver.newest):",
         ":",
         f"{STAGES}::test_a_total_that_the_run_has_passed_finishes_nothing",
+    ),
+    Fault(
         "a frozen checkpoint gives every process what rank 0 had",
         "helios/checkpoint/capture.py",
         "    own = record.by_rank[replicas.rank]",
@@ -361,6 +365,8 @@ FAULTS = (
         "(DeprecationWarning,):",
         "tests/core/test_tensorboard.py"
         "::test_a_graph_is_drawn_without_a_warning_that_its_author_cannot_heed",
+    ),
+    Fault(
         "a large tensor is known by its version",
         "helios/run_state/marks.py",
         "self.tokens.append(tensor_sum(part))",
