@@ -54,6 +54,13 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "the data module puts back a loader that has read ahead",
+        "helios/startup/owners.py",
+        "    claimed = () if source is None else source.claimed",
+        "    claimed: tuple[object, ...] = ()",
+        "tests/integration/test_data.py::test_a_loader_with_state_resumes_exactly",
+    ),
+    Fault(
         "what is missing does not lower the level",
         "helios/startup/promise.py",
         "        return level.at_most(Level.INCOMPLETE) if record.missing else level",
@@ -187,6 +194,8 @@ FAULTS = (
         "    return texts[:_MAX_REASONS]",
         "    return []",
         f"{LEVELS}::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
+    ),
+    Fault(
         "an import of a module that is gone says nothing",
         "helios/core/__init__.py",
         "explain_moved_modules()\n",
@@ -313,10 +322,12 @@ FAULTS = (
         " or self._is_past_its_end(saver.newest):",
         ":",
         f"{STAGES}::test_a_total_that_the_run_has_passed_finishes_nothing",
+    ),
+    Fault(
         "a frozen checkpoint gives every process what rank 0 had",
-        "helios/startup/own_parts.py",
-        "    own = by_rank[replicas.rank]",
-        "    own = by_rank[0]",
+        "helios/checkpoint/capture.py",
+        "    own = record.by_rank[replicas.rank]",
+        "    own = record.by_rank[0]",
         "tests/integration/test_today.py::test_a_frozen_checkpoint_resumes_to_its_bits",
     ),
     Fault(
@@ -354,6 +365,8 @@ FAULTS = (
         "(DeprecationWarning,):",
         "tests/core/test_tensorboard.py"
         "::test_a_graph_is_drawn_without_a_warning_that_its_author_cannot_heed",
+    ),
+    Fault(
         "a large tensor is known by its version",
         "helios/run_state/marks.py",
         "self.tokens.append(tensor_sum(part))",

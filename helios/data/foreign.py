@@ -98,6 +98,11 @@ class ForeignSource(Source):
         return None if self._stateful is None else type(self._stateful).__qualname__
 
     @property
+    def claimed(self) -> tuple[object, ...]:
+        """The loader, and the data set where that is who has the state."""
+        return () if self._stateful is None else (self.loader, self._stateful)
+
+    @property
     def remedy(self) -> str:
         """What would make the loader resumable; empty where it is."""
         return "" if self.can_resume else _advise(self.loader)

@@ -48,6 +48,11 @@ class LimitedSource(Source):
         return self._source.claimant
 
     @property
+    def claimed(self) -> tuple[object, ...]:
+        """As without limit."""
+        return self._source.claimed
+
+    @property
     def missing(self) -> dict[str, str]:
         """As without limit."""
         return self._source.missing

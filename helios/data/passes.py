@@ -78,6 +78,11 @@ class Source(ABC):
         return None
 
     @property
+    def claimed(self) -> tuple[object, ...]:
+        """The objects whose state :meth:`state_dict` takes from their own."""
+        return ()
+
+    @property
     def missing(self) -> dict[str, str]:
         """What a resume needs and :meth:`state_dict` lacks: place and reason."""
         return {}

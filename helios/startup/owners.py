@@ -56,9 +56,13 @@ def find_owners(
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
     if loop is not None:
         owners += _of_loops(*loop)
-    if source is not None and not _count_workers(source):
+    # Who speaks for the data has its state saved with the batch that came last; it may have read
+    # on since then.
+    claimed = () if source is None else source.claimed
+    if source is not None and not claimed and not _count_workers(source):
         owners += (Owner(name, part, is_data=True) for name, part in _parts_of(source))
-    found = Owners(owners, lambda: {"<model>": model, **model.discovery.named_objects()})
+    others = {"<model>": model} | {f"<data {place}>": part for place, part in enumerate(claimed)}
+    found = Owners(owners, lambda: {**others, **model.discovery.named_objects()})
     found.take_baseline()
     return found
 
