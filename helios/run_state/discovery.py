@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
 from helios.run_state.aliases import changed_aliases, changed_orders
@@ -27,7 +28,6 @@ from helios.run_state.data_members import keep_data_only, large_members
 from helios.run_state.effects import StepWatch
 from helios.run_state.forms import changed_forms, forms_of
 from helios.run_state.found import Found, Rules
-from helios.run_state.generators import kind_of_generator, state_of_generator
 from helios.run_state.hooks import hooks_of
 from helios.run_state.losses import Losses
 from helios.run_state.optimizers import changes_of_optimizers
@@ -115,6 +115,11 @@ class Discovery:
     def watch(self, *, reads_weights: bool = True) -> StepWatch:
         """Begin to look for what a step changes."""
         return StepWatch(self._owner, self._look, self._identities, reads_weights=reads_weights)
+
+    @property
+    def has_attributes(self) -> bool:
+        """Whether there is anything to look at besides what never counts."""
+        return bool(vars(self._owner).keys() - self._exclude)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what counts in this process only: what setup made, told by identity."""

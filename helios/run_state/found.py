@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from helios.core.generators import Generator
 from helios.protocols import Stateful
-from helios.run_state.generators import Generator
 from helios.run_state.names import KeyedByObjects
 from helios.run_state.values import ATOMS
 

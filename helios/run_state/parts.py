@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
 from helios.protocols import Stateful
 from helios.run_state.found import Found
-from helios.run_state.values import Storages
+from helios.run_state.values import ATOMS, Storages
 from helios.run_state.walk import unwrap
 
 Shape: TypeAlias = dict[str, object]
@@ -32,7 +33,31 @@ _SHOWN = 3
 def state_of(value: Stateful) -> dict[str, Any]:
     """Return the state of an object; that of a module under bare names."""
     state = value.state_dict()
+    if isinstance(value, LRScheduler):
+        return _without_odd_attributes(value, state)
     return BareNames(value).strip(state) if isinstance(value, nn.Module) else state
+
+
+def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what PyTorch's ``state_dict`` of schedulers takes just because it is there.
+
+    Attributes that users add may be objects or generators, which are looked at by themselves.
+    """
+    attributes = vars(scheduler)
+    is_stock = type(scheduler).state_dict.__module__.startswith("torch.")
+    odd = [
+        key
+        for key, value in state.items()
+        if is_stock and attributes.get(key) is value and not _is_simple(value)
+    ]
+    return {key: value for key, value in state.items() if key not in odd}
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        members = value.values() if isinstance(value, dict) else value
+        return all(map(_is_simple, members))
+    return type(value) in ATOMS or isinstance(value, Tensor)
 
 
 def load_state(value: Stateful, state: dict[str, Any]) -> None:
@@ -195,9 +220,14 @@ class Parameters:
         return {**self.of_modules, "": {**self.leaves, **self.loose}}
 
 
-def parameters_of(found: Found) -> Parameters:
-    """Sort the tensors of what was found."""
-    seen: set[int] = set()
+def parameters_of(found: Found, others: Collection[Tensor] = ()) -> Parameters:
+    """Sort the tensors of what was found.
+
+    Args:
+        found: what was found.
+        others: tensors that other owners save.
+    """
+    seen = set(map(id, others))
     of_modules: dict[str, dict[str, Tensor]] = {}
     for path, module in found.modules().items():
         bare = BareNames(module)
@@ -229,9 +259,11 @@ def _members(path: str, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     ]
 
 
-def storages_of(found: Found, parameters: Parameters) -> Storages:
-    """Return all parameters, buffers and loose tensors, by name."""
-    named = {
+def storages_of(
+    found: Found, parameters: Parameters, others: Mapping[str, Tensor] | None = None
+) -> Storages:
+    """Return all parameters, buffers and loose tensors, and those that others save, by name."""
+    named = dict(others or {}) | {
         f"{path}.{name}": tensor
         for path, table in (*parameters.of_modules.items(), ("", parameters.loose))
         for name, tensor in table.items()

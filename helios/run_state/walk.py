@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core import wrappers
+from helios.core.generators import is_generator
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.found import Found, Rules, Slot, is_flat, members_of
-from helios.run_state.generators import is_generator
 from helios.run_state.members import is_of_the_house, left_out, tells_too_little
 from helios.run_state.names import KeyedByObjects, Names, has_odd_keys
 from helios.run_state.values import ATOMS
