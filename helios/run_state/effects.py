@@ -59,7 +59,10 @@ class StepWatch:
         before, after = values, values_now
         if counts_parameters:
             before, after = before | versions, after | versions_now
-        return sorted(path for path in before | after if before.get(path) != after.get(path))
+        found = {path for path in before | after if before.get(path) != after.get(path)}
+        # An attribute says more than the object that it is one of.
+        holders = {path[:end] for path in found for end, mark in enumerate(path) if mark == "."}
+        return sorted(found - holders)
 
     def _take(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Return marks of values and of parameters, by path."""
@@ -75,7 +78,9 @@ class StepWatch:
         for path, part in (*found.objects.items(), *found.inner.items()):
             if not isinstance(part, nn.Module):
                 state = part.state_dict()
-                covers[f"{path}/"] = Coverage(state, lambda value: self._mark_of(value, scene))
+                # The state of a scheduler is its attributes, so that these are named.
+                if not isinstance(part, LRScheduler):
+                    covers[f"{path}/"] = Coverage(state, lambda value: self._mark_of(value, scene))
                 # What the state of an optimizer is comes of its updates.
                 if not isinstance(part, Optimizer):
                     table = moved if isinstance(part, LRScheduler) else marks
