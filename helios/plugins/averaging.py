@@ -1,8 +1,7 @@
-"""Averages of weights, kept beside the networks and swapped in for evaluations: EMA and SWA.
+"""EMA and SWA: averages of weights beside the networks, swapped in for evaluations.
 
-A network trains on its own weights, which a checkpoint holds under ``model``, and the average under
-``plugins``. The arithmetic is that of ``torch.optim.swa_utils``. Its ``AveragedModel`` is not used:
-its names change with ``torch.compile``, and it pairs tensors by their order alone.
+The arithmetic is that of ``torch.optim.swa_utils``. Its ``AveragedModel`` is not used: its names
+change with ``torch.compile``, and it pairs tensors by their order alone.
 """
 
 from __future__ import annotations
