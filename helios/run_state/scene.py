@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, final
 
-from helios.core.wrappers import BareNames
 from helios.run_state.found import Rules
 from helios.run_state.parts import Parameters, parameters_of, storages_of
 from helios.run_state.values import Storages
@@ -48,9 +47,8 @@ class Scene:
         for table in (found.objects, found.inner, found.generators):
             names |= {id(part): path for path, part in table.items()}
         for path, module in found.modules().items():
-            bare = BareNames(module)
-            for name, part in module.named_modules():
-                names.setdefault(id(part), f"{path}.{bare.of(name)}")
+            for name, part in found.networks.of(module).modules:
+                names.setdefault(id(part), f"{path}.{name}")
         outside = {id(part): name for name, part in self._rules.outside().items()}
         return {**outside, **names, id(self._owner): "itself"}
 
