@@ -35,8 +35,7 @@ class WeightAverage(Plugin, ABC):
     ``averages_buffers``. Averages of half-precision weights are kept in float32.
 
     An evaluation's start event swaps the averages into the networks, in place, and its end event
-    (or an exception) puts the networks' own weights back. Nothing is swapped before the first
-    update.
+    (or an exception) puts the networks' own weights back. Before the first update, nothing is.
 
     Args:
         plug_id: the plugin's name.

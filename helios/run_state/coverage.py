@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, final
 
 from torch import Tensor
@@ -21,12 +22,18 @@ class Coverage:
     """
 
     def __init__(self, state: Any, mark: Callable[[Any], bytes]) -> None:
+        self._whole = state
         self._state = state if isinstance(state, dict) else {}
         self._mark = mark
-        self._parts = dict(_parts_of(state, {}))
-        self._storages = {
-            storage_of(part) for part in self._parts.values() if isinstance(part, Tensor)
-        } - {0}
+
+    @cached_property
+    def _parts(self) -> dict[int, Any]:
+        return dict(_parts_of(self._whole, {}))
+
+    @cached_property
+    def _storages(self) -> set[int]:
+        tensors = [part for part in self._parts.values() if isinstance(part, Tensor)]
+        return set(map(storage_of, tensors)) - {0}
 
     def has(self, key: Any, value: Any) -> bool:
         """Return whether the state holds a value itself: under its own key, or anywhere in it."""

@@ -21,6 +21,7 @@ from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
 from helios.protocols import Stateful
 from helios.run_state.found import Found
+from helios.run_state.networks import Networks
 from helios.run_state.values import ATOMS, Storages
 from helios.run_state.walk import unwrap
 
@@ -117,7 +118,7 @@ def kind_of(part: object) -> str:
     return type(unwrap(part)).__name__
 
 
-def shape_of(part: Stateful) -> Shape:
+def shape_of(part: Stateful, networks: Networks) -> Shape:
     """Return the classes and parameters of an object; nothing for a lazy module.
 
     Lazy modules get their sizes and even their class from the first batch.
@@ -125,11 +126,9 @@ def shape_of(part: Stateful) -> Shape:
     if not isinstance(part, nn.Module):
         return {"": kind_of(part)}
     shape: Shape = {}
-    bare = BareNames(part)
-    for name, inner in part.named_modules():
+    for place, inner in networks.of(part).modules:
         if isinstance(inner, LazyModuleMixin):
             return {}
-        place = bare.of(name)
         shape[place] = type(inner).__name__
         prefix = f"{place}." if place else ""
         for key, parameter in vars(inner).get("_parameters", {}).items():
@@ -166,7 +165,7 @@ def structure_since(before: dict[str, Shape], found: Found) -> dict[str, str]:
     """
     misfits: dict[str, str] = {}
     for path, part in found.objects.items():
-        known, shape = before.get(path), shape_of(part)
+        known, shape = before.get(path), shape_of(part, found.networks)
         if known and known != shape:
             misfits[path] = difference(known, shape)
     return misfits
@@ -183,12 +182,6 @@ def _module_state(entries: dict[str, Any], versions: dict[str, Any]) -> OrderedD
     if versions:
         vars(state)["_metadata"] = OrderedDict(versions)
     return state
-
-
-def modes_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules by bare name, the module itself under the empty name."""
-    bare = BareNames(module)
-    return {bare.of(name): part for name, part in module.named_modules()}
 
 
 @dataclass(frozen=True)
@@ -230,8 +223,7 @@ def parameters_of(found: Found, others: Collection[Tensor] = ()) -> Parameters:
     seen = set(map(id, others))
     of_modules: dict[str, dict[str, Tensor]] = {}
     for path, module in found.modules().items():
-        bare = BareNames(module)
-        table = {bare.of(name): tensor for name, tensor in module.named_parameters()}
+        table = dict(found.networks.of(module).parameters)
         of_modules[path] = {name: part for name, part in table.items() if id(part) not in seen}
         seen.update(map(id, table.values()))
     leaves = {path: leaf for path, leaf in found.leaves().items() if id(leaf) not in seen}
@@ -269,23 +261,24 @@ def storages_of(
         for name, tensor in table.items()
     }
     for path, module in found.modules().items():
-        bare = BareNames(module)
-        for name, part in module.named_modules():
-            place = f"{path}.{bare.of(name)}"
+        for name, part in found.networks.of(module).modules:
+            place = f"{path}.{name}"
             named |= {f"{place}.{key}": buffer for key, buffer in _saved_buffers(part)}
     return Storages(named)
 
 
 def flags_of(found: Found, parameters: Parameters) -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters and of submodules in evaluation mode."""
-    modules = found.modules()
+    submodules = {
+        # A wrapper counts as what it wraps does.
+        path: dict(found.networks.of(module).modules).items()
+        for path, module in found.modules().items()
+    }
     tables = {**parameters.of_modules, "": parameters.loose}
     return {
         path: {
             "frozen": [name for name, tensor in table.items() if not tensor.requires_grad],
-            "eval": [name for name, part in modes_of(modules[path]).items() if not part.training]
-            if path
-            else [],
+            "eval": [name for name, part in submodules.get(path, ()) if not part.training],
         }
         for path, table in tables.items()
     }

@@ -8,7 +8,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from helios.core.wrappers import BareNames
 from helios.run_state.found import Rules
 from helios.run_state.parts import Parameters, parameters_of, storages_of
 from helios.run_state.values import Storages
@@ -56,9 +55,8 @@ class Scene:
         for table in (found.objects, found.inner, found.generators):
             names |= {id(part): path for path, part in table.items()}
         for path, module in found.modules().items():
-            bare = BareNames(module)
-            for name, part in module.named_modules():
-                names.setdefault(id(part), f"{path}.{bare.of(name)}")
+            for name, part in found.networks.of(module).modules:
+                names.setdefault(id(part), f"{path}.{name}")
         outside = {id(part): name for name, part in self._rules.outside().items()}
         return {**outside, **names, id(self._owner): "itself"}
 

@@ -259,9 +259,8 @@ class _Walker:
         settled: Mapping[str, Mapping[str, Any]],
         seen: set[int],
     ) -> None:
-        bare = wrappers.BareNames(module)
-        for name, part in module.named_modules():
-            place = f"{path}.{bare.of(name)}" if bare.of(name) else path
+        for name, part in self.found.networks.of(module).modules:
+            place = f"{path}.{name}" if name else path
             if id(part) in seen or is_declared(place, self._rules.unsaved):
                 continue
             if isinstance(part, nn.ModuleDict):
