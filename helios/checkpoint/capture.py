@@ -25,9 +25,9 @@ _LOGGER = logging.getLogger(__name__)
 
 def capture(run: LiveRun) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
-    source, engine = run.training_source, run.engine.state_dict()
-    model = run.model.state_dict()
+    source, model = run.training_source, run.model.state_dict()
     plugins, loops = run.plugin_states.capture(), run.loop_states.capture()
+    engine = run.engine.state_dict()
     own = {"model": model, "engine": engine, **_named("plugin", plugins), **_named("loop", loops)}
     owners, lacking = run.owner_states.capture(own)
     # A model with a state_dict of its own may have a key of this name.

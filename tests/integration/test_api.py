@@ -85,6 +85,8 @@ class Best:
 class Classifier(hlm.Model):
     """A model as Helios 1 wanted them."""
 
+    unsaved = ("_seen",)  # what this process has seen, for the test
+
     def __init__(self, kill_at: int = 0) -> None:
         super().__init__("classifier")
         self._kill_at = kill_at

@@ -185,12 +185,41 @@ def test_a_data_set_that_has_grown_again_resumes_to_the_same_bits(
         assert resumed.records == {n: seen for n, seen in whole.records.items() if n > stop}
 
 
+class _Box:
+    """Something that Helios does not look into."""
+
+    value = 0
+
+
+class Elsewhere(IndexData):
+    """Has a length that is kept elsewhere, in a database say."""
+
+    @property
+    def length(self) -> int:
+        return self._box.value
+
+    @length.setter
+    def length(self, value: int) -> None:
+        self._box = _Box()
+        self._box.value = value
+
+
+def test_a_length_that_is_an_attribute_of_the_data_set_grows_again_by_itself(
+    tmp_path: Path,
+) -> None:
+    whole = _fit(tmp_path / "whole", _longer(15), grows=True)
+    _fit(tmp_path / "cut", _longer(9), grows=True)
+    resumed = _fit(tmp_path / "cut", _longer(15), grows=True)
+    assert resumed.records == {n: seen for n, seen in whole.records.items() if n > 9}
+
+
 @pytest.mark.parametrize("stop", [9, 12])
 def test_a_data_set_that_has_not_grown_again_stops_the_run(stop: int, tmp_path: Path) -> None:
-    _fit(tmp_path, _longer(stop), grows=True)
+    _fit(tmp_path, _longer(stop), Elsewhere(_LENGTH), grows=True)
     with pytest.raises(RunMismatchError, match=r"28 samples .* got 24 after on_training_resume"):
-        _fit(tmp_path, _longer(19), grows=True)
-    resumed = _fit(tmp_path, _longer(19), grows=True, allow_changes=("length",))
+        _fit(tmp_path, _longer(19), Elsewhere(_LENGTH), grows=True)
+    data, allowed = Elsewhere(_LENGTH), ("length",)
+    resumed = _fit(tmp_path, _longer(19), data, grows=True, allow_changes=allowed)
     # The second epoch begins anew, with the data that there is now.
     seen = [i for n in range(stop + 1, stop + 7) for i in resumed.records[n][0]]
     assert len(seen) == len(set(seen)) == 24

@@ -172,6 +172,8 @@ def test_a_hook_behind_the_safe_point_draws_the_same_numbers(tmp_path: Path) -> 
     """H6: the generators go on from where the checkpoint found them, last of all."""
 
     class Drawing(Plugin):
+        unsaved = ("drawn",)
+
         def __init__(self) -> None:
             super().__init__("drawing")
             self.drawn: list[tuple[float, float, float]] = []

@@ -37,6 +37,8 @@ Carrying, Rows = _NAMES["TBPTTLoop"], _NAMES["Rows"]
 class Forgetful(Carrying):  # type: ignore[misc, valid-type]
     """Saves nothing."""
 
+    unsaved = ("hidden",)
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 

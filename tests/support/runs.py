@@ -26,7 +26,9 @@ WIDTH = 5
 class IndexData(Dataset):
     """Samples that know their own index, with features augmented by all three generators."""
 
-    def __init__(self, length: int = NUM_SAMPLES, fetched: list[int] | None = None) -> None:
+    def __init__(
+        self, length: int = NUM_SAMPLES, fetched: Callable[[int], None] | None = None
+    ) -> None:
         self.length = length
         self.fetched = fetched
 
@@ -35,7 +37,7 @@ class IndexData(Dataset):
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         if self.fetched is not None:
-            self.fetched.append(index)
+            self.fetched(index)
         noise = rng.get_default_numpy_rng().generator.normal()
         features = torch.sin(torch.arange(WIDTH) * (index + 1.0))
         return index, features + torch.rand(WIDTH) * random.random() + noise
@@ -176,6 +178,8 @@ class SmallModel(helios.Model):
 class IndexModule(helios.DataModule):
     """The data of a setting."""
 
+    unsaved = ("fetched",)
+
     def __init__(self, setting: Setting) -> None:
         super().__init__()
         self.setting = setting
@@ -184,7 +188,7 @@ class IndexModule(helios.DataModule):
     def setup(self) -> None:
         setting = self.setting
         self._train_dataset = self._create_dataset(
-            IndexData(fetched=self.fetched if setting.num_workers == 0 else None),
+            IndexData(fetched=self.fetched.append if setting.num_workers == 0 else None),
             helios.DataLoaderParams(
                 batch_size=setting.batch_size,
                 shuffle=setting.shuffle,
