@@ -19,7 +19,8 @@ class HookContext:
 
     One that has been entered is left, whatever happens in between. Where ``ctx.exception`` is set
     then, the scope was broken off by it (R16). Attributes that training changes survive a
-    restart; a context may also say itself what to save, by :meth:`state_dict` and :meth:`load_state_dict`.
+    restart; a context may also say itself what to save, by :meth:`state_dict` and
+    :meth:`load_state_dict`.
 
     Attributes:
         unsaved: names of attributes that training changes and that no checkpoint needs.
