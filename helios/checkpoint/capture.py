@@ -245,6 +245,8 @@ def detach(record: Record, *, keeps_model: bool) -> Record:
             nothing of it.
     """
     parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    # Owners copy what they take, and so does Helios' own way of loading a model.
+    del parts["owners"]
     if not keeps_model:
         del parts["model"]
     # In one piece, so that what shares memory does so again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from helios.protocols import Stateful
@@ -32,6 +32,14 @@ class NoStates:
         """Do nothing."""
 
 
+class Watch(Protocol):
+    """Compares what an owner holds before and after a step."""
+
+    def changed(self, *, counts_parameters: bool = True) -> list[str]:
+        """Return the paths of what has changed."""
+        ...
+
+
 class Owners(Protocol):
     """The attributes of plugins, data module, loops and engine."""
 
@@ -53,6 +61,10 @@ class Owners(Protocol):
         """Give the owners their states."""
         ...
 
+    def watch(self) -> Sequence[tuple[str, Watch]]:
+        """Begin to look for what a step changes, by owner."""
+        ...
+
     def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
         """Return what is equal for equal states, by owner."""
         ...
@@ -72,6 +84,10 @@ class NoOwners:
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Do nothing."""
+
+    def watch(self) -> Sequence[tuple[str, Watch]]:
+        """Return nothing."""
+        return []
 
     def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
         """Return nothing."""

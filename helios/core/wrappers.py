@@ -22,7 +22,9 @@ def inside(module: nn.Module) -> nn.Module | None:
     """Return the module that a wrapper wraps; ``None`` for what is no wrapper."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return module.module  # type: ignore[no-any-return]
-    return _children(module).get(COMPILED)
+    children = vars(module).get("_modules", {})
+    # That of a script is no dict.
+    return (children if isinstance(children, dict) else _children(module)).get(COMPILED)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -61,8 +63,8 @@ class BareNames:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        table = dict(_prefixes(module))
-        self._table = table if any(name != bare for name, bare in table.items()) else {}
+        has_wrapper = any(inside(part) is not None for part in module.modules())
+        self._table = dict(_prefixes(module)) if has_wrapper else {}
 
     def of(self, name: str) -> str:
         """Return a name as it is without wrappers."""

@@ -26,6 +26,7 @@ class Turns:
 
     Attributes:
         replica: whose turn it is, or was last.
+        opens_window: whether the turn is one of the first iteration of a window.
         is_watched: whether what a turn changes in the model is looked for.
         changes: what was found in the turns of this iteration, by path.
         is_manual: whether a turn that was watched made its updates itself.
@@ -33,6 +34,7 @@ class Turns:
 
     def __init__(self, replicas: Replicas, seed: int) -> None:
         self.replica = replicas.block.start
+        self.opens_window = False
         self.is_watched = False
         self.changes: set[str] = set()
         self.is_manual = False
@@ -76,6 +78,7 @@ class Turns:
             opens_window: whether this iteration is the first of a window.
         """
         self.replica = replica
+        self.opens_window = opens_window
         if opens_window and self.is_first:
             self._buffers.begin_window()
         self._buffers.enter(replica)

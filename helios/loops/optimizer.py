@@ -39,7 +39,7 @@ class OptimizerLoop(Loop):
     """The default optimizer loop: automatic or manual, as ``train_step`` returns (C12)."""
 
     _internals: ClassVar[str] = (
-        "_attribute _collected _has_begun _is_done _optimizer _shown _updated_in"
+        "_attribute _collected _has_begun _is_done _num_moved _optimizer _shown _updated_in"
     )
 
     def __init__(self) -> None:
@@ -51,6 +51,7 @@ class OptimizerLoop(Loop):
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
         self._collected = (0, 0)
+        self._num_moved = 0
 
     @property
     def done(self) -> bool:
@@ -82,6 +83,8 @@ class OptimizerLoop(Loop):
     def _train(self, batch: Any) -> None:
         session = self.session
         watch = self._watch_turn()
+        if not session.replicas.is_lone:
+            self._drop_old_gradients()
         result = take_step(session, "train_step", batch, session.state)
         if type(result) is GeneratorType:
             raise self._make_generator_error()
@@ -104,6 +107,21 @@ class OptimizerLoop(Loop):
             session.turns.finish(ends_window=True)
             self._note_update(is_committed=self._update(self._find_optimizer()))
             session.engine.close_window()
+
+    def _drop_old_gradients(self) -> None:
+        """Drop what parameters had of gradients when the optimizer got them, or when a run begins.
+
+        Each process has summed these up over the replicas that it carries, so they would depend on
+        the number of processes.
+        """
+        turns = self.session.turns
+        if not (turns.opens_window and turns.is_first) or self.session.is_manual is not False:
+            return
+        optimizer = self._find_optimizer()
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if size != self._num_moved:
+            self._num_moved = size
+            optimizer.zero_grad()
 
     def _watch_turn(self) -> TurnWatch | None:
         return TurnWatch(self.session) if self.session.turns.is_watched else None
@@ -285,4 +303,5 @@ class OptimizerLoop(Loop):
         self._shown = {}
         self._updated_in = 0
         self._collected = (0, 0)
+        self._num_moved = 0
         super().teardown()

@@ -108,6 +108,7 @@ class TurnWatch:
                 )
         is_first = session.state.global_iteration == 1
         self._watch = session.model.discovery.watch(reads_weights=is_first)
+        self._others = session.owner_states.watch()
 
     def conclude(self, *, is_manual: bool) -> None:
         """Note what has changed.
@@ -118,6 +119,8 @@ class TurnWatch:
         """
         turns = self._session.turns
         turns.changes.update(self._watch.changed(counts_parameters=not is_manual))
+        for name, watch in self._others:
+            turns.changes.update(f"{name}: {path}" for path in watch.changed())
         turns.is_manual |= is_manual
 
 

@@ -6,7 +6,7 @@ one afterwards, with its old content. No ``state_dict`` is asked: what counts ar
 
 from __future__ import annotations
 
-import random
+import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
+from helios.core.generators import is_generator, load_generator, state_of_generator
 from helios.core.memory import storage_of
 from helios.data.keyed import KeyedDataset
 from helios.errors import UsageError
@@ -265,15 +266,9 @@ def _list_restore(value: Any) -> Restore:
 
 def _generator_of(value: Any) -> Restore | None:
     """Return how a generator of random numbers is put back; ``None`` for anything else."""
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state().clone())
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
-        return partial(value.set_state, value.get_state())
-    return None
+    if not is_generator(value):
+        return None
+    return partial(load_generator, value, copy.deepcopy(state_of_generator(value)))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""Averages of weights, kept beside the networks and swapped in for evaluations: EMA and SWA.
+"""EMA and SWA: averages of weights beside the networks, swapped in for evaluations.
 
-A network trains on its own weights, which a checkpoint holds under ``model``, and the average under
-``plugins``. The arithmetic is that of ``torch.optim.swa_utils``. Its ``AveragedModel`` is not used:
-its names change with ``torch.compile``, and it pairs tensors by their order alone.
+The arithmetic is that of ``torch.optim.swa_utils``. Its ``AveragedModel`` is not used: its names
+change with ``torch.compile``, and it pairs tensors by their order alone.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class WeightAverage(Plugin, ABC):
     ``averages_buffers``. Averages of half-precision weights are kept in float32.
 
     An evaluation's start event swaps the averages into the networks, in place, and its end event
-    (or an exception) puts the networks' own weights back. Nothing is swapped before the first
-    update.
+    (or an exception) puts the networks' own weights back. Before the first update, nothing is.
 
     Args:
         plug_id: the plugin's name.

@@ -79,7 +79,7 @@ def take_baseline(
     marked = {**found.inner, **(found.objects if states_too else {})}
     return Baseline(
         paths=scene.paths(),
-        shapes={path: shape_of(part) for path, part in found.objects.items()},
+        shapes={path: shape_of(part, found.networks) for path, part in found.objects.items()},
         forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
         settled=settled_in(found),

@@ -49,8 +49,10 @@ def class_marks(
 def _user_classes(owner: object, found: Found) -> Iterable[type]:
     kinds: dict[type, None] = dict.fromkeys(type(owner).__mro__)
     for part in (*found.objects.values(), *found.inner.values()):
-        members = part.modules() if isinstance(part, nn.Module) else (part,)
-        for kind in {type(member) for member in members}:
+        kinds_in = {type(part)}
+        if isinstance(part, nn.Module):
+            kinds_in = {type(member) for _, member in found.networks.of(part).modules}
+        for kind in kinds_in:
             kinds |= dict.fromkeys(kind.__mro__)
     return [kind for kind in kinds if _is_of_the_user(kind)]
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from helios.core.generators import is_generator
 from helios.run_state.found import Found
-from helios.run_state.generators import is_generator
 from helios.run_state.values import ATOMS
 
 _SMALL = 1 << 16

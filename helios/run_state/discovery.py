@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
 from helios.run_state.aliases import changed_aliases, changed_orders
 from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
 from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.classes import class_marks
-from helios.run_state.coverage import Coverage
+from helios.run_state.coverage import Coverages
 from helios.run_state.data_members import keep_data_only, large_members
 from helios.run_state.effects import StepWatch
 from helios.run_state.forms import changed_forms, forms_of
 from helios.run_state.found import Found, Rules
-from helios.run_state.generators import kind_of_generator, state_of_generator
 from helios.run_state.hooks import hooks_of
 from helios.run_state.losses import Losses
 from helios.run_state.optimizers import changes_of_optimizers
@@ -40,7 +40,7 @@ from helios.run_state.parts import (
 )
 from helios.run_state.restoring import Restoring
 from helios.run_state.scene import Scene
-from helios.run_state.values import ATOMS, Identities
+from helios.run_state.values import Identities
 from helios.run_state.walk import walk
 
 _LOGGER = logging.getLogger(__name__)
@@ -116,6 +116,11 @@ class Discovery:
         """Begin to look for what a step changes."""
         return StepWatch(self._owner, self._look, self._identities, reads_weights=reads_weights)
 
+    @property
+    def has_attributes(self) -> bool:
+        """Whether there is anything to look at besides what never counts."""
+        return bool(vars(self._owner).keys() - self._exclude)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what counts in this process only: what setup made, told by identity."""
         identities = Identities()
@@ -184,10 +189,10 @@ class Discovery:
         moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
         objects = {path: _state_of(path, part) for path, part in found.objects.items()}
         inner = {path: _state_of(path, part) for path, part in found.inner.items()}
-        covers = self._coverages(found, objects | inner, own)
-        shared = self._leave_out_covered(found, covers)
+        covered = Coverages(found, objects | inner, own, self._mark)
+        covered.leave_out()
         changes = self.values.changes(found, scene)
-        _drop_copies(changes, found, covers, shared)
+        covered.drop_copies(changes)
         misfits |= structure_since(baseline.shapes, found)
         aliases, lost = changed_aliases(baseline.aliases, found, scene.names)
         if self._is_strict:
@@ -199,7 +204,7 @@ class Discovery:
         losses = self._find_losses(changes, misfits, lost, scene)
         self._warn(losses)
         return {
-            "objects": self._uncovered(objects, covers) if own is not None else objects,
+            "objects": objects if own is None else covered.without(objects, baseline.marks),
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
             **moved,
             "forms": changed_forms(baseline.forms, forms_of(found, scene.parameters)),
@@ -207,7 +212,7 @@ class Discovery:
             "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),
             "values": changes.values,
-            "inner": self._uncovered(inner, covers),
+            "inner": covered.without(inner, baseline.marks),
             "generators": {
                 path: {"kind": kind_of_generator(part), "state": state_of_generator(part)}
                 for path, part in found.generators.items()
@@ -274,53 +279,6 @@ class Discovery:
     def _mark(self, value: Any) -> bytes:
         return mark_of_state(value, self._identities)
 
-    def _coverages(
-        self, found: Found, objects: Mapping[str, dict[str, Any]], own: dict[str, Any] | None
-    ) -> dict[str, Coverage]:
-        """Return what each ``state_dict`` holds, by the path of its object with a slash."""
-        covers = {
-            f"{path}/": Coverage(state, self._mark)
-            for path, state in objects.items()
-            if not isinstance(found.objects.get(path, found.inner.get(path)), nn.Module)
-        }
-        if own is not None:
-            covers[""] = Coverage(own, self._mark)
-        return covers
-
-    def _leave_out_covered(self, found: Found, covers: Mapping[str, Coverage]) -> set[int]:
-        """Drop places whose very value is in the state of what holds them.
-
-        Returns:
-            The values that several places hold, by identity: they stay one object only if all of
-            these are saved together.
-        """
-        seen: set[int] = set()
-        shared: set[int] = set()
-        for slot in found.slots.values():
-            if type(slot.value) not in ATOMS:
-                (shared if id(slot.value) in seen else seen).add(id(slot.value))
-        for where, slot in list(found.slots.items()):
-            cover = covers.get(slot.parent)
-            is_own = cover is not None and id(slot.value) not in shared
-            if cover is not None and is_own and cover.has(slot.key, slot.value):
-                del found.slots[where]
-        return shared
-
-    def _uncovered(
-        self, states: dict[str, dict[str, Any]], covers: Mapping[str, Coverage]
-    ) -> dict[str, dict[str, Any]]:
-        """Return the states that training has changed and that no other state has in it."""
-        baseline = self._require_baseline()
-        return {
-            path: state
-            for path, state in states.items()
-            if not any(
-                covers[parent].has_state(path[len(parent) :], state)
-                for parent in _parents(path, covers)
-            )
-            and self._mark(state) != baseline.marks.get(path)
-        }
-
     def _find_losses(
         self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: Scene
     ) -> Losses:
@@ -358,36 +316,6 @@ def _late(found: Found, baseline: Baseline) -> list[str]:
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], reason: str) -> dict[str, str]:
     names = before.keys() | now.keys()
     return {name: reason for name in sorted(names) if before.get(name) != now.get(name)}
-
-
-def _parents(path: str, covers: Mapping[str, Coverage]) -> Iterator[str]:
-    """Yield the objects that an object lies in, and the owner where it has a state of its own."""
-    if "" in covers:
-        yield ""
-    for end, mark in enumerate(path):
-        if mark == "." and f"{path[:end]}/" in covers:
-            yield f"{path[:end]}/"
-
-
-def _drop_copies(
-    changes: Changes, found: Found, covers: Mapping[str, Coverage], shared: set[int]
-) -> None:
-    """Drop changed values of which the state of what holds them has a copy."""
-
-    def is_copied(parent: str, key: Any) -> bool:
-        value = found.slots[parent, key].value
-        if parent not in covers or type(value) in ATOMS or id(value) in shared:
-            return False
-        return covers[parent].has_copy(key, value)
-
-    for parent in changes.values["changed"].keys() & covers.keys():
-        members = changes.values["changed"].pop(parent)
-        left = {key: part for key, part in members.items() if not is_copied(parent, key)}
-        changes.values["changed"] |= {parent: left} if left else {}
-    for slots in (changes.large, changes.others):
-        for slot in [slot for slot in slots if is_copied(slot.parent, slot.key)]:
-            slots.remove(slot)
-            del changes.missing[slot.path]
 
 
 def _state_of(path: str, part: Stateful) -> dict[str, Any]:

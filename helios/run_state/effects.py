@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.generators import state_of_generator
 from helios.run_state.bits import bit_sum
 from helios.run_state.classes import class_marks
+from helios.run_state.coverage import Coverage
 from helios.run_state.found import Found, Slot
-from helios.run_state.generators import state_of_generator
 from helios.run_state.look import look_at
 from helios.run_state.scene import Scene
 from helios.run_state.values import Identities
@@ -58,46 +59,51 @@ class StepWatch:
         before, after = values, values_now
         if counts_parameters:
             before, after = before | versions, after | versions_now
-        return sorted(path for path in before | after if before.get(path) != after.get(path))
+        found = {path for path in before | after if before.get(path) != after.get(path)}
+        # An attribute says more than the object that it is one of.
+        holders = {path[:end] for path in found for end, mark in enumerate(path) if mark == "."}
+        return sorted(found - holders)
 
     def _take(self) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Return marks of values and of parameters, by path."""
         scene = self._look()
         found = scene.found
         marks = class_marks(self._owner, found, scene, self._identities)
-        extra: dict[str, list[bytes]] = {}
-        for slot in found.slots.values():
-            # Nothing tells how far an iterator has come: it would differ at every look.
-            if not _is_buffer(slot, found) and not isinstance(slot.value, Iterator):
-                path = _object_of(slot, found) or slot.path
-                extra.setdefault(path, []).append(self._mark_of(slot.value, scene))
-        for path, generator in found.generators.items():
-            marks[path] = self._mark_of(state_of_generator(generator), scene)
-        parameters = scene.parameters
+        # A manual step moves optimizers and schedulers, as it moves parameters.
         moved = {
             name: _mark_of(tensor, reads_bits=self._reads_weights)
-            for name, tensor in (parameters.named() | parameters.loose).items()
+            for name, tensor in (scene.parameters.named() | scene.parameters.loose).items()
         }
+        covers: dict[str, Coverage] = {}
         for path, part in (*found.objects.items(), *found.inner.items()):
-            if not isinstance(part, nn.Module | Optimizer):
-                extra.setdefault(path, []).append(self._mark_of(part.state_dict(), scene))
-        for path, found_marks in extra.items():
-            # A manual step moves optimizers and schedulers, as it moves parameters.
-            table = moved if isinstance(found.objects.get(path), LRScheduler | Optimizer) else marks
-            table[path] = b"".join(found_marks)
+            if not isinstance(part, nn.Module):
+                state = part.state_dict()
+                # The state of a scheduler is its attributes, so that these are named.
+                if not isinstance(part, LRScheduler):
+                    covers[f"{path}/"] = Coverage(state, lambda value: self._mark_of(value, scene))
+                # What the state of an optimizer is comes of its updates.
+                if not isinstance(part, Optimizer):
+                    table = moved if isinstance(part, LRScheduler) else marks
+                    table[path] = self._mark_of(state, scene)
+        for slot in found.slots.values():
+            cover = covers.get(slot.parent)
+            is_known = cover is not None and cover.has(slot.key, slot.value)
+            # Nothing tells how far an iterator has come: it would differ at every look.
+            if not (is_known or _is_buffer(slot, found) or isinstance(slot.value, Iterator)):
+                table = moved if _is_of_updates(slot, found) else marks
+                table[slot.path] = self._mark_of(slot.value, scene)
+        for path, generator in found.generators.items():
+            marks[path] = self._mark_of(state_of_generator(generator), scene)
         return marks, moved
 
     def _mark_of(self, value: Any, scene: Scene) -> bytes:
         return look_at(value, scene, self._identities).mark
 
 
-def _object_of(slot: Slot, found: Found) -> str | None:
-    """Return the path of the object that is no network whose attribute a place is."""
-    path = slot.parent.rstrip("/")
-    is_inside = slot.parent.endswith("/") and not isinstance(
-        found.containers[slot.parent], nn.Module
-    )
-    return path if is_inside else None
+def _is_of_updates(slot: Slot, found: Found) -> bool:
+    """Return whether a place is an attribute of an optimizer or a scheduler."""
+    holder = found.objects.get(slot.parent.rstrip("/")) if slot.parent.endswith("/") else None
+    return isinstance(holder, Optimizer | LRScheduler)
 
 
 def _is_buffer(slot: Slot, found: Found) -> bool:

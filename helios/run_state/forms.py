@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from helios.core.wrappers import BareNames
 from helios.run_state.found import Found
+from helios.run_state.networks import Network
 from helios.run_state.parts import Parameters
 
 _Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
@@ -47,9 +47,10 @@ def forms_of(found: Found, parameters: Parameters) -> dict[str, Forms]:
     loose = {name: _form(tensor) for name, tensor in parameters.loose.items()}
     forms = {"": Forms(loose, {})}
     for path, module in _modules(found).items():
-        if not any(isinstance(part, LazyModuleMixin) for part in module.modules()):
-            tensors = {name: _form(tensor) for name, _, _, tensor in _saved_tensors(module)}
-            forms[path] = Forms(tensors, _buffers_of(module))
+        network = found.networks.of(module)
+        if not any(isinstance(part, LazyModuleMixin) for _, part in network.modules):
+            tensors = {name: _form(tensor) for name, _, _, tensor in _saved_tensors(network)}
+            forms[path] = Forms(tensors, _buffers_of(network))
     return forms
 
 
@@ -67,7 +68,8 @@ def changed_forms(before: Mapping[str, Forms], now: Mapping[str, Forms]) -> dict
         buffers = {
             place: differing
             for place, kinds in new.buffers.items()
-            if (differing := _differing(old.buffers.get(place, {}), kinds))
+            if kinds != old.buffers.get(place, {})
+            and (differing := _differing(old.buffers.get(place, {}), kinds))
         }
         if tensors or buffers:
             changed[path] = {"tensors": tensors, "buffers": buffers}
@@ -94,7 +96,7 @@ def restore_forms(
         if path in changed and saved is not None:
             _register(module, changed[path]["buffers"], saved)
             names = set(changed[path]["tensors"])
-            for name, owner, key, tensor in list(_saved_tensors(module)):
+            for name, owner, key, tensor in list(_saved_tensors(Network(module))):
                 if name in names and name in saved and _form(tensor) != _form(saved[name]):
                     if isinstance(tensor, nn.Parameter):
                         _reform(tensor, saved[name])
@@ -108,7 +110,7 @@ def casts(found: Found, state: dict[str, Any]) -> list[str]:
     for path, module in _modules(found).items():
         saved = _states(state).get(path, {})
         differing: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
-        for name, _, _, tensor in _saved_tensors(module):
+        for name, _, _, tensor in _saved_tensors(Network(module)):
             before = saved.get(name)
             if isinstance(before, Tensor) and before.dtype != tensor.dtype:
                 names = differing.setdefault((before.dtype, tensor.dtype), [])
@@ -128,17 +130,16 @@ def _modules(found: Found) -> dict[str, nn.Module]:
     return {path: part for path, part in parts.items() if isinstance(part, nn.Module)}
 
 
-def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    bare = BareNames(module)
-    for name, part in module.named_modules():
+def _submodules(network: Network) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in network.modules:
         # What is not built by torch.nn may be without these tables, as compiled scripts are.
         if isinstance(vars(part).get("_buffers"), dict):
-            yield bare.of(name), part
+            yield name, part
 
 
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def _saved_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield parameters and persistent buffers with their name, the module they are in and key."""
-    for place, part in _submodules(module):
+    for place, part in _submodules(network):
         prefix = f"{place}." if place else ""
         table = vars(part)
         hidden = table["_non_persistent_buffers_set"]
@@ -148,9 +149,9 @@ def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Ten
                 yield f"{prefix}{key}", part, key, tensor
 
 
-def _buffers_of(module: nn.Module) -> dict[str, dict[str, _Kind]]:
+def _buffers_of(network: Network) -> dict[str, dict[str, _Kind]]:
     kinds: dict[str, dict[str, _Kind]] = {}
-    for place, part in _submodules(module):
+    for place, part in _submodules(network):
         hidden = vars(part)["_non_persistent_buffers_set"]
         # What one that is not persistent holds is saved as a plain value.
         kinds[place] = {
@@ -175,8 +176,9 @@ def _register(
     module: nn.Module, changed: Mapping[str, dict[str, _Kind | None]], saved: Mapping[str, Any]
 ) -> None:
     """Register buffers as they were; those with a value get an empty tensor of its form."""
-    device = next((tensor.device for _, _, _, tensor in _saved_tensors(module)), None)
-    for place, part in list(_submodules(module)):
+    network = Network(module)
+    device = next((tensor.device for _, _, _, tensor in _saved_tensors(network)), None)
+    for place, part in list(_submodules(network)):
         buffers, hidden = vars(part)["_buffers"], vars(part)["_non_persistent_buffers_set"]
         prefix = f"{place}." if place else ""
         for key, kind in changed.get(place, {}).items():

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from helios.core.generators import Generator
 from helios.protocols import Stateful
-from helios.run_state.generators import Generator
 from helios.run_state.names import KeyedByObjects
+from helios.run_state.networks import Networks
 from helios.run_state.values import ATOMS
 
 Container: TypeAlias = dict[Any, Any] | list[Any] | nn.Module | KeyedByObjects
@@ -50,6 +51,7 @@ class Found:
             attributes under the empty path.
         aliases: which object or generator a place names, by parent and key.
         orders: the keys of dicts that hold objects, and of ``ModuleDict``, by path.
+        networks: the parts of networks.
     """
 
     objects: dict[str, Stateful] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class Found:
     containers: dict[str, Container] = field(default_factory=dict)
     aliases: dict[SlotKey, str] = field(default_factory=dict)
     orders: dict[str, list[Any]] = field(default_factory=dict)
+    networks: Networks = field(default_factory=Networks)
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules by path."""

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.core.wrappers import BareNames
 from helios.run_state.found import Found
 
 _OF_MODULES = (
@@ -30,12 +29,11 @@ def hooks_of(found: Found) -> dict[str, frozenset[int]]:
     hooks: dict[str, frozenset[int]] = {}
     for path, part in found.objects.items():
         if isinstance(part, nn.Module):
-            bare = BareNames(part)
-            for name, module in part.named_modules():
-                place = f"{path}.{bare.of(name)}".rstrip(".")
-                _note(hooks, place, vars(module), _OF_MODULES)
-            for name, tensor in part.named_parameters():
-                _note(hooks, f"{path}.{bare.of(name)}", _tables_of(tensor), _OF_TENSORS)
+            network = found.networks.of(part)
+            for name, module in network.modules:
+                _note(hooks, f"{path}.{name}".rstrip("."), vars(module), _OF_MODULES)
+            for name, tensor in network.parameters:
+                _note(hooks, f"{path}.{name}", _tables_of(tensor), _OF_TENSORS)
         elif isinstance(part, Optimizer):
             _note(hooks, path, vars(part), _OF_OPTIMIZERS)
     return hooks

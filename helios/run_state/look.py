@@ -7,6 +7,7 @@ train without changing what refers to them. What cannot be pickled counts by ide
 from __future__ import annotations
 
 import copyreg
+import io
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, Flag
@@ -259,6 +260,9 @@ class _Walk:
         if isinstance(part, _OPAQUE):
             self._add_opaque(part)
             return None
+        if isinstance(part, io.IOBase):
+            self._add_file(part)
+            return None
         if isinstance(part, np.memmap):
             self._add_memmap(part)
             return None
@@ -290,6 +294,12 @@ class _Walk:
             self._look.types.add(part)
         self._refuse(f"a checkpoint holds no {type_name(type(part))}")
         self._tokens += (NUMBER, self._identities.number(part))
+
+    def _add_file(self, part: io.IOBase) -> None:
+        self._refuse("it is an open file")
+        self._tokens += (NUMBER, self._identities.number(part), part.closed)
+        if not part.closed and part.seekable():
+            self._tokens.append(part.tell())
 
     def _add_memmap(self, part: np.memmap[Any, Any]) -> None:
         self._refuse("it is mapped from a file")

@@ -36,7 +36,8 @@ class Names:
             if isinstance(module, nn.Module):
                 bare = BareNames(module)
                 members: Iterator[tuple[str, object]] = module.named_modules()
-                for name, part in (*members, *module.named_parameters()):
+                tensors = (*module.named_parameters(), *module.named_buffers())
+                for name, part in (*members, *tensors):
                     table.setdefault(f"{path}.{bare.of(name)}".rstrip("."), part)
         return table
 

@@ -6,13 +6,15 @@ leaves out and training has changed is saved here, or named.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from helios.run_state.baseline import mark_of_state
 from helios.run_state.discovery import Discovery
+from helios.run_state.effects import StepWatch
 from helios.run_state.values import Identities
 
 _LOGGER = logging.getLogger(__name__)
@@ -51,10 +53,15 @@ class Owners:
     Args:
         owners: all of them; their names differ.
         outside: returns the objects that the model saves, by name.
+        safe_types: types that loading may build besides those of the values that setup made.
     """
 
     def __init__(
-        self, owners: Iterable[Owner], outside: Callable[[], Mapping[str, object]] = dict
+        self,
+        owners: Iterable[Owner],
+        outside: Callable[[], Mapping[str, object]] = dict,
+        *,
+        safe_types: Sequence[Any] = (),
     ) -> None:
         self._owners = {owner.name: owner for owner in owners}
         self._outside = outside
@@ -72,6 +79,14 @@ class Owners:
             )
             for owner in self._owners.values()
         }
+
+        for found in self._found.values():
+            found.values.safe_types = tuple(safe_types)
+
+    def limit(self, num_bytes: int) -> None:
+        """Let each owner have at most some bytes of plain values in a checkpoint."""
+        for found in self._found.values():
+            found.values.limit = num_bytes
 
     def _others(self) -> Mapping[str, object]:
         # Found once for all owners: a walk through a large model takes its time.
@@ -122,13 +137,23 @@ class Owners:
             if name in self._found:
                 self._found[name].restore(state, is_inference=is_inference)
             elif not is_inference:
-                self._carried[name] = state
+                # Its tensors may lie in the file.
+                self._carried[name] = copy.deepcopy(state)
         if self._carried:
             _LOGGER.warning(
                 "The checkpoint holds attributes of %s, which is not there now. They are carried "
                 "along unread; register it again to use them.",
                 ", ".join(self._carried),
             )
+
+    def watch(self) -> list[tuple[str, StepWatch]]:
+        """Begin to look for what a step changes; data sets may move with what is fetched."""
+        self._shared = None
+        return [
+            (name, found.watch(reads_weights=False))
+            for name, found in self._found.items()
+            if not self._owners[name].is_data and found.has_attributes
+        ]
 
     def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
         """Return what is equal for equal states, by name."""

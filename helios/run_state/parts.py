@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
 from helios.protocols import Stateful
 from helios.run_state.found import Found
-from helios.run_state.values import Storages
+from helios.run_state.networks import Networks
+from helios.run_state.values import ATOMS, Storages
 from helios.run_state.walk import unwrap
 
 Shape: TypeAlias = dict[str, object]
@@ -32,7 +34,31 @@ _SHOWN = 3
 def state_of(value: Stateful) -> dict[str, Any]:
     """Return the state of an object; that of a module under bare names."""
     state = value.state_dict()
+    if isinstance(value, LRScheduler):
+        return _without_odd_attributes(value, state)
     return BareNames(value).strip(state) if isinstance(value, nn.Module) else state
+
+
+def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what PyTorch's ``state_dict`` of schedulers takes just because it is there.
+
+    Attributes that users add may be objects or generators, which are looked at by themselves.
+    """
+    attributes = vars(scheduler)
+    is_stock = type(scheduler).state_dict.__module__.startswith("torch.")
+    odd = [
+        key
+        for key, value in state.items()
+        if is_stock and attributes.get(key) is value and not _is_simple(value)
+    ]
+    return {key: value for key, value in state.items() if key not in odd}
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        members = value.values() if isinstance(value, dict) else value
+        return all(map(_is_simple, members))
+    return type(value) in ATOMS or isinstance(value, Tensor)
 
 
 def load_state(value: Stateful, state: dict[str, Any]) -> None:
@@ -92,7 +118,7 @@ def kind_of(part: object) -> str:
     return type(unwrap(part)).__name__
 
 
-def shape_of(part: Stateful) -> Shape:
+def shape_of(part: Stateful, networks: Networks) -> Shape:
     """Return the classes and parameters of an object; nothing for a lazy module.
 
     Lazy modules get their sizes and even their class from the first batch.
@@ -100,11 +126,9 @@ def shape_of(part: Stateful) -> Shape:
     if not isinstance(part, nn.Module):
         return {"": kind_of(part)}
     shape: Shape = {}
-    bare = BareNames(part)
-    for name, inner in part.named_modules():
+    for place, inner in networks.of(part).modules:
         if isinstance(inner, LazyModuleMixin):
             return {}
-        place = bare.of(name)
         shape[place] = type(inner).__name__
         prefix = f"{place}." if place else ""
         for key, parameter in vars(inner).get("_parameters", {}).items():
@@ -141,7 +165,7 @@ def structure_since(before: dict[str, Shape], found: Found) -> dict[str, str]:
     """
     misfits: dict[str, str] = {}
     for path, part in found.objects.items():
-        known, shape = before.get(path), shape_of(part)
+        known, shape = before.get(path), shape_of(part, found.networks)
         if known and known != shape:
             misfits[path] = difference(known, shape)
     return misfits
@@ -158,12 +182,6 @@ def _module_state(entries: dict[str, Any], versions: dict[str, Any]) -> OrderedD
     if versions:
         vars(state)["_metadata"] = OrderedDict(versions)
     return state
-
-
-def modes_of(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules by bare name, the module itself under the empty name."""
-    bare = BareNames(module)
-    return {bare.of(name): part for name, part in module.named_modules()}
 
 
 @dataclass(frozen=True)
@@ -195,13 +213,17 @@ class Parameters:
         return {**self.of_modules, "": {**self.leaves, **self.loose}}
 
 
-def parameters_of(found: Found) -> Parameters:
-    """Sort the tensors of what was found."""
-    seen: set[int] = set()
+def parameters_of(found: Found, others: Collection[Tensor] = ()) -> Parameters:
+    """Sort the tensors of what was found.
+
+    Args:
+        found: what was found.
+        others: tensors that other owners save.
+    """
+    seen = set(map(id, others))
     of_modules: dict[str, dict[str, Tensor]] = {}
     for path, module in found.modules().items():
-        bare = BareNames(module)
-        table = {bare.of(name): tensor for name, tensor in module.named_parameters()}
+        table = dict(found.networks.of(module).parameters)
         of_modules[path] = {name: part for name, part in table.items() if id(part) not in seen}
         seen.update(map(id, table.values()))
     leaves = {path: leaf for path, leaf in found.leaves().items() if id(leaf) not in seen}
@@ -229,31 +251,34 @@ def _members(path: str, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     ]
 
 
-def storages_of(found: Found, parameters: Parameters) -> Storages:
-    """Return all parameters, buffers and loose tensors, by name."""
-    named = {
+def storages_of(
+    found: Found, parameters: Parameters, others: Mapping[str, Tensor] | None = None
+) -> Storages:
+    """Return all parameters, buffers and loose tensors, and those that others save, by name."""
+    named = dict(others or {}) | {
         f"{path}.{name}": tensor
         for path, table in (*parameters.of_modules.items(), ("", parameters.loose))
         for name, tensor in table.items()
     }
     for path, module in found.modules().items():
-        bare = BareNames(module)
-        for name, part in module.named_modules():
-            place = f"{path}.{bare.of(name)}"
+        for name, part in found.networks.of(module).modules:
+            place = f"{path}.{name}"
             named |= {f"{place}.{key}": buffer for key, buffer in _saved_buffers(part)}
     return Storages(named)
 
 
 def flags_of(found: Found, parameters: Parameters) -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters and of submodules in evaluation mode."""
-    modules = found.modules()
+    submodules = {
+        # A wrapper counts as what it wraps does.
+        path: dict(found.networks.of(module).modules).items()
+        for path, module in found.modules().items()
+    }
     tables = {**parameters.of_modules, "": parameters.loose}
     return {
         path: {
             "frozen": [name for name, tensor in table.items() if not tensor.requires_grad],
-            "eval": [name for name, part in modes_of(modules[path]).items() if not part.training]
-            if path
-            else [],
+            "eval": [name for name, part in submodules.get(path, ()) if not part.training],
         }
         for path, table in tables.items()
     }

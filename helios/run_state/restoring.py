@@ -12,13 +12,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.generators import kind_of_generator, load_generator, make_generator
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
 from helios.run_state.changes import PlainValues
 from helios.run_state.forms import casts, restore_forms
 from helios.run_state.found import Container
-from helios.run_state.generators import kind_of_generator, load_generator, make_generator
 from helios.run_state.names import KeyedByObjects
 from helios.run_state.optimizers import arrange
 from helios.run_state.parts import (

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, final
 
-from helios.core.wrappers import BareNames
+from torch import Tensor
+
 from helios.run_state.found import Rules
 from helios.run_state.parts import Parameters, parameters_of, storages_of
 from helios.run_state.values import Storages
@@ -33,12 +34,18 @@ class Scene:
     @cached_property
     def parameters(self) -> Parameters:
         """The tensors that training moves."""
-        return parameters_of(self.found)
+        return parameters_of(self.found, self._others.values())
+
+    @cached_property
+    def _others(self) -> dict[str, Tensor]:
+        """The tensors that other owners save."""
+        outside = self._rules.outside().items()
+        return {name: part for name, part in outside if isinstance(part, Tensor)}
 
     @cached_property
     def storages(self) -> Storages:
         """The tensors that are saved on their own account."""
-        return storages_of(self.found, self.parameters)
+        return storages_of(self.found, self.parameters, self._others)
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -48,9 +55,8 @@ class Scene:
         for table in (found.objects, found.inner, found.generators):
             names |= {id(part): path for path, part in table.items()}
         for path, module in found.modules().items():
-            bare = BareNames(module)
-            for name, part in module.named_modules():
-                names.setdefault(id(part), f"{path}.{bare.of(name)}")
+            for name, part in found.networks.of(module).modules:
+                names.setdefault(id(part), f"{path}.{name}")
         outside = {id(part): name for name, part in self._rules.outside().items()}
         return {**outside, **names, id(self._owner): "itself"}
 

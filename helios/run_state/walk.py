@@ -16,10 +16,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core import wrappers
+from helios.core.generators import is_generator
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.found import Found, Rules, Slot, is_flat, members_of
-from helios.run_state.generators import is_generator
 from helios.run_state.members import is_of_the_house, left_out, tells_too_little
 from helios.run_state.names import KeyedByObjects, Names, has_odd_keys
 from helios.run_state.values import ATOMS
@@ -259,9 +259,8 @@ class _Walker:
         settled: Mapping[str, Mapping[str, Any]],
         seen: set[int],
     ) -> None:
-        bare = wrappers.BareNames(module)
-        for name, part in module.named_modules():
-            place = f"{path}.{bare.of(name)}" if bare.of(name) else path
+        for name, part in self.found.networks.of(module).modules:
+            place = f"{path}.{name}" if name else path
             if id(part) in seen or is_declared(place, self._rules.unsaved):
                 continue
             if isinstance(part, nn.ModuleDict):

@@ -132,7 +132,7 @@ class FitRun(Run):
     def _build(self) -> Session:
         source = self._open_training_source()
         has_validation = self._open_source(Phase.VALIDATION) is not None
-        self.owners = find_owners(
+        owners = find_owners(
             self.plugins,
             self.model,
             self.datamodule,
@@ -140,6 +140,9 @@ class FitRun(Run):
             loop=(_LOOP_PATH, self.loop),
             source=source,
         )
+        if self._start.folder is not None:
+            owners.limit(self._start.folder.options.max_plain_bytes)
+        self.owners = owners
         self._require_alike_setup()
         if self.arguments.valid_frequency is not None and not has_validation:
             _LOGGER.warning(

@@ -62,7 +62,11 @@ def find_owners(
     if source is not None and not claimed and not _count_workers(source):
         owners += (Owner(name, part, is_data=True) for name, part in _parts_of(source))
     others = {"<model>": model} | {f"<data {place}>": part for place, part in enumerate(claimed)}
-    found = Owners(owners, lambda: {**others, **model.discovery.named_objects()})
+    found = Owners(
+        owners,
+        lambda: {**others, **model.discovery.named_objects()},
+        safe_types=model.types_for_safe_load(),
+    )
     found.take_baseline()
     return found
 

@@ -192,7 +192,7 @@ def _partly_declared(owner: Owner) -> None:
         (_follow_by_data, "teacher.layer.weight"),
         (_replace_data, "teacher.layer.weight"),
         (_move_loose, "temperature"),
-        (_schedule, "scheduler"),
+        (_schedule, "scheduler.last_epoch"),
         (_count_calls, "net.num_calls"),
         (_partly_declared, "stuff.kept"),
     ],

@@ -91,8 +91,8 @@ class Counting(Plugin):
 class Marked(EpochLoop):
     num_batches = 0
 
-    def on_advance_end(self) -> None:
-        super().on_advance_end()
+    def on_advance_start(self, *args: Any) -> None:
+        super().on_advance_start(*args)
         self.num_batches = self.num_batches + 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | n
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-def is_generator(value: object) -> bool:
+def is_generator(value: object) -> TypeGuard[Generator]:
     """Return whether a value is a generator whose state can be taken and set."""
     return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
 

@@ -1,0 +1,48 @@
+"""The parts of a network under their bare names, walked once for all that asks for them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import final
+
+from torch import Tensor, nn
+
+from helios.core.wrappers import BareNames
+
+
+@final
+class Network:
+    """One walk through a network, as it is now.
+
+    Args:
+        module: the network, with or without wrappers around it and inside.
+
+    Attributes:
+        modules: all submodules, each once, with their bare names; the module itself comes first,
+            under the empty name. A wrapper has the name of what it wraps.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._bare = BareNames(module)
+        self.modules = [(self._bare.of(name), part) for name, part in module.named_modules()]
+
+    @cached_property
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """All parameters, each once, with their bare names."""
+        return [(self._bare.of(name), part) for name, part in self._module.named_parameters()]
+
+
+class Networks:
+    """The networks of one look, each walked when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[nn.Module, Network]] = {}
+
+    def of(self, module: nn.Module) -> Network:
+        """Return the parts of a network."""
+        # The module is kept beside its parts: an id is only its own while it lives.
+        known = self._known.get(id(module))
+        if known is None:
+            known = self._known[id(module)] = module, Network(module)
+        return known[1]

@@ -1,0 +1,64 @@
+"""What an optimizer gets in mid-run brings no gradients along: these would depend on ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.distributed.test_elastic import Interrupt
+from tests.support.elastic import Elastic, ElasticData, ElasticModel, make_trainer
+from tests.support.ranks import run_ranks
+
+
+class Unfreezing(ElasticModel):
+    """Trains the head only at first; the body's gradients are summed up all the time."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        del self.scheduler
+        self.optimizer = torch.optim.SGD(self.head.parameters(), lr=0.05)
+
+
+class Unfreeze(Plugin):
+    def __init__(self) -> None:
+        super().__init__("unfreeze")
+
+    def setup(self) -> None:
+        return
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        model: Any = self.context.model
+        if state.global_iteration == 3:
+            model.optimizer.add_param_group({"params": list(model.body.parameters())})
+
+
+def _train(rank: int, folder: Path, num_steps: int | None) -> str:
+    folder.mkdir(exist_ok=True)
+    setting = Elastic(num_replicas=4, total_steps=6)
+    plugins = [Unfreeze(), *([] if num_steps is None else [Interrupt(num_steps, 1)])]
+    model = Unfreezing(setting, folder)
+    make_trainer(folder, setting, *plugins).fit(model, ElasticData(setting))
+    return "".join(p.detach().numpy().tobytes().hex() for p in model.body.parameters())
+
+
+def test_parameters_that_join_an_optimizer_train_alike_on_any_number_of_processes(
+    tmp_path: Path,
+) -> None:
+    whole = {
+        weights
+        for number in (1, 2, 4)
+        for weights in run_ranks(_train, number, tmp_path / f"{number}", None)
+    }
+    assert len(whole) == 1
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 4])
+def test_they_do_so_after_a_resume_too(tmp_path: Path, num_steps: int) -> None:
+    (whole,) = run_ranks(_train, 1, tmp_path / "whole", None)
+    run_ranks(_train, 2, tmp_path / "cut", num_steps)
+    assert run_ranks(_train, 1, tmp_path / "cut", None) == [whole]
