@@ -375,5 +375,5 @@ class Session:
 
     @property
     def is_discovered(self) -> bool:
-        """Whether Helios takes the model's state; one of its own is taken at its word."""
+        """Whether Helios finds the model's state: it has no ``state_dict`` of its own."""
         return type(self.model).state_dict is Model.state_dict

@@ -239,7 +239,7 @@ class Loop(ABC):
             child.teardown()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's own state, if it has any; children are saved beside it."""
+        """Return state besides changed attributes; children are saved beside it."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -18,8 +18,9 @@ class HookContext:
     """A beginning and an end of a scope; override either or both (R10).
 
     One that has been entered is left, whatever happens in between. Where ``ctx.exception`` is set
-    then, the scope was broken off by it (R16). A context whose counters are to survive a restart
-    overrides :meth:`state_dict` and :meth:`load_state_dict`.
+    then, the scope was broken off by it (R16). Attributes that training changes survive a
+    restart; a context may also say itself what to save, by :meth:`state_dict` and
+    :meth:`load_state_dict`.
 
     Attributes:
         unsaved: names of attributes that training changes and that no checkpoint needs.
@@ -81,7 +82,7 @@ class HookContext:
             raise join(errors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the context, in plain values and tensors."""
+        """Return state besides changed attributes, in plain values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

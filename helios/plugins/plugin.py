@@ -200,7 +200,7 @@ class Plugin(ABC):
         """Hear that a test has ended."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the plugin."""
+        """Return what a checkpoint keeps of the plugin besides attributes that training changes."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
