@@ -718,6 +718,21 @@ FAULTS = (
         "test_gradients_take_the_form_that_parameters_get_between_two_steps",
     ),
     Fault(
+        "each look at a network walks it anew",
+        "helios/run_state/networks.py",
+        "        if known is None:",
+        "        if True:",
+        "tests/run_state/test_networks.py::"
+        "test_a_capture_walks_a_network_once_for_each_thing_that_torch_lists",
+    ),
+    Fault(
+        "the collector goes through the tree that is encoded",
+        "helios/core/garbage.py",
+        "    gc.disable()\n",
+        "",
+        "tests/core/test_tagged.py::test_the_collector_rests_while_a_tree_is_encoded",
+    ),
+    Fault(
         "a shared parameter has one name",
         "helios/run_state/parts.py",
         "module.named_parameters(remove_duplicate=False):",

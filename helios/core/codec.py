@@ -21,6 +21,7 @@ import torch
 
 from helios.core import records
 from helios.core.buffers import HostBuffers
+from helios.core.garbage import collector_at_rest
 from helios.core.named import type_name
 from helios.core.tagged import Decoder, Encoder
 from helios.core.unknown import stand_in
@@ -67,7 +68,8 @@ def encode(tree: Any, *, where: str, safe_types: Iterable[Any] = ()) -> Any:
             can be done.
     """
     types = list(safe_types)
-    return Encoder(where, types, lambda value: _try_loading(value, types)).encode(tree)
+    with collector_at_rest():
+        return Encoder(where, types, lambda value: _try_loading(value, types)).encode(tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,8 @@ def capture(tree: Any, *, safe_types: Iterable[Any], buffers: HostBuffers) -> Ca
     """
     types = list(safe_types)
     encoder = Encoder("", types, lambda value: _try_loading(value, types))
-    code = encoder.encode(tree)
+    with collector_at_rest():
+        code = encoder.encode(tree)
     if encoder.has_live_objects:
         return Captured(code, is_own=False)
     buffers.copy(encoder.groups)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.garbage import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
@@ -31,13 +32,7 @@ from helios.run_state.found import Found, Rules
 from helios.run_state.hooks import hooks_of
 from helios.run_state.losses import Losses
 from helios.run_state.optimizers import changes_of_optimizers
-from helios.run_state.parts import (
-    flags_of,
-    grads_of,
-    kind_of,
-    state_of,
-    structure_since,
-)
+from helios.run_state.parts import flags_of, grads_of, kind_of, state_of, structure_since
 from helios.run_state.restoring import Restoring
 from helios.run_state.scene import Scene
 from helios.run_state.values import Identities
@@ -128,6 +123,7 @@ class Discovery:
         values.limit, values.safe_types = self.values.limit, self.values.safe_types
         return vars(self) | {"_identities": identities, "values": values, "_baseline": None}
 
+    @collector_at_rest()
     def take_baseline(self, *, states_too: bool = False) -> None:
         """Remember what setup made; to be called right after it.
 
@@ -153,6 +149,7 @@ class Discovery:
         baseline.hooks = hooks_of(scene.found)
         baseline.classes = class_marks(self._owner, scene.found, scene, self._identities)
 
+    @collector_at_rest()
     def capture(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the state, by reference: nothing is cloned.
 

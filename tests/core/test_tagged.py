@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import enum
+import gc
 import io
 import math
 import uuid
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -392,3 +393,31 @@ def test_decoding_builds_only_what_the_safe_types_name(tag: str) -> None:
     code["type"] = tagged.type_name(Box)
     with pytest.raises(TypeError):
         codec.decode(code, safe_types=[Box])
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_encoding_leaves_the_garbage_collector_as_it_was(is_on: bool) -> None:
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        codec.encode({"a": [(1, 2)]}, where="it")
+        assert gc.isenabled() == is_on
+        with pytest.raises(StateError):
+            codec.encode({"a": [object()]}, where="it")
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
+
+
+def test_the_collector_rests_while_a_tree_is_encoded() -> None:
+    class Watching(tuple[int, ...]):
+        __slots__ = ()
+
+        def __iter__(self) -> Iterator[int]:
+            seen.append(gc.isenabled())
+            return super().__iter__()
+
+    seen: list[bool] = []
+    codec.encode({"a": Watching((1, 2))}, where="it", safe_types=[Watching])
+    assert seen
+    assert not any(seen)
