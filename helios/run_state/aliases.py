@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,21 @@ def _deleted(before: Mapping[SlotKey, str], found: Found) -> dict[str, list[Any]
         if container is not None and not is_named and not holds(container, key):
             deleted.setdefault(parent, []).append(key)
     return deleted
+
+
+def stray_generators(found: Found, before: Collection[str]) -> list[str]:
+    """Return the generators at places where nothing can make them again.
+
+    Args:
+        found: what is there now.
+        before: the paths of generators after setup.
+    """
+    homes = {
+        name
+        for (parent, _), name in found.aliases.items()
+        if isinstance(found.containers.get(parent), dict | nn.Module)
+    }
+    return [path for path in found.generators if path not in before and path not in homes]
 
 
 def changed_orders(before: Mapping[str, list[Any]], found: Found) -> dict[str, list[Any]]:

@@ -17,6 +17,7 @@ from helios.run_state.look import look_at
 from helios.run_state.optimizers import Roster, roster_of
 from helios.run_state.parts import Shape, shape_of
 from helios.run_state.scene import Scene
+from helios.run_state.scripted import script_marks
 from helios.run_state.values import Identities, Storages
 from helios.run_state.walk import settled_in, unwrap
 
@@ -37,6 +38,7 @@ class Baseline:
             own ``state_dict`` may leave out.
         hooks: hooks on networks, parameters and optimizers, by name.
         classes: marks of the attributes of classes.
+        scripts: marks of the attributes of scripted networks.
         generators: paths of generators.
     """
 
@@ -50,6 +52,7 @@ class Baseline:
     marks: dict[str, bytes]
     hooks: dict[str, frozenset[int]]
     classes: dict[str, bytes]
+    scripts: dict[str, bytes]
     generators: frozenset[str]
     _known: list[tuple[int, Callable[[], object | None], str]] = field(default_factory=list)
 
@@ -88,6 +91,7 @@ def take_baseline(
         marks={path: mark_of_object(part, identities) for path, part in marked.items()},
         hooks=hooks_of(found),
         classes=class_marks(owner, found, scene, identities),
+        scripts=script_marks(found, scene, identities),
         generators=frozenset(found.generators),
         _known=_references(found),
     )

@@ -20,7 +20,7 @@ from helios.core.garbage import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
-from helios.run_state.aliases import changed_aliases, changed_orders
+from helios.run_state.aliases import changed_aliases, changed_orders, stray_generators
 from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
 from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.classes import class_marks
@@ -35,6 +35,7 @@ from helios.run_state.optimizers import changes_of_optimizers
 from helios.run_state.parts import flags_of, grads_of, kind_of, state_of, structure_since
 from helios.run_state.restoring import Restoring
 from helios.run_state.scene import Scene
+from helios.run_state.scripted import script_marks
 from helios.run_state.values import Identities
 from helios.run_state.walk import walk
 
@@ -213,6 +214,7 @@ class Discovery:
             "generators": {
                 path: {"kind": kind_of_generator(part), "state": state_of_generator(part)}
                 for path, part in found.generators.items()
+                if path not in losses.lost
             },
             "aliases": aliases,
             "orders": changed_orders(baseline.orders, found),
@@ -286,6 +288,9 @@ class Discovery:
         lost = lost | _changed(baseline.hooks, hooks_of(scene.found), _HOOK)
         marks = class_marks(self._owner, scene.found, scene, self._identities)
         lost |= _changed(baseline.classes, marks, _OF_CLASS)
+        scripts = script_marks(scene.found, scene, self._identities)
+        lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)
+        lost |= dict.fromkeys(stray_generators(scene.found, baseline.generators), _STRAY)
         return Losses(changes, self.values.limit, misfits, lost)
 
     def _warn(self, losses: Losses) -> None:
@@ -300,6 +305,8 @@ class Discovery:
 
 _LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
 _HOOK = "a hook that was registered or removed after the start: register it in setup()"
+_STRAY = "a generator in a list or tuple, where setup() makes none: create it in setup()"
+_OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
 _OF_CLASS = (
     "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
 )

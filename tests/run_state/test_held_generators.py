@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from helios.errors import StateError
 from tests.run_state.owners import Owner, resumed, started, through_a_file
 
 _MAKERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -73,12 +72,16 @@ def test_one_of_another_kind_takes_the_place_of_setups() -> None:
     assert again.rng.random() == owner.rng.random()
 
 
-def test_one_in_a_list_that_setup_does_not_make_is_refused_by_name() -> None:
-    owner = Owner(rngs=[])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_one_in_a_list_that_setup_does_not_make_is_named(kind: Any, said: list[str]) -> None:
+    owner = Owner(rngs=kind())
     discovery = started(owner)
-    owner.rngs.append(random.Random(1))
-    with pytest.raises(StateError, match=r"rngs\.0 of the model was a random\.Random"):
-        resumed(lambda: Owner(rngs=[]), discovery.capture())
+    owner.rngs = kind([random.Random(1)])
+    state = discovery.capture()
+    assert list(state["missing"]) == ["rngs.0"]
+    assert state["generators"] == {}
+    assert "create it in setup()" in said[0]
+    assert resumed(lambda: Owner(rngs=kind()), state).rngs == kind()
 
 
 def test_one_that_draws_from_the_system_has_no_state(said: list[str]) -> None:

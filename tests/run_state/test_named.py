@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -86,6 +87,27 @@ def test_class_attributes_that_training_changes_are_named(said: list[str]) -> No
         "class WithHistory.history",
     ]
     assert "make it an attribute of the instance" in said[0]
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.jit.Attribute(0, int)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x * self.count
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_attributes_of_scripted_and_traced_networks_are_named() -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(1, 1)))
+    owner = Owner(scripted=nn.Sequential(torch.jit.script(Scripted())), graph=graph)
+    discovery = started(owner)
+    assert discovery.capture()["missing"] == {}
+    owner.scripted(torch.ones(1))
+    owner.graph.calls = 1
+    assert list(discovery.capture()["missing"]) == ["graph.calls", "scripted.0.count"]
 
 
 def test_what_is_missing_stays_missing_and_is_said_once(said: list[str]) -> None:
