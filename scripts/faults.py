@@ -54,6 +54,120 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "an object takes the path of the first place that names it now",
+        "helios/run_state/walk.py",
+        "            path = self._rules.known.get(identity, slot.path)",
+        "            path = slot.path",
+        "tests/run_state/test_aliases.py::test_an_attribute_names_the_network_that_it_named",
+    ),
+    Fault(
+        "which object a place names is not restored",
+        "helios/run_state/restoring.py",
+        '            restore_aliases(state["aliases"], containers, scene.find)',
+        "            pass",
+        "tests/run_state/test_aliases.py::test_an_attribute_names_the_network_that_it_named",
+    ),
+    Fault(
+        "the order of dicts is not restored",
+        "helios/run_state/restoring.py",
+        '            restore_orders(state["orders"], containers)',
+        "            pass",
+        "tests/run_state/test_aliases.py::test_the_order_of_dicts_with_objects_comes_back",
+    ),
+    Fault(
+        "keys that are parameters have the text that Python prints",
+        "helios/run_state/walk.py",
+        "        if isinstance(value, dict) and has_odd_keys(value):",
+        "        if False:",
+        "tests/run_state/test_aliases.py::test_dicts_keyed_by_parameters_resume",
+    ),
+    Fault(
+        "generators are not put back",
+        "helios/run_state/restoring.py",
+        '        load_generator(present, saved["state"])',
+        "        pass",
+        "tests/run_state/test_held_generators.py::test_a_generator_goes_on_where_it_was",
+    ),
+    Fault(
+        "objects are not looked into",
+        "helios/run_state/walk.py",
+        "        self.enter(parent, left_out(part))",
+        "        self.enter(parent, [])",
+        "tests/run_state/test_inner.py::test_wrappers_around_optimizers_resume_to_the_same_bits",
+    ),
+    Fault(
+        "optimizers that shared their groups go separate ways",
+        "helios/run_state/restoring.py",
+        "            other.param_groups = first.param_groups",
+        "            pass",
+        "tests/run_state/test_inner.py"
+        "::test_optimizers_that_share_their_groups_share_them_after_a_resume",
+    ),
+    Fault(
+        "an equal value under any key counts as a copy",
+        "helios/run_state/coverage.py",
+        "        known = [self._state[name] for name in names if name in self._state]",
+        "        known = [*self._state.values()]",
+        "tests/run_state/test_inner.py::test_a_state_dict_of_the_owner_covers_what_it_holds",
+    ),
+    Fault(
+        "hooks of the start count as changes",
+        "helios/run_state/discovery.py",
+        "        baseline.hooks = hooks_of(scene.found)",
+        "        pass",
+        "tests/run_state/test_named.py::test_hooks_that_are_registered_after_the_start_are_named",
+    ),
+    Fault(
+        "class attributes are not looked at",
+        "helios/run_state/discovery.py",
+        "        lost |= _changed(baseline.classes, marks, _OF_CLASS)",
+        "        pass",
+        "tests/run_state/test_named.py::test_class_attributes_that_training_changes_are_named",
+    ),
+    Fault(
+        "scripted networks are not looked at",
+        "helios/run_state/discovery.py",
+        "        lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)",
+        "        pass",
+        "tests/run_state/test_named.py::test_attributes_of_scripted_and_traced_networks_are_named",
+    ),
+    Fault(
+        "attributes of Helios' own classes count as the user's",
+        "helios/run_state/owners.py",
+        '    return frozenset(" ".join(declared).split())',
+        "    return frozenset()",
+        "tests/run_state/test_owners.py::test_attributes_of_base_classes_do_not_count",
+    ),
+    Fault(
+        "a data set is read",
+        "helios/run_state/data_members.py",
+        "        if left < 0:",
+        "        if False:",
+        "tests/run_state/test_owners.py::test_of_a_data_set_only_small_values_and_generators_count",
+    ),
+    Fault(
+        "what differs between processes is taken for the same",
+        "helios/checkpoint/capture.py",
+        "    run.obstacles += [text for text in texts if text not in run.obstacles]",
+        "    pass",
+        f"{RECORD}::test_what_an_owner_holds_on_one_process_goes_back_to_that_process",
+    ),
+    Fault(
+        "parameters that join an optimizer bring gradients along",
+        "helios/loops/optimizer.py",
+        "            self._drop_old_gradients()",
+        "            pass",
+        "tests/distributed/test_joined_late.py"
+        "::test_parameters_that_join_an_optimizer_train_alike_on_any_number_of_processes",
+    ),
+    Fault(
+        "what replicas change in plugins is not looked for",
+        "helios/loops/replicas.py",
+        "        for name, watch in self._others:",
+        "        for name, watch in ():",
+        "tests/integration/test_matrix.py::test_what_training_changed_is_saved_or_named",
+    ),
+    Fault(
         "the data module puts back a loader that has read ahead",
         "helios/startup/owners.py",
         "    claimed = () if source is None else source.claimed",
@@ -598,9 +712,9 @@ FAULTS = (
     ),
     Fault(
         "schedulers are not loaded",
-        "helios/run_state/discovery.py",
-        '            if path in state["objects"]:',
-        '            if path in state["objects"] and "scheduler" not in path:',
+        "helios/run_state/restoring.py",
+        "            if path in states:",
+        '            if path in states and "scheduler" not in path:',
         f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
     ),
     Fault(
@@ -619,7 +733,7 @@ FAULTS = (
     ),
     Fault(
         "frozen layers stay frozen after a resume",
-        "helios/run_state/discovery.py",
+        "helios/run_state/restoring.py",
         '            load_flags(state["flags"], scene.found, parameters)',
         "            pass",
         f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
@@ -701,13 +815,6 @@ FAULTS = (
         "        pass",
         "tests/integration/test_forms.py::"
         "test_what_no_resume_can_make_again_is_refused_at_the_save",
-    ),
-    Fault(
-        "an empty parameter is known by its storage only",
-        "helios/run_state/scene.py",
-        "            names.setdefault(id(tensor), name)",
-        "            pass",
-        f"{FORMS}::test_an_empty_parameter_is_saved_whatever_holds_it_too",
     ),
     Fault(
         "gradients of replicas keep the form that parameters had",
@@ -949,8 +1056,8 @@ FAULTS = (
     Fault(
         "a limit on batches is not compared at a resume",
         "helios/startup/resume.py",
-        '"sampler", "limit_batches")',
-        '"sampler")',
+        '    "limit_batches",\n',
+        "",
         "tests/plugins/test_trials.py::"
         "test_a_changed_limit_stops_a_resume_and_the_epoch_goes_on_where_it_stood_if_allowed",
     ),
@@ -1143,7 +1250,7 @@ FAULTS = (
     Fault(
         "an error of fit leaves a save in flight",
         "helios/startup/fit.py",
-        "        self._settings.callback(self._recorder.close)\n",
+        "        self._settings.callback(recorder.close)\n",
         "",
         "tests/integration/test_saves_in_flight.py::"
         "test_an_error_that_passes_through_unlogged_waits_for_the_save_too",
@@ -1236,7 +1343,7 @@ FAULTS = (
     Fault(
         "the size of checkpoints is not estimated",
         "helios/startup/outputs.py",
-        "            num_bytes=sum(sizes),",
+        "            num_bytes=sum(sizes) + discovery.values.num_bytes,",
         "            num_bytes=0,",
         "tests/startup/test_outputs.py",
     ),
