@@ -292,7 +292,7 @@ class _Walk:
     def _add_opaque(self, part: Any) -> None:
         if isinstance(part, type) and (issubclass(part, Enum) or fields_of(part) is not None):
             self._look.types.add(part)
-        self._refuse(f"a checkpoint holds no {type_name(type(part))}")
+        self._refuse(f"{type_name(type(part)).removeprefix('builtins.')} has no state_dict")
         self._tokens += (NUMBER, self._identities.number(part))
 
     def _add_file(self, part: io.IOBase) -> None:
@@ -310,7 +310,7 @@ class _Walk:
 
     def _reduce(self, part: Any) -> Iterable[Any] | None:
         """Take an object apart as pickle would; what refuses counts by identity."""
-        self._refuse(f"a checkpoint holds no {type_name(type(part))}")
+        self._refuse(f"{type_name(type(part)).removeprefix('builtins.')} has no state_dict")
         if self._is_again(part, is_mutable=False):
             return None
         try:
