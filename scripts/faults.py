@@ -184,8 +184,8 @@ FAULTS = (
     Fault(
         "what one process lacks is known to it only",
         "helios/checkpoint/capture.py",
-        "in run.replicas.gather_objects((missing, list(run.claims))):",
-        "in [(missing, list(run.claims))]:",
+        "in run.replicas.gather_objects((missing, misfits, list(run.claims))):",
+        "in [(missing, misfits, list(run.claims))]:",
         f"{RECORD}::test_what_is_missing_is_joined_over_owners_and_processes",
     ),
     Fault(

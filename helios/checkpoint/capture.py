@@ -22,6 +22,9 @@ from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 
+_OWN_PLACES = ("inner", "generators", "aliases", "orders")
+"""What else of the model's state each process saves where replicas change it on their own."""
+
 
 def capture(run: LiveRun) -> Record:
     """Return the whole state of a training, by reference; all processes call this together."""
@@ -32,9 +35,11 @@ def capture(run: LiveRun) -> Record:
     owners, lacking = run.owner_states.capture(own)
     # A model with a state_dict of its own may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
-    if run.is_discovered:
-        _refuse_misfits(model.pop("misfits", {}))
-    missing, claims = _join(run, {**run.missing, **source.missing, **lost, **lacking})
+    misfits = model.pop("misfits", {}) if run.is_discovered else {}
+    own_missing = {**run.missing, **source.missing, **lost, **lacking}
+    missing, misfits, claims = _join(run, own_missing, misfits)
+    # In all processes: one that raised by itself would leave the others waiting.
+    _refuse_misfits(misfits)
     return Record(
         training_state=run.state.dict(),
         cursor=run.cursor.dict(),
@@ -164,14 +169,18 @@ def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: LiveModel) -> N
         table.update(tables[name])
 
 
-def _join(run: LiveRun, missing: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return what any process lacks, and whose word any of them takes."""
+def _join(
+    run: LiveRun, missing: dict[str, str], misfits: dict[str, str]
+) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Return what any process lacks, what fits no resume, and whose word any of them takes."""
     everybodys: dict[str, str] = {}
+    unfit: dict[str, str] = {}
     claims: dict[str, None] = {}
-    for own, words in run.replicas.gather_objects((missing, list(run.claims))):
+    for own, odd, words in run.replicas.gather_objects((missing, misfits, list(run.claims))):
         everybodys |= own
+        unfit |= odd
         claims |= dict.fromkeys(words)
-    return everybodys, list(claims)
+    return everybodys, unfit, list(claims)
 
 
 def _gather_own_parts(
@@ -184,10 +193,13 @@ def _gather_own_parts(
     differing = _find_differing(run, owners)
     if not (run.unshared or source.state_is_per_process or differing):
         return []
-    # A model with a state_dict of its own is taken at its word.
+    # What a state_dict of the model's own leaves out is among the owners.
     objects = model["objects"] if run.is_discovered else {}
     own = {
         "values": model["values"] if run.is_discovered and run.unshared else None,
+        "places": {key: model[key] for key in _OWN_PLACES}
+        if run.is_discovered and run.unshared
+        else {},
         "objects": {path: part for path, part in objects.items() if _holds_any(path, run.unshared)},
         "data": source.state_dict() if source.state_is_per_process else None,
         "owners": {name: owners[name] for name in differing if name in owners},
@@ -215,8 +227,8 @@ def _take_own_part(record: Record, replicas: Team) -> Record:
         return record
     if len(record.by_rank) != replicas.num_processes:
         _LOGGER.warning(
-            "%d processes went on each with its own %s, and now there are %d: all take what rank 0 "
-            "had, so bits may differ from an undisturbed run's.",
+            "%d processes saved this checkpoint, each with its own %s, and now there are %d: all "
+            "take what rank 0 had, so bits may differ from an undisturbed run's.",
             len(record.by_rank),
             ", ".join(record.unshared) or "loader or plugins",
             replicas.num_processes,
@@ -226,7 +238,8 @@ def _take_own_part(record: Record, replicas: Team) -> Record:
     model, data = record.model, record.data
     if own["values"] is not None:
         objects = {**model["objects"], **own["objects"]}
-        model = {**model, "values": own["values"], "objects": objects}
+        places = own.get("places", {})
+        model = {**model, "values": own["values"], "objects": objects, **places}
     if own["data"] is not None:
         data = {**data, "state": own["data"]}
     owners = record.owners | own.get("owners", {})

@@ -28,8 +28,8 @@ class Record:
         training_state: the counters.
         cursor: the place in the data.
         model: what the model's ``state_dict`` returned.
-        by_rank: what each process has of its own, by rank: ``values`` and ``objects`` of the model,
-            and the state of its ``data``; empty where nothing differs.
+        by_rank: what each process has of its own, by rank: ``values``, ``places`` and ``objects``
+            of the model, ``owners``, and the state of its ``data``; empty where nothing differs.
         tables: the model's tables of losses and scores.
         is_manual: whether the model steps its optimizers itself; ``None`` before the first step.
         plugins: states by id.

@@ -106,7 +106,7 @@ def bytes_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
     return torch.from_numpy(np.asarray(_Lent(extent, owners)))
 
 
-def array_on(  # the geometry of a NumPy view
+def array_on(
     memory: Any, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int], offset: int
 ) -> Array:
     """Return the array that looks at some memory.

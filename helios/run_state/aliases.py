@@ -9,20 +9,21 @@ from typing import Any
 from torch import nn
 
 from helios.run_state.found import Container, Found, SlotKey
-from helios.run_state.names import KeyedByObjects, Names
+from helios.run_state.names import KeyedByObjects
 
+IN_NEW = "in a list, dict or object that setup() does not make: create that in setup()"
 _OF_TUPLE = "another object in a tuple: keep objects that change in a list"
 
 
 def changed_aliases(
-    before: Mapping[SlotKey, str], found: Found, names: Names
+    before: Mapping[SlotKey, str], found: Found, new: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Compare which objects places name with what they named after setup.
 
     Args:
         before: the names after setup, by place.
         found: what is there now.
-        names: names of objects.
+        new: the paths of containers that setup does not make.
 
     Returns:
         ``set``: names of objects by the path of the container and by key, ``deleted``: keys that
@@ -34,10 +35,12 @@ def changed_aliases(
     for (parent, key), name in found.aliases.items():
         if before.get((parent, key)) == name or _is_primary(parent, key, name, before):
             continue
-        if parent in found.containers:
+        if parent in new:
+            lost[_path(parent, key)] = IN_NEW
+        elif parent in found.containers:
             changed.setdefault(parent, {})[key] = name
         else:
-            lost[f"{parent}.{key}"] = _OF_TUPLE
+            lost[_path(parent, key)] = _OF_TUPLE
     deleted = _deleted(before, found)
     lists = {
         path: len(found.containers[path])  # type: ignore[arg-type]
@@ -49,8 +52,11 @@ def changed_aliases(
 
 def _is_primary(parent: str, key: Any, name: str, before: Mapping[SlotKey, str]) -> bool:
     """Return whether a place that is new gives an object its path: a loss of its own, not here."""
-    path = f"{parent.rstrip('/')}.{key}" if parent else str(key)
-    return (parent, key) not in before and path == name
+    return (parent, key) not in before and _path(parent, key) == name
+
+
+def _path(parent: str, key: Any) -> str:
+    return f"{parent.rstrip('/')}.{key}" if parent else str(key)
 
 
 def _deleted(before: Mapping[SlotKey, str], found: Found) -> dict[str, list[Any]]:
@@ -64,19 +70,19 @@ def _deleted(before: Mapping[SlotKey, str], found: Found) -> dict[str, list[Any]
     return deleted
 
 
-def stray_generators(found: Found, before: Collection[str]) -> list[str]:
-    """Return the generators at places where nothing can make them again.
+def homes_of_generators(found: Found, new: Collection[str]) -> dict[str, SlotKey]:
+    """Return a place for each generator where a resume can put one, by path.
 
     Args:
         found: what is there now.
-        before: the paths of generators after setup.
+        new: the paths of containers that setup does not make.
     """
-    homes = {
-        name
-        for (parent, _), name in found.aliases.items()
-        if isinstance(found.containers.get(parent), dict | nn.Module)
-    }
-    return [path for path in found.generators if path not in before and path not in homes]
+    homes: dict[str, SlotKey] = {}
+    for (parent, key), name in found.aliases.items():
+        is_open = isinstance(found.containers.get(parent), dict | nn.Module)
+        if name in found.generators and is_open and parent not in new:
+            homes.setdefault(name, (parent, key))
+    return homes
 
 
 def changed_orders(before: Mapping[str, list[Any]], found: Found) -> dict[str, list[Any]]:
@@ -136,6 +142,8 @@ def put(container: Container, key: Any, value: Any) -> None:
     if isinstance(container, nn.Module):
         setattr(container, key, value)
     elif isinstance(container, list) and key >= len(container):
+        # What lies before it may be an object, which is put there later.
+        container += [None] * (key - len(container))
         container.append(value)
     else:
         container[key] = value

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from helios.core.generators import kind_of_generator
 from helios.run_state.classes import class_marks
 from helios.run_state.forms import Forms, forms_of
 from helios.run_state.found import Found, SlotKey
@@ -28,6 +29,7 @@ class Baseline:
 
     Attributes:
         paths: paths of objects and loose parameters.
+        inner: paths of objects that only other objects hold.
         shapes: what a state must fit, by path of the object.
         forms: types, shapes and memory formats of tensors.
         roster: which parameters optimizers moved.
@@ -39,10 +41,13 @@ class Baseline:
         hooks: hooks on networks, parameters and optimizers, by name.
         classes: marks of the attributes of classes.
         scripts: marks of the attributes of scripted networks.
-        generators: paths of generators.
+        generators: kinds of generators, by path.
+        started: marks of what start events have created.
+        containers: whether what may hold others is a list, by path.
     """
 
     paths: frozenset[str]
+    inner: frozenset[str]
     shapes: dict[str, Shape]
     forms: dict[str, Forms]
     roster: Roster
@@ -53,12 +58,22 @@ class Baseline:
     hooks: dict[str, frozenset[int]]
     classes: dict[str, bytes]
     scripts: dict[str, bytes]
-    generators: frozenset[str]
+    generators: dict[str, str]
+    containers: dict[str, bool]
+    started: dict[str, bytes] = field(default_factory=dict)
     _known: list[tuple[int, Callable[[], object | None], str]] = field(default_factory=list)
 
     def known(self) -> dict[int, str]:
         """Return the paths of the objects of setup that still live, by identity."""
         return {number: path for number, refer, path in self._known if refer() is not None}
+
+    def new_containers(self, found: Found) -> set[str]:
+        """Return the paths of containers that setup does not make, or makes of another kind."""
+        return {
+            path
+            for path, part in found.containers.items()
+            if self.containers.get(path) is not isinstance(part, list)
+        }
 
     def distrust(self, places: Iterable[SlotKey]) -> None:
         """Look at places again, though what they hold can only be replaced."""
@@ -82,6 +97,7 @@ def take_baseline(
     marked = {**found.inner, **(found.objects if states_too else {})}
     return Baseline(
         paths=scene.paths(),
+        inner=frozenset(found.inner),
         shapes={path: shape_of(part, found.networks) for path, part in found.objects.items()},
         forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
@@ -92,7 +108,8 @@ def take_baseline(
         hooks=hooks_of(found),
         classes=class_marks(owner, found, scene, identities),
         scripts=script_marks(found, scene, identities),
-        generators=frozenset(found.generators),
+        generators={path: kind_of_generator(part) for path, part in found.generators.items()},
+        containers=_containers_of(found),
         _known=_references(found),
     )
 
@@ -109,6 +126,15 @@ def mark_of_object(part: Any, identities: Identities) -> bytes:
 def mark_of_state(state: Any, identities: Identities) -> bytes:
     """Return what is equal for equal content, wherever its tensors lie."""
     return look_at(state, _Nothing(), identities).mark
+
+
+def _containers_of(found: Found) -> dict[str, bool]:
+    plain = {
+        slot.path: slot.value
+        for slot in found.slots.values()
+        if isinstance(slot.value, list | dict)
+    }
+    return {path: isinstance(part, list) for path, part in {**plain, **found.containers}.items()}
 
 
 class _Nothing:

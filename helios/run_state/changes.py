@@ -7,7 +7,7 @@ after a resume; what is an alias of a saved value is therefore saved too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -51,6 +51,14 @@ class Changes:
     large: list[Slot] = field(default_factory=list)
     costly: list[str] = field(default_factory=list)
     others: list[Slot] = field(default_factory=list)
+
+    def drop(self, wheres: Iterable[SlotKey]) -> None:
+        """Leave out places of what is saved."""
+        changed = self.values["changed"]
+        for parent, key in wheres:
+            changed.get(parent, {}).pop(key, None)
+            if not changed.get(parent, True):
+                del changed[parent]
 
 
 @dataclass
@@ -100,10 +108,18 @@ class PlainValues:
         self._costs.end()
         self._baseline = _Baseline(digests, _links(shared), types)
 
-    def renew_unsaved(self, found: Found, surroundings: Surroundings) -> None:
-        """Take what no checkpoint can hold for unchanged: the start of a run makes it anew."""
+    def renew_unsaved(
+        self, found: Found, surroundings: Surroundings, new: Collection[str] = ()
+    ) -> None:
+        """Take what no checkpoint can hold for unchanged: the start of a run makes it anew.
+
+        Args:
+            found: what is there now.
+            surroundings: what is saved on its own account.
+            new: the paths of containers that setup does not make.
+        """
         for where, look in self._look(found.slots, surroundings):
-            if look.obstacle:
+            if look.obstacle or where[0] in new:
                 self._baseline.digests[where] = look.digest
             self._baseline.types |= look.types
 

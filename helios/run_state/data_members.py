@@ -29,8 +29,11 @@ def large_members(part: object) -> frozenset[str]:
 
 def keep_data_only(found: Found) -> None:
     """Drop everything but generators and plain values from what was found."""
-    for table in (found.objects, found.inner, found.aliases, found.orders):
+    for table in (found.objects, found.inner, found.orders):
         table.clear()
+    found.aliases = {
+        where: name for where, name in found.aliases.items() if name in found.generators
+    }
     found.slots = {
         where: slot for where, slot in found.slots.items() if isinstance(slot.value, _PLAIN)
     }

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,7 +20,7 @@ from helios.core.garbage import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
-from helios.run_state.aliases import changed_aliases, changed_orders, stray_generators
+from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators
 from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
 from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.classes import class_marks
@@ -144,10 +144,19 @@ class Discovery:
         """
         baseline = self._require_baseline()
         scene = self._look()
-        self.values.renew_unsaved(scene.found, scene)
-        for path in _late(scene.found, baseline):
-            baseline.marks[path] = mark_of_object(scene.found.objects[path], self._identities)
+        new = baseline.new_containers(scene.found)
+        self.values.renew_unsaved(scene.found, scene, new)
+        aliases = scene.found.aliases.items()
+        baseline.aliases |= {where: name for where, name in aliases if where[0] in new}
+        for path, part in _late(scene, baseline).items():
+            is_tensor = isinstance(part, Tensor)
+            baseline.started[path] = (
+                self._mark(part.detach()) if is_tensor else mark_of_object(part, self._identities)
+            )
+        for path, generator in scene.found.generators.items():
+            baseline.started[path] = self._mark(state_of_generator(generator))
         baseline.hooks = hooks_of(scene.found)
+        baseline.scripts = script_marks(scene.found, scene, self._identities)
         baseline.classes = class_marks(self._owner, scene.found, scene, self._identities)
 
     @collector_at_rest()
@@ -192,30 +201,35 @@ class Discovery:
         changes = self.values.changes(found, scene)
         covered.drop_copies(changes)
         misfits |= structure_since(baseline.shapes, found)
-        aliases, lost = changed_aliases(baseline.aliases, found, scene.names)
+        new = baseline.new_containers(found)
+        aliases, lost = changed_aliases(baseline.aliases, found, new)
+        inner = covered.without(inner, baseline.marks)
+        if own is not None:
+            objects = covered.without(objects, baseline.marks)
         if self._is_strict:
             misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
-        else:
-            for path in _late(found, baseline):
-                if self._mark(objects.pop(path)) != baseline.marks.get(path):
-                    lost[path] = _LATE
+        loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
+        tables: list[dict[str, Any]] = [inner]
+        tables += [] if self._is_strict else [objects, loose]
+        lost |= self._leave_out_late(tables, changes, scene)
+        for parent in changes.values["changed"].keys() & new:
+            for key in changes.values["changed"].pop(parent):
+                lost[found.slots[parent, key].path] = IN_NEW
+        generators, strays = self._generators(found, new)
+        lost |= dict.fromkeys(strays, _STRAY)
         losses = self._find_losses(changes, misfits, lost, scene)
         self._warn(losses)
         return {
-            "objects": objects if own is None else covered.without(objects, baseline.marks),
+            "objects": objects,
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
             **moved,
             "forms": changed_forms(baseline.forms, forms_of(found, scene.parameters)),
-            "parameters": {name: part.detach() for name, part in scene.parameters.loose.items()},
+            "parameters": loose,
             "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),
             "values": changes.values,
-            "inner": covered.without(inner, baseline.marks),
-            "generators": {
-                path: {"kind": kind_of_generator(part), "state": state_of_generator(part)}
-                for path, part in found.generators.items()
-                if path not in losses.lost
-            },
+            "inner": inner,
+            "generators": generators,
             "aliases": aliases,
             "orders": changed_orders(baseline.orders, found),
             "missing": losses.reasons(),
@@ -278,19 +292,51 @@ class Discovery:
     def _mark(self, value: Any) -> bytes:
         return mark_of_state(value, self._identities)
 
+    def _leave_out_late(
+        self, tables: list[dict[str, Any]], changes: Changes, scene: Scene
+    ) -> dict[str, str]:
+        """Leave out what was created after setup; return what has changed of it, with the reason.
+
+        Args:
+            tables: states of objects and loose parameters, by path.
+            changes: of plain values.
+            scene: what is there now.
+        """
+        baseline, lost = self._require_baseline(), dict[str, str]()
+        late = {path for table in tables for path in table} & _late(scene, baseline).keys()
+        for table in tables:
+            for path in late & table.keys():
+                if self._mark(table.pop(path)) != baseline.started.get(path):
+                    lost[path] = _LATE
+        changes.drop([where for where, slot in scene.found.slots.items() if slot.path in late])
+        return lost
+
+    def _generators(self, found: Found, new: set[str]) -> tuple[dict[str, Any], list[str]]:
+        """Return the states of generators, and which of them no resume could put anywhere."""
+        baseline = self._require_baseline()
+        homes = homes_of_generators(found, new)
+        states: dict[str, Any] = {}
+        strays: list[str] = []
+        for path, part in found.generators.items():
+            kind, state = kind_of_generator(part), state_of_generator(part)
+            if path in homes or baseline.generators.get(path) == kind:
+                states[path] = {"kind": kind, "state": state, "home": homes.get(path)}
+            elif self._mark(state) != baseline.started.get(path):
+                strays.append(path)
+        return states, strays
+
     def _find_losses(
         self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: Scene
     ) -> Losses:
         """Return what a resumed run will not have."""
         if self._is_data:
-            return Losses(Changes(changes.values), self.values.limit)
+            return Losses(Changes(changes.values), self.values.limit, {}, lost)
         baseline = self._require_baseline()
         lost = lost | _changed(baseline.hooks, hooks_of(scene.found), _HOOK)
         marks = class_marks(self._owner, scene.found, scene, self._identities)
         lost |= _changed(baseline.classes, marks, _OF_CLASS)
         scripts = script_marks(scene.found, scene, self._identities)
         lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)
-        lost |= dict.fromkeys(stray_generators(scene.found, baseline.generators), _STRAY)
         return Losses(changes, self.values.limit, misfits, lost)
 
     def _warn(self, losses: Losses) -> None:
@@ -305,16 +351,18 @@ class Discovery:
 
 _LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
 _HOOK = "a hook that was registered or removed after the start: register it in setup()"
-_STRAY = "a generator in a list or tuple, where setup() makes none: create it in setup()"
+_STRAY = "a generator where setup() makes none and a resume can put none: create it in setup()"
 _OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
 _OF_CLASS = (
     "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
 )
 
 
-def _late(found: Found, baseline: Baseline) -> list[str]:
-    """Return the paths of objects that were created after setup."""
-    return [path for path in found.objects if path not in baseline.paths]
+def _late(scene: Scene, baseline: Baseline) -> dict[str, Any]:
+    """Return the objects and loose parameters that were created after setup, by path."""
+    parts = {**scene.found.objects, **scene.found.inner, **scene.parameters.loose}
+    known = baseline.paths | baseline.inner
+    return {path: part for path, part in parts.items() if path not in known}
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], reason: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.generators import state_of_generator
+from helios.protocols import Stateful
 from helios.run_state.bits import bit_sum
 from helios.run_state.classes import class_marks
 from helios.run_state.coverage import Coverage
@@ -77,7 +78,7 @@ class StepWatch:
         covers: dict[str, Coverage] = {}
         for path, part in (*found.objects.items(), *found.inner.items()):
             if not isinstance(part, nn.Module):
-                state = part.state_dict()
+                state = _state_of(part)
                 # The state of a scheduler is its attributes, so that these are named.
                 if not isinstance(part, LRScheduler):
                     covers[f"{path}/"] = Coverage(state, lambda value: self._mark_of(value, scene))
@@ -98,6 +99,13 @@ class StepWatch:
 
     def _mark_of(self, value: Any, scene: Scene) -> bytes:
         return look_at(value, scene, self._identities).mark
+
+
+def _state_of(part: Stateful) -> dict[str, Any]:
+    try:
+        return part.state_dict()
+    except Exception:  # user code, which may need a first step
+        return {}
 
 
 def _is_of_updates(slot: Slot, found: Found) -> bool:

@@ -295,6 +295,9 @@ def load_flags(
         if tensor.requires_grad == (id(tensor) in frozen):
             tensor.requires_grad_(id(tensor) not in frozen)
     for path, module in found.modules().items():
+        if path not in flags:
+            # Of a plugin, say, that has come to hold another network.
+            continue
         resting = set(flags[path]["eval"])
         bare = BareNames(module)
         for name, part in module.named_modules():

@@ -113,7 +113,7 @@ class Restoring:
             return
         present = scene.found.generators.get(path)
         if present is None or kind_of_generator(present) != saved["kind"]:
-            parent, _, key = path.rpartition(".")
+            parent, key = saved.get("home") or path.rpartition(".")[::2]
             container = scene.found.containers.get(parent)
             if container is None or isinstance(container, list):
                 raise StateError(
@@ -122,6 +122,7 @@ class Restoring:
                 )
             present = make_generator(saved["kind"])
             put(container, key, present)
+            scene.found.generators[path] = present
         load_generator(present, saved["state"])
 
     def _check(self, scene: Scene, state: dict[str, Any]) -> None:
@@ -156,6 +157,8 @@ class Restoring:
         """Return the objects that places named and that are not there."""
         tables = state.get("aliases", {}).get("set", {}).values()
         names = {name for members in tables for name in members.values()}
+        # A generator is made again before places name it.
+        names -= state.get("generators", {}).keys()
         return sorted(name for name in self._declared(names) if scene.find(name) is None)
 
     def _declared(self, paths: set[str]) -> set[str]:

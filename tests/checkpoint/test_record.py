@@ -140,8 +140,14 @@ def test_what_was_captured_is_applied() -> None:
     assert fresh.saved_randomness is record.rng
 
 
+def test_what_fits_no_resume_on_one_process_is_an_error_on_all() -> None:
+    said: Any = ({}, {"net": "a layer more"}, [])
+    with pytest.raises(StateError, match=r"net \(a layer more\)"):
+        capture(Run(Team(lambda _: said, num_replicas=2)))
+
+
 def test_what_is_missing_is_joined_over_owners_and_processes() -> None:
-    said = ({"data: Own": "of rank 1", "net.late": "late"}, ["claimed by Other"])
+    said = ({"data: Own": "of rank 1", "net.late": "late"}, {}, ["claimed by Other"])
     record = capture(Run(Team(lambda _: said, num_replicas=2)))
     assert record.missing == {
         "data: Own": "of rank 1",

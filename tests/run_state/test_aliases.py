@@ -153,3 +153,33 @@ def test_dicts_keyed_by_parameters_resume(tmp_path: Path, said: list[str]) -> No
     assert bits(list(again.sums.values())) == bits(list(owner.sums.values()))
     assert list(map(id, again.sums)) == list(map(id, again.net.parameters()))
     assert not said
+
+
+def test_a_value_behind_an_object_in_a_list_comes_back_in_its_place() -> None:
+    def make() -> Any:
+        return Owner(net=_filled(1), parts=[])
+
+    owner = make()
+    discovery = started(owner)
+    owner.parts += [owner.net, 3]
+    again = resumed(make, discovery.capture())
+    assert again.parts[0] is again.net
+    assert again.parts[1:] == [3]
+
+
+@pytest.mark.parametrize("content", [{"net": 0, "n": 1}, [0, 3]], ids=["dict", "list"])
+def test_a_container_around_an_object_that_setup_does_not_make_is_named(
+    content: Any, said: list[str]
+) -> None:
+    def make() -> Any:
+        return Owner(net=_filled(1), current=None)
+
+    owner = make()
+    discovery = started(owner)
+    content[0 if isinstance(content, list) else "net"] = owner.net
+    owner.current = content
+    state = discovery.capture()
+    assert state["missing"]
+    assert all(path.startswith("current") for path in state["missing"])
+    assert resumed(make, state).current is None
+    assert "create that in setup()" in said[0]

@@ -84,6 +84,15 @@ def test_one_in_a_list_that_setup_does_not_make_is_named(kind: Any, said: list[s
     assert resumed(lambda: Owner(rngs=kind()), state).rngs == kind()
 
 
+def test_one_under_a_key_that_is_no_text_comes_back_under_that_key() -> None:
+    owner = Owner(gens={0: random.Random(1)})
+    discovery = started(owner)
+    owner.gens[1] = random.Random(2)
+    again = resumed(lambda: Owner(gens={0: random.Random(1)}), discovery.capture())
+    assert list(again.gens) == [0, 1]
+    assert again.gens[1].random() == owner.gens[1].random()
+
+
 def test_one_that_draws_from_the_system_has_no_state(said: list[str]) -> None:
     owner = Owner(rng=random.SystemRandom())
     discovery = started(owner)

@@ -143,3 +143,24 @@ def test_of_a_data_set_only_small_values_and_generators_count() -> None:
     other = _started(Owner("data set", again, is_data=True))
     other.restore(copy.deepcopy(states))
     assert (again.level, again.rng.random()) == (2, images.rng.random())
+
+
+def test_a_network_that_a_start_event_creates_does_not_stop_a_resume() -> None:
+    part = Part(net=None)
+    owners = _started(Owner("plugin 'a'", part))
+    vars(part)["net"] = net = nn.Linear(1, 1)
+    vars(part)["scale"] = nn.Parameter(torch.ones(1))
+    owners.begin_training()
+    with torch.no_grad():
+        net.weight.add_(1)
+    states, missing = owners.capture({})
+    assert list(missing) == ["plugin 'a': net"]
+    again = _started(Owner("plugin 'a'", Part(net=None)))
+    again.restore(copy.deepcopy(states))
+
+
+def test_one_network_more_than_was_saved_keeps_what_setup_makes() -> None:
+    owners = _started(Owner("plugin 'a'", Part(net=nn.Linear(1, 1), count=0)))
+    states, _ = owners.capture({})
+    again = _started(Owner("plugin 'a'", Part(net=nn.Linear(1, 1), more=nn.Linear(1, 1))))
+    again.restore(copy.deepcopy(states))
