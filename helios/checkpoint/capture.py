@@ -197,7 +197,7 @@ def _gather_own_parts(
     objects = model["objects"] if run.is_discovered else {}
     own = {
         "values": model["values"] if run.is_discovered and run.unshared else None,
-        "places": {key: model[key] for key in _OWN_PLACES}
+        "places": {key: model[key] for key in _OWN_PLACES if key in model}
         if run.is_discovered and run.unshared
         else {},
         "objects": {path: part for path, part in objects.items() if _holds_any(path, run.unshared)},
