@@ -246,7 +246,7 @@ def _take_own_part(record: Record, replicas: Team) -> Record:
     return dataclasses.replace(record, model=model, data=data, owners=owners)
 
 
-def detach(record: Record, *, keeps_model: bool) -> Record:
+def detach(record: Record, *, keeps_model: bool, is_shown: bool) -> Record:
     """Return a record with copies of all tensors that somebody may keep.
 
     Mapping the file spares a copy of the whole state at every start. What goes on living must not
@@ -256,10 +256,12 @@ def detach(record: Record, *, keeps_model: bool) -> Record:
         record: tensors may lie in its file.
         keeps_model: whether the model's part may be kept, too; Helios' own way of loading keeps
             nothing of it.
+        is_shown: whether user code sees the record.
     """
     parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     # Owners copy what they take, and so does Helios' own way of loading a model.
-    del parts["owners"]
+    if not is_shown:
+        del parts["owners"]
     if not keeps_model:
         del parts["model"]
     # In one piece, so that what shares memory does so again.

@@ -67,6 +67,11 @@ class Baseline:
         """Return the paths of the objects of setup that still live, by identity."""
         return {number: path for number, refer, path in self._known if refer() is not None}
 
+    def earlier(self) -> dict[str, object]:
+        """Return the objects of setup that still live, by path."""
+        found = ((path, refer()) for _, refer, path in self._known)
+        return {path: part for path, part in found if part is not None}
+
     def new_containers(self, found: Found) -> set[str]:
         """Return the paths of containers that setup does not make, or makes of another kind."""
         return {

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from helios.core.generators import is_generator, state_of_generator
 from helios.run_state.found import Found
 from helios.run_state.look import look_at
 from helios.run_state.values import Identities, Surroundings
@@ -40,8 +41,9 @@ def class_marks(
     marks: dict[str, bytes] = {}
     for kind in _user_classes(owner, found):
         for name, value in vars(kind).items():
-            if _is_data(name, value):
-                look = look_at(value, surroundings, identities)
+            held = state_of_generator(value) if is_generator(value) else value
+            if is_generator(value) or _is_data(name, value):
+                look = look_at(held, surroundings, identities)
                 marks[f"class {kind.__qualname__}.{name}"] = look.mark
     return marks
 

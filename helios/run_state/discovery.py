@@ -283,7 +283,8 @@ class Discovery:
 
     def _look(self, settled: Mapping[str, Mapping[str, Any]] | None = None) -> Scene:
         exclude = self._exclude | (large_members(self._owner) if self._is_data else set())
-        rules = Rules(exclude, self._unsaved, self._known(), self._outside)
+        earlier = {} if self._baseline is None else self._baseline.earlier()
+        rules = Rules(exclude, self._unsaved, self._known(), self._outside, earlier)
         scene = Scene(self._owner, rules, settled or {})
         if self._is_data:
             keep_data_only(scene.found)

@@ -85,12 +85,14 @@ class Rules:
         known: the paths that objects had before, so that an object keeps its path when another
             place comes to name it.
         outside: returns the objects that other owners save, by name.
+        earlier: the objects of setup that still live, by path.
     """
 
     exclude: frozenset[str] = frozenset()
     unsaved: frozenset[str] = frozenset()
     known: Mapping[int, str] = field(default_factory=dict)
     outside: Callable[[], Mapping[str, object]] = dict
+    earlier: Mapping[str, object] = field(default_factory=dict)
 
 
 def members_of(value: Any) -> list[tuple[Any, Any]]:

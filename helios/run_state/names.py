@@ -21,13 +21,18 @@ class Names:
     Args:
         objects: objects with state by path; one that is added later has a name too.
         name_outside: returns the name of what another owner saves.
+        find_outside: returns what another owner saves, by name.
     """
 
     def __init__(
-        self, objects: Mapping[str, object], name_outside: Callable[[object], str | None]
+        self,
+        objects: Mapping[str, object],
+        name_outside: Callable[[object], str | None],
+        find_outside: Callable[[str], object | None],
     ) -> None:
         self._objects = objects
         self._name_outside = name_outside
+        self._find_outside = find_outside
 
     @cached_property
     def _table(self) -> dict[str, object]:
@@ -61,8 +66,9 @@ class Names:
         return self._table
 
     def find(self, name: str) -> object | None:
-        """Return the object of this owner that has a name."""
-        return self._table.get(name)
+        """Return the object, of this owner or of another one, that has a name."""
+        found = self._table.get(name)
+        return self._find_outside(name) if found is None else found
 
 
 def has_odd_keys(table: Mapping[Any, Any]) -> bool:

@@ -35,6 +35,7 @@ class Owner:
         part: the object.
         unsaved: names that the user has declared as not to be saved.
         has_own_state: whether it has a ``state_dict`` of its own.
+        is_model: whether it is the model, whose objects the others name.
         is_data: whether it is a data set or a collate function, of which only small plain values
             and generators are looked at.
     """
@@ -43,6 +44,7 @@ class Owner:
     part: object
     unsaved: tuple[str, ...] = ()
     has_own_state: bool = False
+    is_model: bool = False
     is_data: bool = False
 
 
@@ -73,7 +75,7 @@ class Owners:
                 exclude=internals_of(owner.part),
                 unsaved=owner.unsaved,
                 name=owner.name,
-                outside=self._others,
+                outside=dict if owner.is_model else self._others,
                 is_strict=False,
                 is_data=owner.is_data,
             )

@@ -71,6 +71,4 @@ class Scene:
     def find(self, name: str) -> object | None:
         """Return the object, of this owner or of another one, that has a name."""
         found = self.names.find(name)
-        if found is None:
-            found = self.found.generators.get(name)
-        return found if found is not None else self._rules.outside().get(name)
+        return self.found.generators.get(name) if found is None else found

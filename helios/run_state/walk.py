@@ -66,7 +66,8 @@ def walk_all(
         What was found, and the names of all objects.
     """
     walker = _walk(owner, rules)
-    names = Names(walker.found.objects, walker.name_outside)
+    walker.keep_parts(rules.earlier)
+    names = Names(walker.found.objects, walker.name_outside, lambda name: rules.outside().get(name))
     walker.enter_objects(names, settled or {})
     return walker.found, names
 
@@ -205,6 +206,26 @@ class _Walker:
 
     def _name(self, slot: Slot, path: str) -> None:
         self.found.aliases[slot.parent, slot.key] = path
+
+    def keep_parts(self, earlier: Mapping[str, object]) -> None:
+        """Let an attribute that names another part of a network than after setup be an alias.
+
+        What it named then has a state under its path, and is still there as a part.
+        """
+        objects = self.found.objects
+        for path, before in earlier.items():
+            now = objects.get(path)
+            if now is None or unwrap(now) is before or not isinstance(before, nn.Module):
+                continue
+            others = {name: part for name, part in objects.items() if name != path}
+            names = Names(others, self.name_outside, lambda name: None).ids()
+            if id(before) in names and id(unwrap(now)) in names:
+                objects[path] = before
+                self._paths[id(before)] = path
+                self._paths[id(unwrap(now))] = names[id(unwrap(now))]
+                for where, name in list(self.found.aliases.items()):
+                    if name == path:
+                        self.found.aliases[where] = names[id(unwrap(now))]
 
     def enter_objects(self, names: Names, settled: Mapping[str, Mapping[str, Any]]) -> None:
         """Add what lies inside of objects, and inside of dicts that have objects for keys."""

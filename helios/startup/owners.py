@@ -52,7 +52,9 @@ def find_owners(
     owners = [Owner("engine", engine, tuple(engine.unsaved), _has_own(engine, Engine))]
     owners += _of_plugins(plugins)
     if type(model).state_dict is not Model.state_dict:
-        owners.append(Owner("model", model, tuple(model.unsaved), has_own_state=True))
+        owners.append(
+            Owner("model", model, tuple(model.unsaved), has_own_state=True, is_model=True)
+        )
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
     if loop is not None:
         owners += _of_loops(*loop)

@@ -247,7 +247,7 @@ class Run(ABC):
     def _detach(self, record: Record, *, is_shown: bool = False) -> Record:
         """Return a record of whose file nothing is kept; ``is_shown``: user code sees the whole."""
         keeps_nothing = type(self.model).load_state_dict is Model.load_state_dict and not is_shown
-        return detach(record, keeps_model=not keeps_nothing)
+        return detach(record, keeps_model=not keeps_nothing, is_shown=is_shown)
 
     def _take_session(self, session: Session) -> None:
         """Hand the session to all who may see it."""

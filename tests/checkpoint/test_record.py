@@ -261,7 +261,7 @@ def test_a_sidecar_is_a_projection_of_the_record() -> None:
 def test_a_detached_record_shares_memory_with_itself_only(keeps_model: bool) -> None:
     tensor = torch.zeros(3)
     record = Record(**{**LEAST, "model": {"a": tensor}}, plugins={"p": tensor}, extra={"m": tensor})
-    copied = detach(record, keeps_model=keeps_model)
+    copied = detach(record, keeps_model=keeps_model, is_shown=True)
     tensor.fill_(1)
     assert copied.plugins["p"].sum() == copied.extra["m"].sum() == 0
     assert copied.plugins["p"] is copied.extra["m"]

@@ -47,6 +47,32 @@ def test_an_attribute_names_the_network_that_it_named(
     assert not said
 
 
+def test_an_attribute_names_the_part_of_a_network_that_it_named(said: list[str]) -> None:
+    def make() -> Any:
+        parts = nn.ModuleList([_filled(0), _filled(1)])
+        optimizer = torch.optim.Adam(parts.parameters(), lr=0.5)
+        return Owner(parts=parts, active=parts[0], optimizer=optimizer)
+
+    def train(owner: Any, number: int) -> None:
+        owner.active = owner.parts[number % 2]
+        owner.active(torch.ones(1, 1)).sum().backward()
+        owner.optimizer.step()
+        owner.optimizer.zero_grad()
+
+    owner = make()
+    discovery = started(owner)
+    for number in range(4):
+        train(owner, number)
+    again = resumed(make, discovery.capture())
+    assert again.active is again.parts[1]
+    assert bits(again.parts.state_dict()) == bits(owner.parts.state_dict())
+    for number in range(4, 7):
+        train(owner, number)
+        train(again, number)
+    assert bits(again.parts.state_dict()) == bits(owner.parts.state_dict())
+    assert not said
+
+
 def test_members_of_dicts_and_lists_name_what_they_named(said: list[str]) -> None:
     owner = _population()
     discovery = started(owner)

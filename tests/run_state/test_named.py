@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any, ClassVar
 
 import pytest
@@ -60,11 +61,12 @@ def test_hooks_of_pytorch_itself_are_not_named() -> None:
 class Counting(nn.Linear):
     calls: ClassVar[int] = 0
     shapes: ClassVar[list[int]] = []
+    rng: ClassVar[random.Random] = random.Random(1)
     limit: ClassVar[int] = 3
 
     def forward(self, x: Tensor) -> Tensor:
         Counting.calls += 1
-        self.shapes.append(len(x))
+        self.shapes.append(len(x) + int(self.rng.random()))
         return super().forward(x)
 
 
@@ -83,6 +85,7 @@ def test_class_attributes_that_training_changes_are_named(said: list[str]) -> No
     owner.history.append(1.0)
     assert sorted(discovery.capture()["missing"]) == [
         "class Counting.calls",
+        "class Counting.rng",
         "class Counting.shapes",
         "class WithHistory.history",
     ]

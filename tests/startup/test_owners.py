@@ -207,6 +207,16 @@ def test_a_generator_in_a_data_set_is_named_where_workers_have_copies(
 
 def test_what_a_state_dict_of_the_model_leaves_out_comes_back(tmp_path: Path) -> None:
     class Own(Model):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.head = nn.Linear(1, 1)
+            nn.init.ones_(self.head.weight)
+            self.optimizer.add_param_group({"params": self.head.parameters(), "momentum": 0.5})
+
+        def train_step(self, batch: torch.Tensor, state: TrainingState) -> torch.Tensor:
+            self.seen.append(self.head.weight.item())
+            return super().train_step(batch, state) + self.head(batch).sum() * 2**-10
+
         def state_dict(self) -> dict[str, Any]:
             return {"net": self.net.state_dict()}
 
