@@ -81,6 +81,17 @@ def is_save_due(schedule: Schedule, state: TrainingState) -> bool:
     return _is_due(schedule, state, schedule.chkpt_frequency)
 
 
+def find_next(schedule: Schedule, state: TrainingState) -> float:
+    """Return the next count of steps at which anything may be due; infinity for none.
+
+    By epochs that is never inside of an epoch, so it is asked by steps only.
+    """
+    done = state.current_iteration
+    frequencies = (schedule.valid_frequency, schedule.chkpt_frequency)
+    counts = (done - done % frequency + frequency for frequency in frequencies if frequency)
+    return min(schedule.total_steps, *counts, float("inf"))
+
+
 def count_saves(schedule: Schedule, state: TrainingState) -> float:
     """Return how many checkpoints the counters will still ask for; infinity for no end (H20)."""
     if schedule.chkpt_frequency is None:

@@ -36,20 +36,6 @@ class Turn(NamedTuple):
     num_samples: int
 
 
-class Entry(NamedTuple):
-    """What the consumer wants to know of an iteration that PyTorch has read ahead.
-
-    Attributes:
-        num_batches: how many replicas of the process have a batch.
-        num_samples: positions that all replicas of the run consume.
-        is_last: whether it ends the pass.
-    """
-
-    num_batches: int
-    num_samples: int
-    is_last: bool
-
-
 @final
 class Deal:
     """The iterations of a pass, from any place.
@@ -102,7 +88,7 @@ class Deal:
             num_items = sum(map(len, window)) if self._is_listed else len(window)
             yield Turn(self._hand_out(window, replicas), num_items * self._weight)
 
-    def walk(self, place: Place, ledger: deque[Entry]) -> Iterator[Keyed]:
+    def walk(self, place: Place, ledger: deque[tuple[int, int, bool]]) -> Iterator[Keyed]:
         """Iterate over the batches of this process, iteration by iteration, each with its key.
 
         An iteration without a batch for this process shows in the ledger only: the step that finds
@@ -110,14 +96,16 @@ class Deal:
 
         Args:
             place: where the pass begins.
-            ledger: filled with an entry for each iteration, ahead of its batches.
+            ledger: filled with an entry for each iteration, ahead of its batches: how many
+                replicas of the process have one, positions that all replicas of the run consume,
+                and whether it ends the pass.
         """
         keys = [replace(place, replica=replica).fetch_keys() for replica in self.share.block]
         turns, batch = self.turns(place), place.batch
         following = next(turns, None)
         while following is not None:
             turn, following = following, next(turns, None)
-            ledger.append(Entry(len(turn.hands), turn.num_samples, following is None))
+            ledger.append((len(turn.hands), turn.num_samples, following is None))
             for series, indices in zip(keys, turn.hands, strict=False):
                 yield Keyed(series.at(batch), indices)
             batch += 1
@@ -200,7 +188,8 @@ class Deal:
         if self._is_single:
             items = [window[r % stride] for r in replicas if r % stride < len(window)]
             # Copied: a list may be given to several, or again as padding, and be changed there.
-            return list(map(list, items)) if self._is_listed else items
+            is_copied = self._is_listed and self.share.num_replicas > 1
+            return list(map(list, items)) if is_copied else items
         least = self._size if self._drop_last else 1
         hands = [window[replica % stride :: stride] for replica in replicas]
         return [hand for hand in hands if len(hand) >= least]
@@ -216,7 +205,10 @@ def make_deal(loader: KeyedLoader, share: Share) -> Deal:
     drop_last = params.drop_last
     sampler, is_cut = order.sampler, drop_last
     is_split, is_own = not (share.pads and params.is_distributed is False), False
-    if has_whole_order(sampler):
+    if share.num_replicas == 1:
+        # One replica takes its sampler at its word, also one that gives a part of the data.
+        is_split = True
+    elif has_whole_order(sampler):
         if params.sampler is not None:
             _check_number(sampler, share)
         order, is_split, is_cut = GlobalOrder(sampler), True, sampler.drop_last

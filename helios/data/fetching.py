@@ -1,4 +1,4 @@
-"""Passes over shared data: each iteration gives a list, a batch for each replica of the process."""
+"""Passes over a loader of ours: each iteration gives a batch for each replica of the process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, final
 
 from helios.core import rng
-from helios.data.deal import Deal, Entry, Turn
+from helios.data.deal import Deal, Turn
 from helios.data.legacy import LegacyWatch
 from helios.data.loader import KeyedLoader, end_workers
 from helios.data.order import Place
@@ -17,15 +17,14 @@ from helios.data.passes import BatchIterator, make_cut_error, run_on_one_thread
 from helios.data.share import NO_BATCH
 
 
-def open_shared(loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> BatchIterator:
+def begin_pass(loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> BatchIterator:
     """Begin a pass whose iterations give a list, one entry for each replica of the process."""
-    if loader.num_workers:
-        return _SharedWorkerBatches(loader, deal, place, watch)
-    return _SharedLocalBatches(loader, deal, place, watch)
+    kind = _WorkerBatches if loader.num_workers else _LocalBatches
+    return kind(loader, deal, place, watch)
 
 
-class _SharedBatches(BatchIterator):
-    """Where a pass over shared data stands."""
+class _DealtBatches(BatchIterator):
+    """Where a pass stands."""
 
     def __init__(self, deal: Deal, place: Place, watch: LegacyWatch) -> None:
         self._deal = deal
@@ -35,15 +34,9 @@ class _SharedBatches(BatchIterator):
         self._is_done = False
         self._watch: LegacyWatch | None = watch
 
-    def _advance(self, num_samples: int, *, is_last: bool) -> None:
-        self.num_samples, self.is_last, self._is_done = num_samples, is_last, is_last
-        self._batch += 1
-        self._sample += num_samples
-
     def _fill(self, found: list[Any]) -> list[Any]:
         """Stand something in for replicas without a batch, which are the last of the block."""
-        num_missing = len(self._deal.share.block) - len(found)
-        return found + [NO_BATCH] * num_missing if num_missing else found
+        return found + [NO_BATCH] * (len(self._deal.share.block) - len(found))
 
     def close(self) -> None:
         """End the pass."""
@@ -56,8 +49,8 @@ class _SharedBatches(BatchIterator):
 
 
 @final
-class _SharedLocalBatches(_SharedBatches):
-    """A pass that is fetched in the training process."""
+class _LocalBatches(_DealtBatches):
+    """A pass that is fetched in the training process, without PyTorch's iterator (10 µs less)."""
 
     def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
         super().__init__(deal, place, watch)
@@ -72,12 +65,16 @@ class _SharedLocalBatches(_SharedBatches):
         if turn is None or self._watch is None:
             self.close()
             raise StopIteration
-        self._following = next(self._turns, None)
-        self._advance(turn.num_samples, is_last=self._following is None)
+        hands, self.num_samples = turn
+        self._following = following = next(self._turns, None)
+        self.is_last = self._is_done = following is None
+        self._batch += 1
+        self._sample += self.num_samples
         try:
-            return self._fill(run_on_one_thread(self._fetch_all, turn.hands))
+            found = run_on_one_thread(self._fetch_all, hands)
         except StopIteration as error:
             raise make_cut_error(self._batch - 1) from error
+        return found if len(found) == len(self._keys) else self._fill(found)
 
     def _fetch_all(self, hands: list[Any]) -> list[Any]:
         found = []
@@ -88,15 +85,15 @@ class _SharedLocalBatches(_SharedBatches):
 
 
 @final
-class _SharedWorkerBatches(_SharedBatches):
+class _WorkerBatches(_DealtBatches):
     """A pass that PyTorch's workers fetch ahead."""
 
     def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
         super().__init__(deal, place, watch)
         self._lives_on = loader.persistent_workers
-        self._ledger: deque[Entry] = deque()
+        self._ledger: deque[tuple[int, int, bool]] = deque()
         self._batches: Iterator[Any] = iter(())
-        self._batches = loader.start(place, partial(deal.walk, ledger=self._ledger))
+        self._batches = loader.start(place, partial(deal.walk, place, self._ledger))
         # PyTorch reads ahead by a batch at least: an empty ledger is the end, here and later.
         self._is_done = not self._ledger
 
@@ -104,12 +101,14 @@ class _SharedWorkerBatches(_SharedBatches):
         if self._watch is None or not self._ledger:
             self.close()
             raise StopIteration
-        entry = self._ledger.popleft()
+        num_batches, self.num_samples, is_last = self._ledger.popleft()
         try:
-            found = [next(self._batches) for _ in range(entry.num_batches)]
+            found = [next(self._batches) for _ in range(num_batches)]
         except StopIteration as error:
             raise make_cut_error(self._batch) from error
-        self._advance(entry.num_samples, is_last=entry.is_last)
+        self.is_last = self._is_done = is_last
+        self._batch += 1
+        self._sample += self.num_samples
         return self._fill(found)
 
     def close(self) -> None:
