@@ -14,7 +14,7 @@ _IMPATIENCE = "no improvement in"
 class Schedule:
     """The options that decide when something happens; checked by the trainer.
 
-    ``is_by_epoch`` says whether the unit is EPOCH.
+    ``is_by_epoch`` says whether the unit is EPOCH, ``logs`` whether there is a print frequency.
 
     A frequency of ``None`` means never. Frequencies and ``total_steps`` count in ``unit``, but
     ``print_frequency`` counts ``current_iteration`` in both units (API section 12).
@@ -29,10 +29,12 @@ class Schedule:
     early_stop_cycles: int | None = None
 
     is_by_epoch: bool = dataclasses.field(init=False)
+    logs: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Asked several times in an iteration, so it is an attribute and no property.
+        # Asked in every iteration, so they are attributes and no properties.
         object.__setattr__(self, "is_by_epoch", self.unit is TrainingUnit.EPOCH)
+        object.__setattr__(self, "logs", self.print_frequency is not None)
 
 
 def ends_window(

@@ -72,6 +72,9 @@ class Session:
         phase: what the session is doing.
         is_resumed: whether the training goes on from a checkpoint.
         is_manual: whether the model steps its optimizers itself; known after the first step.
+        replicas: the replicas of the run, and who carries them.
+        leaves_batches: whether batches are used where they are, by the model's own rule.
+        is_plain: whether steps run in no context of the engine's.
         agreement: what this process asks for, and what all of them know.
         turns: whose random numbers and buffers are in place.
         obstacles: what training has found that binds the run to its number of processes.
@@ -113,6 +116,9 @@ class Session:
     is_sanity_check: bool = False
     context: Context = field(init=False)
     plugin_states: PluginStates = field(init=False)
+    replicas: Replicas = field(init=False)
+    leaves_batches: bool = field(init=False)
+    is_plain: bool = field(init=False)
     agreement: Agreement = field(init=False)
     turns: Turns = field(init=False)
     obstacles: list[str] = field(default_factory=list)
@@ -120,6 +126,11 @@ class Session:
     _is_logging: bool = False
 
     def __post_init__(self) -> None:
+        # Asked in every iteration, and the same in all of them.
+        self.replicas = self.engine.replicas
+        is_there = self.engine.device.type == "cpu"
+        self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
+        self.is_plain = self.engine.is_plain
         self.context = Context(self)
         # Without a training no plugin that is gone is missed.
         self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
@@ -143,11 +154,6 @@ class Session:
         if is_new:
             self.obstacles.append(text)
         return is_new
-
-    @property
-    def replicas(self) -> Replicas:
-        """The replicas of the run, and who carries them."""
-        return self.engine.replicas
 
     @property
     def training_source(self) -> Source:
@@ -178,8 +184,7 @@ class Session:
 
     def move_batch(self, batch: Any, phase: Phase) -> Any:
         """Return a batch on the device, by the model's rule."""
-        is_there = self.engine.device.type == "cpu"
-        if is_there and type(self.model).batch_to_device is Model.batch_to_device:
+        if self.leaves_batches:
             return batch
         return self.model.batch_to_device(batch, phase)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from helios.data.drawn import parts_of
-from helios.data.keyed import Keyed, ask_twice, cut
+from helios.data.keyed import Keyed, ask_twice
 from helios.data.loader import KeyedLoader
 from helios.data.order import GlobalOrder, Order, Place
 from helios.data.samplers import has_whole_order
@@ -75,6 +75,8 @@ class Deal:
         # one position stands for.
         self._stride = share.num_replicas if is_split else 1
         self._weight = share.num_replicas // self._stride
+        # A window goes to the only replica as it is.
+        self._is_whole = share.num_replicas == 1 and not self._is_single
 
     def turns(self, place: Place, replicas: range | None = None) -> Iterator[Turn]:
         """Iterate over the iterations of a pass.
@@ -84,7 +86,10 @@ class Deal:
             replicas: for whom; the replicas of this process by default.
         """
         replicas = self.share.block if replicas is None else replicas
-        for window in self._windows(place):
+        for window in chain.from_iterable(self._windows(place)):
+            if self._is_whole:
+                yield Turn([window], len(window))
+                continue
             num_items = sum(map(len, window)) if self._is_listed else len(window)
             yield Turn(self._hand_out(window, replicas), num_items * self._weight)
 
@@ -161,17 +166,22 @@ class Deal:
         """Return the place as the order counts."""
         return replace(place, batch=place.batch * self._stride, sample=place.sample // self._weight)
 
-    def _windows(self, place: Place) -> Iterator[list[Any]]:
-        """Cut the order into what all replicas get in one iteration."""
+    def _windows(self, place: Place) -> Iterator[list[list[Any]]]:
+        """Cut the order into what all replicas get in one iteration, several at once."""
         width = self._size * self._stride
         num_head = 0 if self._is_cut or not self.share.pads or self._stride == 1 else self._stride
         blocks, head = self.order.blocks_and_head(self._place_in_order(place), num_head)
         # With as many samples or less, not even the first replica's batch is complete.
         too_few = width - self._stride if self._drop_last else 0
-        for window in cut(blocks, width):
-            even = self._even_out(window, head) if len(window) < width else window
-            if len(even) > too_few:
-                yield even
+        rest: list[Any] = []
+        for block in blocks:
+            joined = rest + block if rest else block
+            end = len(joined) - len(joined) % width
+            yield [joined[first : first + width] for first in range(0, end, width)]
+            rest = joined[end:]
+        even = self._even_out(rest, head)
+        if len(even) > too_few:
+            yield [even]
 
     def _even_out(self, window: list[Any], head: Iterable[Any]) -> list[Any]:
         """Pad or cut the end of the order, so that all replicas get as much of it."""

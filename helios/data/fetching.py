@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
+from torch import get_num_threads
+
 from helios.core import rng
 from helios.data.deal import Deal, Turn
 from helios.data.legacy import LegacyWatch
@@ -55,6 +57,7 @@ class _LocalBatches(_DealtBatches):
     def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
         super().__init__(deal, place, watch)
         self._fetch = loader.make_fetch()
+        self._is_pure = loader.is_pure
         self._keys = [replace(place, replica=replica).fetch_keys() for replica in deal.share.block]
         self._turns: Iterator[Turn] = deal.turns(place)
         self._following = next(self._turns, None)
@@ -68,20 +71,21 @@ class _LocalBatches(_DealtBatches):
         hands, self.num_samples = turn
         self._following = following = next(self._turns, None)
         self.is_last = self._is_done = following is None
+        number = self._batch
         self._batch += 1
         self._sample += self.num_samples
-        try:
-            found = run_on_one_thread(self._fetch_all, hands)
-        except StopIteration as error:
-            raise make_cut_error(self._batch - 1) from error
-        return found if len(found) == len(self._keys) else self._fill(found)
-
-    def _fetch_all(self, hands: list[Any]) -> list[Any]:
         found = []
-        for keys, indices in zip(self._keys, hands, strict=False):
-            rng.reseed(keys.at(self._batch - 1))
-            found.append(self._fetch(indices))
-        return found
+        try:
+            for keys, indices in zip(self._keys, hands, strict=False):
+                if not self._is_pure:
+                    rng.reseed(keys.at(number))
+                if get_num_threads() == 1:
+                    found.append(self._fetch(indices))
+                else:
+                    found.append(run_on_one_thread(self._fetch, indices))
+        except StopIteration as error:
+            raise make_cut_error(number) from error
+        return found if len(found) == len(self._keys) else self._fill(found)
 
 
 @final

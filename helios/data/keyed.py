@@ -78,16 +78,12 @@ class KeyedDataset(Dataset[Any]):
         if isinstance(indices, Keyed):
             rng.reseed(indices.key)
             indices = indices.indices
-        samples = self.fetch(indices)
+        if self._getitems is not None:
+            samples = self._getitems(indices)
+        else:
+            samples = [self.dataset[index] for index in indices]
         self._count()
         return samples
-
-    def fetch(self, indices: list[Any]) -> Any:
-        """Return the samples of a batch, without seeding."""
-        if self._getitems is not None:
-            return self._getitems(indices)
-        dataset = self.dataset
-        return [dataset[index] for index in indices]
 
     def _count(self) -> None:
         if self._watch is not None:

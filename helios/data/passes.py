@@ -17,8 +17,8 @@ class BatchIterator(ABC):
     It has an entry for each replica of the process; :data:`helios.data.share.NO_BATCH` stands for
     that of one which has none.
 
-    A fetch sets all generators and leaves them set: in training the caller seeds again for the
-    step, and evaluation restores what it found.
+    A fetch that may draw sets all generators and leaves them set: in training the caller seeds
+    again for the step, and evaluation restores what it found.
 
     Attributes:
         num_samples: positions of the order that all replicas of the run have consumed in the

@@ -51,6 +51,7 @@ class Engine(Peer):
 
     Attributes:
         device: where the training runs.
+        clips: whether :meth:`clip_gradients` does anything.
         unsaved: names of attributes that training changes and that no checkpoint needs.
 
     Raises:
@@ -60,7 +61,8 @@ class Engine(Peer):
     """
 
     _internals: ClassVar[str] = (
-        "_clipping _gradients _open_micro_batches _precision _replicas _scaler"
+        "_clipping _gradients _is_clipped _is_scaled _open_micro_batches _precision _replicas "
+        "_scaler _unscales clips"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
@@ -75,7 +77,13 @@ class Engine(Peer):
         super().__init__(device)
         _check_precision(precision)
         self._precision = precision
+        self._is_scaled = precision.scaler is not None
+        is_own = type(self).unscale_gradients is not Engine.unscale_gradients
+        self._unscales = self._is_scaled or is_own
         self._clipping = Clipping(clip_norm, clip_value)
+        self._is_clipped = bool(self._clipping.set_options)
+        is_own = type(self).clip_gradients is not Engine.clip_gradients
+        self.clips = self._is_clipped or self._unscales or is_own
         self.replicas = Replicas()
         self._open_micro_batches = 0
         self._scaler: LossScaler | None = None
@@ -100,6 +108,11 @@ class Engine(Peer):
         """The arguments that only automatic steps obey, where they are set."""
         return [f"Trainer({name}=...)" for name in self._clipping.set_options]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the steps of the model run in no context of their own: nothing is cast."""
+        return not self._precision.casts and type(self).autocast is Engine.autocast
+
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context in which the steps of the model run."""
         return self._precision.autocast(self.device)
@@ -117,7 +130,8 @@ class Engine(Peer):
         self._open_micro_batches = 0
         if self._scaler is not None:
             self._scaler.close_window()
-        self._gradients.close_window()
+        if self._gradients.is_open:
+            self._gradients.close_window()
 
     def backward_loss(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
         """Add a micro-batch's gradients to those of the window; scaled in fp16 (E21, E22).
@@ -126,7 +140,7 @@ class Engine(Peer):
             loss: the loss.
             inputs: the only parameters that get gradients; ``None`` for all.
         """
-        scaler = self._find_scaler()
+        scaler = self._find_scaler() if self._is_scaled else None
         scaled = loss if scaler is None else scaler.scale(loss)
         scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
 
@@ -166,13 +180,15 @@ class Engine(Peer):
 
         Sums are divided once, after the last addition (DESIGN R3), and unscaled after that.
         """
-        self._gradients.finish(optimizer)
-        count = self._open_micro_batches * self.replicas.num_replicas
+        if self._gradients.is_open:
+            self._gradients.finish(optimizer)
+        count = self._open_micro_batches * self._replicas.num_replicas
         if count > 1:
             gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             if gradients:
                 torch._foreach_div_(gradients, float(count))
-        self.unscale_gradients(optimizer)
+        if self._unscales:
+            self.unscale_gradients(optimizer)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale of fp16; once in a window, however often it is called.
@@ -190,15 +206,17 @@ class Engine(Peer):
         Args:
             optimizer: whose gradients.
         """
-        self.unscale_gradients(optimizer)
-        self._clipping.apply(parameters_of(optimizer))
+        if self._unscales:
+            self.unscale_gradients(optimizer)
+        if self._is_clipped:
+            self._clipping.apply(parameters_of(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters; returns whether the step was committed.
 
         In fp16 it is not where a gradient is infinite or NaN: the scale was too large (E26, R26).
         """
-        scaler = self._find_scaler()
+        scaler = self._find_scaler() if self._is_scaled else None
         if scaler is not None:
             scaler.unscale(optimizer)
             if not scaler.is_finite(optimizer):

@@ -7,7 +7,9 @@ one replica they stay where backward has put them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import TypeAlias, final
 
 from torch import Tensor, nn
@@ -22,7 +24,13 @@ FindNetworks: TypeAlias = Callable[[], Mapping[str, nn.Module]]
 
 
 class Gradients:
-    """The gradients of a window of one replica: ``.grad`` holds their sum all the time."""
+    """The gradients of a window of one replica: ``.grad`` holds their sum all the time.
+
+    Attributes:
+        is_open: whether gradients were collected in this window.
+    """
+
+    is_open: bool = False
 
     def drop_old(self, optimizer: Optimizer) -> None:
         """Drop what parameters had of gradients when the optimizer got them, or a run begins.
@@ -68,7 +76,7 @@ class SharedGradients(Gradients):
 
     def drop_old(self, optimizer: Optimizer) -> None:
         """Set the gradients to None where parameters have come."""
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        size = len(parameters_of(optimizer))
         if size != self._num_parameters.get(id(optimizer)):
             self._num_parameters[id(optimizer)] = size
             optimizer.zero_grad()
@@ -77,6 +85,7 @@ class SharedGradients(Gradients):
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, *, ends_window: bool
     ) -> None:
         """Move the gradients into the replica's leaf."""
+        self.is_open = True
         known = self._sums.get(id(optimizer))
         if known is None or not known.is_for(optimizer):
             if known is not None and known.is_open:
@@ -96,6 +105,7 @@ class SharedGradients(Gradients):
 
     def close_window(self) -> None:
         """Forget the sums that wait for an update which nobody has made."""
+        self.is_open = False
         self._sums = {key: known for key, known in self._sums.items() if not known.is_open}
 
 
@@ -112,6 +122,9 @@ class GradientSum:
         optimizer: whose parameters.
         replicas: what is summed over.
         networks: by path, to name their parameters in messages.
+
+    Attributes:
+        is_open: whether gradients wait for the window's end.
     """
 
     def __init__(
@@ -130,19 +143,14 @@ class GradientSum:
         )
         self._leaves: dict[int, FlatBuffer] = {}
         self._stack = TreeStack(replicas.block, replicas.num_replicas, self._flat.add)
-        self._is_open = False
+        self.is_open = False
 
     def is_for(self, optimizer: Optimizer) -> bool:
         """Whether these are still the parameters of an optimizer; a group may have come."""
         present = parameters_of(optimizer)
         return len(present) == len(self._parameters) and all(
-            known is found for known, found in zip(self._parameters, present, strict=True)
+            map(operator.is_, self._parameters, present)
         )
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients wait for the window's end."""
-        return self._is_open
 
     def collect(self, replica: int, *, ends_window: bool) -> None:
         """Take the gradients of a replica's micro-batch; ``.grad`` is None after it.
@@ -151,7 +159,7 @@ class GradientSum:
             replica: number of the replica.
             ends_window: whether it is the replica's last micro-batch of the window.
         """
-        self._is_open = True
+        self.is_open = True
         leaf = self._flat.collect(self._leaves.pop(replica, None))
         if ends_window:
             self._stack.push(leaf)
@@ -161,9 +169,9 @@ class GradientSum:
     def finish(self) -> None:
         """Add over all replicas; ``.grad`` holds the sum, the same on all processes."""
         self._flat.show(self._flat.reduce(self._stack.take(), self._replicas.reducer))
-        self._is_open = False
+        self.is_open = False
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(chain.from_iterable(map(operator.itemgetter("params"), optimizer.param_groups)))

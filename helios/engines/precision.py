@@ -135,6 +135,11 @@ class Precision:
         options = ScalerOptions(init_scale, growth_factor, backoff_factor, growth_interval)
         return cls("fp16", options)
 
+    @property
+    def casts(self) -> bool:
+        """Whether the steps of a model compute in another type than their parameters have."""
+        return _DTYPES[self.value] is not None
+
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
         """Return the context in which the steps of a model run on a device (E22, E23)."""
         dtype = _DTYPES[self.value]

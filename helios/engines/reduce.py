@@ -18,6 +18,7 @@ from helios.engines.tree import block_of, blocks, finish, is_power_of_two, subtr
 from helios.errors import UsageError
 
 _Message = tuple[Tensor, int]
+_Scores = dict[str, tuple[float, float]]
 
 # Measured with scripts/bench/reduce.py over gloo, on 2 and 4 ranks: up to here whole parts are
 # faster than halves, with any partner and with the last one.
@@ -234,6 +235,15 @@ def _describe_difference(what: str, rank: int, found: list[str], first: list[str
     )
 
 
+def _add_scores(left: _Scores, right: _Scores) -> _Scores:
+    """Return sums and weights by name; a name that one side lacks keeps those of the other."""
+    total = dict(left)
+    for name, (value, weight) in right.items():
+        known = total.get(name)
+        total[name] = (value, weight) if known is None else (known[0] + value, known[1] + weight)
+    return total
+
+
 class NumberReducer:
     """Adds a few numbers of each replica, by name, in the order of the tree.
 
@@ -298,7 +308,7 @@ class NumberReducer:
                 f"There must be one table for each of the {len(self._block)} replicas of this "
                 f"process, got {len(tables)}. Pass an empty one for a replica without scores."
             )
-        sums = tree_sum(self._exchange(tables))
+        sums = tree_sum(self._exchange(tables), _add_scores)
         return {name: sums[name] for name in sorted(sums)}
 
     def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -312,11 +322,13 @@ class NumberReducer:
             Tensors without dimensions, of torch's default type, summed in float64.
         """
         pairs = [{name: (loss, 1) for name, loss in table.items()} for table in tables]
-        sums = self.sum_scores(pairs)
         dtype = torch.get_default_dtype()
-        return {name: torch.tensor(sums[name][0] / sums[name][1], dtype=dtype) for name in sums}
+        means = {}
+        for name, (total, weight) in self.sum_scores(pairs).items():
+            means[name] = torch.tensor(total / weight, dtype=dtype)
+        return means
 
-    def _exchange(self, tables: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[dict[str, Any]]:
+    def _exchange(self, tables: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[_Scores]:
         """Return the tables of all replicas; learn the names that another process has."""
         rows = self.gather(self._as_rows(tables))
         if rows[:, 0].any():
@@ -329,8 +341,9 @@ class NumberReducer:
     def _as_rows(self, tables: Sequence[Mapping[str, tuple[Any, Any]]]) -> Tensor:
         """Return "is a name unknown?", then "is it there?", sum and weight for each known name."""
         rows = []
+        known = set(self._names)
         for table in tables:
-            row = [float(any(name not in self._names for name in table))]
+            row = [float(not known.issuperset(table))]
             for name in self._names:
                 row += map(float, (True, *table[name]) if name in table else (False, 0, 0))
             rows.append(row)

@@ -13,9 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from helios.core import rng
 from helios.engines.buffers import ReplicaBuffers
+from helios.engines.gradients import FindNetworks
 from helios.engines.replicated import Replicas
 from helios.errors import UsageError
 
@@ -50,6 +52,21 @@ class Watch(Protocol):
 
     def report(self) -> None:
         """Say what was found in this iteration."""
+        ...
+
+
+class Collector(Protocol):
+    """Collects gradients, as an engine does."""
+
+    def collect_gradients(
+        self,
+        optimizer: Optimizer,
+        replica: int,
+        *,
+        ends_window: bool,
+        find_networks: FindNetworks = ...,
+    ) -> None:
+        """Take the gradients of a replica's backward."""
         ...
 
 
@@ -99,11 +116,21 @@ class Turns(ABC):
         """
         return None
 
-    def hold_losses(self, shown: Mapping[str, Any]) -> None:
-        """Keep the losses that the model has put into its table as they are before the update.
+    def end_backward(
+        self,
+        engine: Collector,
+        optimizer: Optimizer,
+        shown: Mapping[str, Any],
+        *,
+        ends_window: bool,
+    ) -> None:
+        """Keep what a backward has brought, before another turn or an update.
 
         Args:
-            shown: those that Helios has put there, which are its own copies.
+            engine: collects the gradients.
+            optimizer: whose parameters have them.
+            shown: the losses that Helios has put into the model's table, which are its own copies.
+            ends_window: whether the iteration is the last of its window.
         """
 
     def end_all(self, *, ends_window: bool) -> None:
@@ -187,6 +214,8 @@ class SharedTurns(Turns):
         self._replicas = replicas
         self._first, self._last = replicas.block.start, replicas.block.stop - 1
         self._model = model
+        self._find_networks = model.discovery.modules
+        self._table = model.loss_items
         self._watch = watch
         self._buffers = ReplicaBuffers(replicas)
         self._knows_buffers = False
@@ -223,12 +252,14 @@ class SharedTurns(Turns):
         self.begins_window = opens_window and self.is_first
         if self.begins_window:
             if not self._knows_buffers:
-                self._buffers.find(self._model.discovery.modules().values())
+                self._buffers.find(self._find_networks().values())
                 self._knows_buffers = True
             self._buffers.begin_window()
-        self._buffers.enter(replica)
+        if self._buffers.is_exchanged:
+            self._buffers.enter(replica)
         rng.reseed(self._own[replica].at(self._iteration))
-        self._model.loss_items.clear()
+        self._table = self._model.loss_items
+        self._table.clear()
 
     def begin_step(self) -> StepWatch | None:
         """Seed anew for a further step: what was drawn before the last one is not drawn again."""
@@ -246,20 +277,31 @@ class SharedTurns(Turns):
             rng.reseed(rng.key(self._seed, *fields))
         return self._watch.begin()
 
-    def hold_losses(self, shown: Mapping[str, Any]) -> None:
-        """Copy the model's own losses, which an update could change."""
-        table = self._model.loss_items
+    def end_backward(
+        self,
+        engine: Collector,
+        optimizer: Optimizer,
+        shown: Mapping[str, Any],
+        *,
+        ends_window: bool,
+    ) -> None:
+        """Copy the model's own losses, which an update could change; collect the gradients."""
+        table = self._table
         for name, loss in table.items():
             if isinstance(loss, Tensor) and loss is not shown.get(name):
                 table[name] = loss.detach().clone()
+        engine.collect_gradients(
+            optimizer, self.replica, ends_window=ends_window, find_networks=self._find_networks
+        )
 
     def end_all(self, *, ends_window: bool) -> None:
         """Commit the buffers of replica 0 at a window's end; go on with the hooks' numbers."""
         self.is_over = True
-        self._buffers.leave(self.replica)
+        if self._buffers.is_exchanged:
+            self._buffers.leave(self.replica)
         if ends_window:
             self._buffers.commit()
-        else:
+        elif self._buffers.is_exchanged:
             self._buffers.enter(self._first)
         rng.reseed(self._after.at(self._iteration))
 
@@ -267,9 +309,13 @@ class SharedTurns(Turns):
         """Keep the losses and the buffers of a turn; after the last one put the means in place."""
         table = self._model.loss_items
         # What follows may change a tensor that the table holds: another turn, or a commit.
-        self._losses.append({name: _copy_of(loss) for name, loss in table.items()})
+        losses = {}
+        for name, loss in table.items():
+            losses[name] = loss.detach().clone() if isinstance(loss, Tensor) else loss
+        self._losses.append(losses)
         if not self.is_last:
-            self._buffers.leave(self.replica)
+            if self._buffers.is_exchanged:
+                self._buffers.leave(self.replica)
             return
         if not self.is_over:
             self.end_all(ends_window=ends_window)
@@ -315,10 +361,6 @@ def make_turns(replicas: Replicas, seed: int, model: Trained, watch: Watch) -> T
     if replicas.is_lone:
         return LoneTurns(seed)
     return SharedTurns(replicas, seed, model, watch)
-
-
-def _copy_of(loss: Any) -> Any:
-    return loss.detach().clone() if isinstance(loss, Tensor) else loss
 
 
 def _check_losses(losses: Mapping[str, Any]) -> None:

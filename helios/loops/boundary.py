@@ -64,8 +64,10 @@ class Boundary:
             end_epoch: moves the counters behind the validation of an epoch's end.
         """
         session, schedule, state = self._session, self._session.schedule, self._session.state
-        if kind.agrees and not session.agree() and not self._is_due(kind):
-            return False
+        if kind.agrees and not session.agree():
+            is_quiet = not kind.is_counted or state.current_iteration < self._next_due
+            if is_quiet:
+                return False
         # At the end of a run by steps nothing more is validated or saved because it is due.
         is_open = kind is EPOCH or not session.is_stopping
         has_validated = kind.validates and is_open and self.validate_if_due()
@@ -106,9 +108,6 @@ class Boundary:
         limit = due.find_limit(session.schedule, session.state, session.cursor)
         if limit:
             session.stop(limit)
-
-    def _is_due(self, kind: Kind) -> bool:
-        return kind.is_counted and self._session.state.current_iteration >= self._next_due
 
     def validate_if_due(self) -> bool:
         """Run a validation where one is due, and count it; returns whether it took place."""

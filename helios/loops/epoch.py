@@ -10,7 +10,7 @@ from helios.core.utils import AverageTimer
 from helios.data.source import BatchIterator
 from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
-from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary, Kind
+from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.even import EvenBatches
 from helios.loops.loop import Loop, make_stray_stop, require
@@ -22,7 +22,8 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _internals: ClassVar[str] = (
-        "_batches _boundary _has_left _is_complete _is_over _num_done _timer batch_loop val_loop"
+        "_batches _boundary _has_left _is_complete _is_over _kind _num_done _timer batch_loop "
+        "val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
@@ -34,6 +35,7 @@ class EpochLoop(Loop):
         self.val_loop = val_loop
         self._batches: BatchIterator | None = None
         self._boundary: Boundary | None = None
+        self._kind = STEP
         self._timer = AverageTimer()
         self._is_over = False
         self._is_complete = False
@@ -70,6 +72,7 @@ class EpochLoop(Loop):
             total = None
         self._is_over = self._has_left = False
         self._num_done = 0
+        self._kind = WINDOW if session.schedule.is_by_epoch else STEP
         self._is_complete = total == cursor.batch
         self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
@@ -89,7 +92,8 @@ class EpochLoop(Loop):
         """Begin the epoch, or go on behind the safe point of a checkpoint taken inside it."""
         session = self.session
         if session.is_in_epoch:
-            self._leave_if(self.boundary.resume(self._kind))
+            if self.boundary.resume(self._kind):
+                self._leave()
         else:
             session.state.begin_epoch(session.cursor.epoch)
             session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
@@ -98,13 +102,14 @@ class EpochLoop(Loop):
         """Train on the batches of one iteration (DESIGN section 5, "A batch")."""
         session = self.session
         state, context, turns = session.state, session.context, session.turns
-        batches = self.batches
+        batches = self._batches or self.batches
         found = next(batches)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
-        train = require(self.batch_loop).run
+        train = (self.batch_loop or require(self.batch_loop)).enter
         for replica, batch in zip(session.replicas.block, found, strict=True):
             turns.begin(replica, opens_window=opens_window)
-            context.begin_batch(batch)
+            if batch is not found[0]:
+                context.begin_batch(batch)
             train(batch)
             turns.end(ends_window=state.is_step_boundary)
         try:
@@ -116,25 +121,20 @@ class EpochLoop(Loop):
         """Poll for a stop; at a boundary do what is due there."""
         session = self.session
         try:
-            if session.hooks.is_heard("should_training_stop"):
+            if "should_training_stop" in session.hooks.heard:
                 self.boundary.poll()
-            self._is_complete = self._is_over = self.batches.is_last
+            self._is_complete = self._is_over = (self._batches or self.batches).is_last
             if not session.state.is_step_boundary:
                 return
-            if self._is_complete and session.schedule.is_by_epoch:
+            if self._is_complete and self._kind is WINDOW:
                 session.agree()  # The epoch's end takes the place of its last boundary.
-            else:
-                self._leave_if(self.boundary.follow(self._kind))
+            elif (self._boundary or self.boundary).follow(self._kind):
+                self._leave()
         except StopIteration as error:
             raise make_stray_stop(error) from error
 
-    @property
-    def _kind(self) -> Kind:
-        return WINDOW if self.session.schedule.is_by_epoch else STEP
-
-    def _leave_if(self, leaves: bool) -> None:
-        self._has_left |= leaves
-        self._is_over |= self._has_left
+    def _leave(self) -> None:
+        self._has_left = self._is_over = True
 
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
@@ -156,7 +156,8 @@ class EpochLoop(Loop):
         if session.schedulers is not None and not session.is_manual:
             session.schedulers.after_epoch()
         if is_by_epoch:
-            self._leave_if(self.boundary.follow(EPOCH, self._end_epoch))
+            if self.boundary.follow(EPOCH, self._end_epoch):
+                self._leave()
         else:
             self._end_epoch()
 
@@ -219,8 +220,8 @@ class EpochLoop(Loop):
         """
         session, state = self.session, self.session.state
         if not session.schedule.is_by_epoch:
-            if session.is_leaving and state.is_step_boundary:
-                self._leave_if(self.boundary.follow(CUT))
+            if session.is_leaving and state.is_step_boundary and self.boundary.follow(CUT):
+                self._leave()
         elif not state.is_step_boundary and state.global_iteration > 0:
             _LOGGER.warning(
                 "Epoch %d was ended inside of an accumulation window: its gradients are dropped, "
@@ -239,7 +240,7 @@ class EpochLoop(Loop):
         """Count an iteration and tell that it begins; returns whether it opens a window."""
         session, state, hooks = self.session, self.session.state, self.session.hooks
         found = (state.is_step_boundary, state.is_step_committed)
-        is_boundary = due.ends_window(
+        is_boundary = session.schedule.accumulation_steps == 1 or due.ends_window(
             session.schedule,
             iteration=state.global_iteration + 1,
             batch=session.cursor.batch,
@@ -252,9 +253,11 @@ class EpochLoop(Loop):
         try:
             if opens_window:
                 session.context.open_window()
-                hooks.emit("on_training_step_start", state)
+                if "on_training_step_start" in hooks.heard:
+                    hooks.emit("on_training_step_start", state)
             session.context.begin_batch(batch)
-            hooks.emit("on_training_batch_start", state)
+            if "on_training_batch_start" in hooks.heard:
+                hooks.emit("on_training_batch_start", state)
         except StopIteration as error:
             obstacle = session.turns.check_stop(error)
             if obstacle:
@@ -271,19 +274,22 @@ class EpochLoop(Loop):
         session, state, hooks = self.session, self.session.state, self.session.hooks
         if state.is_step_boundary:
             session.context.close_window()
-        should_log = due.is_log_due(session.schedule, state)
-        session.context.show_raw_batch()
-        hooks.emit("on_training_batch_end", state, should_log)
+        should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
+        if "on_training_batch_end" in hooks.heard:
+            session.context.show_raw_batch()
+            hooks.emit("on_training_batch_end", state, should_log)
         session.context.end_batch()
         if state.is_step_boundary:
-            hooks.emit("on_training_step_end", state, state.is_step_committed)
+            if "on_training_step_end" in hooks.heard:
+                hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.end_step()
             if state.is_step_committed:
                 session.cursor.end_step()
         if should_log:
             session.log_losses()
         has_stepped = state.is_step_boundary and state.is_step_committed
-        session.display.advance(session.model.loss_items, num_samples, has_stepped)
+        if session.display.is_shown:
+            session.display.advance(session.model.loss_items, num_samples, has_stepped)
         session.cursor.advance(num_samples)
         self._num_done += 1
         state.end_iteration()

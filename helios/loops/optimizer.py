@@ -39,6 +39,8 @@ class OptimizerLoop(Loop):
 
     _internals: ClassVar[str] = "_attribute _has_begun _is_done _optimizer _shown _updated_in"
 
+    advances_once = True
+
     def __init__(self) -> None:
         super().__init__()
         self._is_done = False
@@ -91,26 +93,16 @@ class OptimizerLoop(Loop):
         if loss is None:
             return
         self._show({"loss": loss.detach()})
-        turns.hold_losses(self._shown)
         if turns.is_first:
             engine.count_micro_batch()
         self._backward(loss)
         optimizer = self._find_optimizer()
-        self._collect(optimizer)
-        if state.is_step_boundary and turns.is_last:
+        ends_window = state.is_step_boundary
+        turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window)
+        if ends_window and turns.is_last:
             turns.end_all(ends_window=True)
             self._note_update(is_committed=self._update(optimizer))
             engine.close_window()
-
-    def _collect(self, optimizer: Optimizer) -> None:
-        """Let the engine take the gradients of this turn, where it adds those of replicas."""
-        session = self.session
-        session.engine.collect_gradients(
-            optimizer,
-            session.turns.replica,
-            ends_window=session.state.is_step_boundary,
-            find_networks=session.model.discovery.modules,
-        )
 
     def _note_update(self, *, is_committed: bool) -> None:
         """Count the window's step if one of its updates was made (R26).
@@ -120,7 +112,8 @@ class OptimizerLoop(Loop):
         state, unit = self.session.state, self.session.schedule.unit
         if is_committed:
             self._updated_in = state.global_iteration
-            state.restore_step(unit)
+            if not state.is_step_committed:
+                state.restore_step(unit)
         elif self._updated_in != state.global_iteration:
             state.withdraw_step(unit)
 
@@ -152,10 +145,12 @@ class OptimizerLoop(Loop):
             loss: the loss.
             inputs: the only parameters that get gradients; ``None`` for all.
         """
-        session = self.session
-        session.hooks.emit("on_backward_start", loss)
-        session.engine.backward_loss(loss, inputs)
-        session.hooks.emit("on_backward_end")
+        engine, hooks = self.session.engine, self.session.hooks
+        if "on_backward_start" in hooks.heard:
+            hooks.emit("on_backward_start", loss)
+        engine.backward_loss(loss, inputs)
+        if "on_backward_end" in hooks.heard:
+            hooks.emit("on_backward_end")
 
     def _make_generator_error(self) -> UsageError:
         name = type(self.session.model).__name__
@@ -227,22 +222,27 @@ class OptimizerLoop(Loop):
             schedules_of: the optimizer whose schedulers move; ``None`` for all of them.
         """
         session, context = self.session, self.session.context
-        engine, hooks = session.engine, session.hooks
+        engine, hooks, heard = session.engine, session.hooks, session.hooks.heard
         engine.average_gradients(optimizer)
         context.stepping_optimizer = optimizer
-        hooks.emit("on_optimizer_step_start", optimizer)
+        if "on_optimizer_step_start" in heard:
+            hooks.emit("on_optimizer_step_start", optimizer)
         (is_skipped,) = session.replicas.agree(bool(context.take_skip()))
         if is_skipped:
             is_committed = False
         else:
-            engine.clip_gradients(optimizer)
+            if engine.clips:
+                engine.clip_gradients(optimizer)
             is_committed = engine.optimizer_step(optimizer)
         context.is_optimizer_step_committed = is_committed
-        if session.schedulers is not None and is_committed:
-            session.schedulers.after_step(schedules_of)
-        hooks.emit("on_before_zero_grad", optimizer)
+        schedulers = session.schedulers
+        if is_committed and schedulers is not None and not schedulers.is_empty:
+            schedulers.after_step(schedules_of)
+        if "on_before_zero_grad" in heard:
+            hooks.emit("on_before_zero_grad", optimizer)
         engine.zero_grad(optimizer)
-        hooks.emit("on_optimizer_step_end", optimizer, is_committed)
+        if "on_optimizer_step_end" in heard:
+            hooks.emit("on_optimizer_step_end", optimizer, is_committed)
         context.stepping_optimizer = None
         return is_committed
 

@@ -136,7 +136,13 @@ class YieldLoop(OptimizerLoop):
                 )
             raise
         is_reached = any(parameter.grad is not None for parameter in inputs)
-        self._collect(self._turns[path])
+        session = self.session
+        session.turns.end_backward(
+            session.engine,
+            self._turns[path],
+            self._shown,
+            ends_window=session.state.is_step_boundary,
+        )
         if not is_reached and path not in self._unreached:
             self._unreached.add(path)
             _LOGGER.warning(

@@ -64,14 +64,12 @@ class ReplicaWatch:
         self._found: set[str] = set()
         self._is_manual = False
 
-    @property
-    def _is_due(self) -> bool:
-        number = self._run.state.global_iteration
-        return not self._has_reported or number & (number - 1) == 0
-
     def begin(self) -> TurnWatch | None:
         """Begin to watch the step of a replica; ``None`` where this iteration is not watched."""
-        return TurnWatch(self._run, self._note) if self._is_due else None
+        number = self._run.state.global_iteration
+        if self._has_reported and number & (number - 1):
+            return None
+        return TurnWatch(self._run, self._note)
 
     def _note(self, found: list[str], *, is_manual: bool) -> None:
         self._found.update(found)
@@ -79,7 +77,8 @@ class ReplicaWatch:
 
     def report(self) -> None:
         """Say once what the steps of this iteration have changed; the same on all processes."""
-        if not self._is_due:
+        number = self._run.state.global_iteration
+        if self._has_reported and number & (number - 1):
             return
         self._has_reported = True
         run = self._run
