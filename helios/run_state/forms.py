@@ -122,7 +122,10 @@ def casts(found: Found, state: dict[str, Any]) -> list[str]:
 
 
 def _states(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {**state["objects"], **state.get("inner", {})}
+    states = {**state["objects"], **state.get("inner", {})}
+    for path, omitted in state.get("omitted", {}).items():
+        states[path] = {**states.get(path, {}), **omitted["values"]}
+    return states
 
 
 def _modules(found: Found) -> dict[str, nn.Module]:
