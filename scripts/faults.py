@@ -143,8 +143,8 @@ FAULTS = (
     Fault(
         "published wrappers lack what torch relies on",
         "helios/run_state/parts.py",
-        "        table.setdefault(name, OrderedDict())",
-        "        pass",
+        "            table.setdefault(name, OrderedDict())",
+        "            pass",
         f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
     ),
     Fault(
@@ -153,6 +153,21 @@ FAULTS = (
         "        containers = _containers_of(self._look())",
         "        containers = _containers_of(scene)",
         f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits[Plain]",
+    ),
+    Fault(
+        "weights that training unties are saved as they are",
+        "helios/run_state/ties.py",
+        '            misfits[name] = f"it was {_text(old)}, now {_text(new)}"',
+        "            changed[name] = new",
+        "tests/run_state/test_ties.py::test_parameters_that_training_ties_or_unties_fit_no_resume",
+    ),
+    Fault(
+        "memory that training shares or parts stays as setup makes it",
+        "helios/run_state/restoring.py",
+        '        restore_ties(state.get("ties", {}), scene.found)',
+        "        pass",
+        "tests/run_state/test_ties.py"
+        "::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
     ),
     Fault(
         "an optimizer in the state of a model is loaded by position",

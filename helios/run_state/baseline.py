@@ -19,6 +19,7 @@ from helios.run_state.optimizers import Roster, roster_of
 from helios.run_state.parts import Shape, shape_of
 from helios.run_state.scene import Scene
 from helios.run_state.scripted import script_marks
+from helios.run_state.ties import Ties, ties_of
 from helios.run_state.values import Identities, Storages
 from helios.run_state.walk import settled_in, unwrap
 
@@ -33,6 +34,7 @@ class Baseline:
         shapes: what a state must fit, by path of the object.
         forms: types, shapes and memory formats of tensors.
         roster: which parameters optimizers moved.
+        ties: which tensors were one.
         settled: members of modules that can change by being replaced only.
         aliases: which object a place named.
         orders: keys of containers that hold objects.
@@ -51,6 +53,7 @@ class Baseline:
     shapes: dict[str, Shape]
     forms: dict[str, Forms]
     roster: Roster
+    ties: Ties
     settled: dict[str, dict[str, Any]]
     aliases: dict[SlotKey, str]
     orders: dict[str, list[Any]]
@@ -106,6 +109,7 @@ def take_baseline(
         shapes={path: shape_of(part, found.networks) for path, part in found.objects.items()},
         forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
+        ties=ties_of(found),
         settled=settled_in(found),
         aliases=dict(found.aliases),
         orders=dict(found.orders),

@@ -18,8 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.garbage import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
-from helios.errors import ArgumentTypeError, StateError, UsageError
-from helios.protocols import Stateful
+from helios.errors import ArgumentTypeError, UsageError
 from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators
 from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
 from helios.run_state.changes import Changes, PlainValues, places_in
@@ -37,11 +36,11 @@ from helios.run_state.parts import (
     flags_of,
     grads_of,
     kind_of,
-    state_of,
     structure_since,
 )
-from helios.run_state.restoring import Restoring
+from helios.run_state.restoring import Restoring, read_state
 from helios.run_state.scene import Scene
+from helios.run_state.ties import changed_ties
 from helios.run_state.unsavable import renew_unsavable, unsavable_changes
 from helios.run_state.values import Identities
 from helios.run_state.walk import walk
@@ -143,8 +142,7 @@ class Discovery:
         """
         self._named = set()
         scene = self._look()
-        for optimizer in optimizers_of(scene.found).values():
-            complete(optimizer)
+        complete(optimizers_of(scene.found).values())
         self.values.remember(scene.found, scene)
         self._omissions.remember(scene.found)
         self._baseline = take_baseline(self._owner, scene, self._identities, states_too=states_too)
@@ -187,6 +185,7 @@ class Discovery:
             them (that of an object ends with a slash) and by key; ``inner``: states of objects
             that only other objects hold and whose ``state_dict`` leaves them out; ``omitted``: see
             :meth:`Omissions.find`; ``tables``: see :func:`optimizer_tables`;
+            ``ties``: see :func:`changed_ties`;
             ``generators``: states of generators; ``aliases``, ``orders``: which object a place
             names, and the order of keys, where training changed it; ``missing``: what training
             changed and this state lacks, with the reason, by path; ``is_partial``: whether objects
@@ -205,22 +204,24 @@ class Discovery:
         scene = self._look(baseline.settled)
         found = scene.found
         moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
-        objects = {path: _state_of(path, part) for path, part in found.objects.items()}
-        inner = {path: _state_of(path, part) for path, part in found.inner.items()}
+        objects = {path: read_state(path, part) for path, part in found.objects.items()}
+        inner = {path: read_state(path, part) for path, part in found.inner.items()}
         omitted, costly = self._omissions.find(found, objects | inner)
         tables, odd = optimizer_tables(found, scene.parameters, objects | inner)
         covered = Coverages(found, objects | inner, own, self._mark)
         covered.leave_out()
         changes = self.values.changes(found, scene)
         covered.drop_copies(changes)
-        misfits |= structure_since(baseline.shapes, found)
+        ties, untied = changed_ties(baseline.ties, found)
+        misfits |= untied | structure_since(baseline.shapes, found)
         new = baseline.new_containers(found)
         aliases, lost = changed_aliases(baseline.aliases, found, new)
-        inner_states, inner = inner, covered.without(inner, baseline.marks)
-        for path in found.inner.keys() & moved["members"].keys() - inner.keys():
-            if not covered.has(path, inner_states[path]):
-                # Nobody has used it, so that setup may build it otherwise.
-                del moved["members"][path]
+        kept = covered.without(inner, baseline.marks)
+        for path in inner.keys() - kept.keys():
+            if not covered.has(path, inner[path]):
+                # Nobody has used such an optimizer, so that setup may build it otherwise.
+                moved["members"].pop(path, None)
+        inner = kept
         if own is not None:
             objects = covered.without(objects, baseline.marks)
         if self._is_strict:
@@ -229,9 +230,7 @@ class Discovery:
         late: list[dict[str, Any]] = [inner]
         late += [] if self._is_strict else [objects, loose]
         lost |= costly | odd | self._leave_out_late(late, changes, scene)
-        for parent in changes.values["changed"].keys() & new:
-            for key in changes.values["changed"].pop(parent):
-                lost[found.slots[parent, key].path] = IN_NEW
+        lost |= _leave_out_new(changes, found, new)
         generators, strays = self._generators(found, new)
         lost |= dict.fromkeys(strays, _STRAY)
         losses = self._find_losses(changes, misfits, lost, scene)
@@ -241,6 +240,7 @@ class Discovery:
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
             **moved,
             "forms": changed_forms(baseline.forms, forms_of(found, scene.parameters)),
+            "ties": ties,
             "parameters": loose,
             "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),
@@ -382,18 +382,15 @@ _LATE = "created after setup(), where a resumed run does not find it: create it 
 _STRAY = "a generator where setup() makes none and a resume can put none: create it in setup()"
 
 
+def _leave_out_new(changes: Changes, found: Found, new: set[str]) -> dict[str, str]:
+    """Leave out what lies in containers that setup does not make; return it, with the reason."""
+    values = changes.values["changed"]
+    places = [(parent, key) for parent in values.keys() & new for key in values.pop(parent)]
+    return {found.slots[where].path: IN_NEW for where in places}
+
+
 def _late(scene: Scene, baseline: Baseline) -> dict[str, Any]:
     """Return the objects and loose parameters that were created after setup, by path."""
     parts = {**scene.found.objects, **scene.found.inner, **scene.parameters.loose}
     known = baseline.paths | baseline.inner
     return {path: part for path, part in parts.items() if path not in known}
-
-
-def _state_of(path: str, part: Stateful) -> dict[str, Any]:
-    try:
-        return state_of(part)
-    except Exception as error:
-        raise StateError(
-            f"{path} ({type(part).__name__}) failed to give its state: {error!r}. Correct its "
-            "state_dict()."
-        ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,12 +41,12 @@ def state_of(value: Stateful) -> dict[str, Any]:
     return BareNames(value).strip(state) if isinstance(value, nn.Module) else state
 
 
-def complete(optimizer: Optimizer) -> None:
+def complete(optimizers: Iterable[Optimizer]) -> None:
     """Make what torch's methods rely on; published wrappers never call ``super().__init__()``."""
-    table = vars(optimizer)
-    for name in OF_OPTIMIZERS:
-        table.setdefault(name, OrderedDict())
-    table.setdefault("defaults", {})
+    for table in map(vars, optimizers):
+        for name in OF_OPTIMIZERS:
+            table.setdefault(name, OrderedDict())
+        table.setdefault("defaults", {})
 
 
 def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def load_state(
     """
     if not isinstance(value, nn.Module):
         if isinstance(value, Optimizer):
-            complete(value)
+            complete([value])
         # Optimizers and schedulers go on working in the very tensors and lists that they load.
         value.load_state_dict(copy.deepcopy(state))
         if isinstance(value, Optimizer):

@@ -28,8 +28,10 @@ from helios.run_state.parts import (
     load_flags,
     load_grads,
     load_state,
+    state_of,
 )
 from helios.run_state.scene import Scene
+from helios.run_state.ties import restore_ties
 from helios.run_state.walk import is_declared
 
 _LOGGER = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class Restoring:
             self._check(scene, state)
             arrange(scene.found, state, scene.parameters)
         restore_forms(state.get("forms", {}), scene.found, scene.parameters, state)
+        restore_ties(state.get("ties", {}), scene.found)
         if not is_inference:
             self._warn_of_casts(casts(scene.found, state))
         shared = shared_tables(objects)
@@ -224,6 +227,21 @@ def _containers_of(scene: Scene) -> dict[str, Container]:
         elif isinstance(slot.value, list):
             plain[slot.path] = slot.value
     return {**plain, **scene.found.containers}
+
+
+def read_state(path: str, part: Stateful) -> dict[str, Any]:
+    """Return the state of an object.
+
+    Raises:
+        StateError: if it fails to give it.
+    """
+    try:
+        return state_of(part)
+    except Exception as error:
+        raise StateError(
+            f"{path} ({type(part).__name__}) failed to give its state: {error!r}. Correct its "
+            "state_dict()."
+        ) from error
 
 
 def _load_state(
