@@ -35,6 +35,7 @@ COMMANDS = "tests/cli/test_commands.py"
 FORMS = "tests/run_state/test_forms.py"
 OPTIMIZERS = "tests/run_state/test_optimizers.py"
 PARTIAL = "tests/run_state/test_partial_networks.py"
+EXTRA_STATES = "tests/run_state/test_extra_states.py"
 PARTIAL_OPTIMIZERS = "tests/run_state/test_partial_optimizers.py"
 MIGRATIONS = "tests/checkpoint/test_migrations.py"
 LEVELS = "tests/startup/test_levels.py"
@@ -168,6 +169,28 @@ FAULTS = (
         "        pass",
         "tests/run_state/test_ties.py"
         "::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
+    ),
+    Fault(
+        "attributes of modules with an extra state are not looked at",
+        "helios/run_state/members.py",
+        "    return not type(module).__module__.startswith(_WRAPPERS)",
+        '    return "get_extra_state" not in vars(type(module))',
+        f"{EXTRA_STATES}::test_attributes_that_an_extra_state_leaves_out_come_back",
+    ),
+    Fault(
+        "what an extra state holds is saved twice",
+        "helios/run_state/coverage.py",
+        "                self._of |= _extra_states(path, state, mark)",
+        "                pass",
+        f"{EXTRA_STATES}::test_a_copy_in_an_extra_state_is_not_saved_twice",
+    ),
+    Fault(
+        "an extra state that stays the same is trusted",
+        "helios/run_state/extra_states.py",
+        "    telling = {path for path in lacking & now.keys() if now[path] != before.get(path)}",
+        "    telling = lacking & now.keys()",
+        f"{EXTRA_STATES}"
+        "::test_what_no_checkpoint_holds_is_left_to_an_extra_state_that_changes[run]",
     ),
     Fault(
         "an optimizer in the state of a model is loaded by position",

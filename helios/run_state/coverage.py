@@ -13,6 +13,9 @@ from helios.run_state.changes import Changes
 from helios.run_state.found import Found
 from helios.run_state.values import ATOMS
 
+EXTRA = "_extra_state"
+"""What torch calls the extra state of a module."""
+
 
 @final
 class Coverage:
@@ -88,6 +91,9 @@ class Coverages:
             for path, state in states.items()
             if not isinstance(parts[path], nn.Module)
         }
+        for path, state in states.items():
+            if isinstance(parts[path], nn.Module):
+                self._of |= _extra_states(path, state, mark)
         if own is not None:
             self._of[""] = Coverage(own, mark)
         # What several places hold stays one object only if all of them are saved together.
@@ -142,6 +148,17 @@ class Coverages:
             for holder in ("", *holders)
             if holder in self._of
         )
+
+
+def _extra_states(
+    path: str, state: Mapping[str, Any], mark: Callable[[Any], bytes]
+) -> dict[str, Coverage]:
+    """Return what the modules of a network tell of themselves, by the path of their attributes."""
+    names = [name for name in state if name.endswith(EXTRA)]
+    return {
+        f"{path}.{name.removesuffix(EXTRA)}".rstrip(".") + "/": Coverage(state[name], mark)
+        for name in names
+    }
 
 
 def _held_by_several(found: Found) -> set[int]:

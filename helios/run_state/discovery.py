@@ -20,13 +20,15 @@ from helios.core.garbage import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, UsageError
 from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators
-from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
+from helios.run_state.baseline import Baseline, mark_of_object, take_baseline
 from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.coverage import Coverages
 from helios.run_state.data_members import keep_data_only, large_members
 from helios.run_state.effects import StepWatch
+from helios.run_state.extra_states import leave_to_extra_states
 from helios.run_state.forms import changed_forms, forms_of
 from helios.run_state.found import Found, Rules
+from helios.run_state.look import mark_of_state
 from helios.run_state.losses import Losses
 from helios.run_state.omissions import Omissions
 from helios.run_state.optimizer_tables import optimizer_tables
@@ -212,6 +214,7 @@ class Discovery:
         covered.leave_out()
         changes = self.values.changes(found, scene)
         covered.drop_copies(changes)
+        leave_to_extra_states(changes, found, baseline.extra, self._identities)
         ties, untied = changed_ties(baseline.ties, found)
         misfits |= untied | structure_since(baseline.shapes, found)
         new = baseline.new_containers(found)
@@ -233,8 +236,7 @@ class Discovery:
         lost |= _leave_out_new(changes, found, new)
         generators, strays = self._generators(found, new)
         lost |= dict.fromkeys(strays, _STRAY)
-        losses = self._find_losses(changes, misfits, lost, scene)
-        self._warn(losses)
+        losses = self._name_losses(changes, misfits, lost, scene)
         return {
             "objects": objects,
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
@@ -358,24 +360,23 @@ class Discovery:
                 strays.append(path)
         return states, strays
 
-    def _find_losses(
+    def _name_losses(
         self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: Scene
     ) -> Losses:
-        """Return what a resumed run will not have."""
+        """Return what a resumed run will not have; name it in one warning, each place once."""
         if self._is_data:
-            return Losses(Changes(changes.values), self.values.limit, {}, lost)
-        baseline = self._require_baseline()
-        named = unsavable_changes(baseline, self._owner, scene, self._identities)
-        return Losses(changes, self.values.limit, misfits, lost | named)
-
-    def _warn(self, losses: Losses) -> None:
-        """Name in one warning, once each, what a resumed run will not have."""
+            losses = Losses(Changes(changes.values), self.values.limit, {}, lost)
+        else:
+            baseline = self._require_baseline()
+            named = unsavable_changes(baseline, self._owner, scene, self._identities)
+            losses = Losses(changes, self.values.limit, misfits, lost | named)
         new = losses.without(self._named)
         self._named |= losses.reasons().keys()
         if new:
             _LOGGER.warning(
                 "The state of the %s is incomplete. %s", self._name, new.text(self._name)
             )
+        return losses
 
 
 _LATE = "created after setup(), where a resumed run does not find it: create it in setup()"

@@ -21,15 +21,14 @@ from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.protocols import Clock
-from helios.run_state.baseline import mark_of_state
 from helios.run_state.costs import SHARE, Costs
-from helios.run_state.coverage import parts_of
+from helios.run_state.coverage import EXTRA, parts_of
+from helios.run_state.extra_states import tells_extra
 from helios.run_state.found import Found
 from helios.run_state.hooks import is_known
+from helios.run_state.look import mark_of_state
 from helios.run_state.parts import is_loaded_by_torch, method_of, state_of
 from helios.run_state.values import Identities
-
-_EXTRA = "_extra_state"
 
 
 class _Piece(NamedTuple):
@@ -211,9 +210,9 @@ def _pieces_of(module: nn.Module) -> Iterator[_Piece]:
         for key, tensor in (*table["_parameters"].items(), *buffers.items()):
             if isinstance(tensor, Tensor) and not is_lazy(tensor):
                 yield _Piece(bare.of(f"{prefix}{key}"), part, tensor, is_translated)
-        if type(part).get_extra_state is not nn.Module.get_extra_state:
+        if tells_extra(part):
             state = part.get_extra_state()
-            yield _Piece(bare.of(f"{prefix}{_EXTRA}"), part, state, is_translated)
+            yield _Piece(bare.of(f"{prefix}{EXTRA}"), part, state, is_translated)
 
 
 def _lacking(

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from helios.run_state.baseline import mark_of_state
 from helios.run_state.discovery import Discovery
 from helios.run_state.effects import StepWatch
+from helios.run_state.look import mark_of_state
 from helios.run_state.values import Identities
 
 _LOGGER = logging.getLogger(__name__)
