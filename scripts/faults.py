@@ -34,6 +34,9 @@ SIGNALS = "tests/integration/test_signals.py"
 COMMANDS = "tests/cli/test_commands.py"
 FORMS = "tests/run_state/test_forms.py"
 OPTIMIZERS = "tests/run_state/test_optimizers.py"
+PARTIAL = "tests/run_state/test_partial_networks.py"
+EXTRA_STATES = "tests/run_state/test_extra_states.py"
+PARTIAL_OPTIMIZERS = "tests/run_state/test_partial_optimizers.py"
 MIGRATIONS = "tests/checkpoint/test_migrations.py"
 LEVELS = "tests/startup/test_levels.py"
 TRIAL = "tests/data/test_trial.py"
@@ -97,11 +100,113 @@ FAULTS = (
     ),
     Fault(
         "optimizers that shared their groups go separate ways",
-        "helios/run_state/restoring.py",
-        "            other.param_groups = first.param_groups",
-        "            pass",
+        "helios/run_state/optimizer_tables.py",
+        "        view.holder[view.attribute] = getattr(view.optimizer, view.table)",
+        "        pass",
         "tests/run_state/test_inner.py"
         "::test_optimizers_that_share_their_groups_share_them_after_a_resume",
+    ),
+    Fault(
+        "what the state_dict of a network leaves out is not filled in",
+        "helios/run_state/omissions.py",
+        '            _fill(f"{path}.{name}", pieces[name], saved)',
+        "            pass",
+        f"{PARTIAL}::test_what_a_network_leaves_out_resumes_to_the_same_bits",
+    ),
+    Fault(
+        "a frozen backbone is saved beside the state that leaves it out",
+        "helios/run_state/omissions.py",
+        "                if name not in before or before[name] != self._mark(value)",
+        "                if True",
+        f"{PARTIAL}::test_a_frozen_backbone_is_neither_saved_nor_named",
+    ),
+    Fault(
+        "a name that the state lacked is looked for in it",
+        "helios/run_state/parts.py",
+        "    missing, unexpected = value.load_state_dict(state, strict=False)",
+        "    missing, unexpected = value.load_state_dict(state)",
+        f"{PARTIAL}::test_what_a_network_leaves_out_resumes_to_the_same_bits",
+    ),
+    Fault(
+        "any name may be lacking in the state of a network",
+        "helios/run_state/parts.py",
+        "    if lacking or unknown:",
+        "    if False:",
+        f"{PARTIAL}::test_a_state_that_lacks_a_name_that_was_saved_is_refused",
+    ),
+    Fault(
+        "what the state_dict of an optimizer leaves out is not put back",
+        "helios/run_state/optimizer_tables.py",
+        "            table[place] = _placed(value, parameter, is_on_host=is_on_host)",
+        "            pass",
+        f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
+    ),
+    Fault(
+        "published wrappers lack what torch relies on",
+        "helios/run_state/parts.py",
+        "            table.setdefault(name, OrderedDict())",
+        "            pass",
+        f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
+    ),
+    Fault(
+        "values go into the dict that loading has replaced",
+        "helios/run_state/restoring.py",
+        "        containers = _containers_of(self._look())",
+        "        containers = _containers_of(scene)",
+        f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits[Plain]",
+    ),
+    Fault(
+        "weights that training unties are saved as they are",
+        "helios/run_state/ties.py",
+        '            misfits[name] = f"it was {_text(old)}, now {_text(new)}"',
+        "            changed[name] = new",
+        "tests/run_state/test_ties.py::test_parameters_that_training_ties_or_unties_fit_no_resume",
+    ),
+    Fault(
+        "memory that training shares or parts stays as setup makes it",
+        "helios/run_state/restoring.py",
+        '        restore_ties(state.get("ties", {}), scene.found)',
+        "        pass",
+        "tests/run_state/test_ties.py"
+        "::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
+    ),
+    Fault(
+        "attributes of modules with an extra state are not looked at",
+        "helios/run_state/members.py",
+        "    return not type(module).__module__.startswith(_WRAPPERS)",
+        '    return "get_extra_state" not in vars(type(module))',
+        f"{EXTRA_STATES}::test_attributes_that_an_extra_state_leaves_out_come_back",
+    ),
+    Fault(
+        "what an extra state holds is saved twice",
+        "helios/run_state/coverage.py",
+        "                self._of |= _extra_states(path, state, mark)",
+        "                pass",
+        f"{EXTRA_STATES}::test_a_copy_in_an_extra_state_is_not_saved_twice",
+    ),
+    Fault(
+        "an extra state that stays the same is trusted",
+        "helios/run_state/extra_states.py",
+        "    telling = {path for path in lacking & now.keys() if now[path] != before.get(path)}",
+        "    telling = lacking & now.keys()",
+        f"{EXTRA_STATES}"
+        "::test_what_no_checkpoint_holds_is_left_to_an_extra_state_that_changes[run]",
+    ),
+    Fault(
+        "an optimizer in the state of a model is loaded by position",
+        "helios/checkpoint/capture.py",
+        "    run.owner_states.prepare(record.owners)",
+        "    pass",
+        "tests/integration/test_own_states.py"
+        "::test_an_optimizer_in_the_state_of_a_model_follows_its_parameters",
+    ),
+    Fault(
+        "an optimizer in the state of a model may move other parameters",
+        "helios/run_state/restoring.py",
+        "            check_covered(scene.found, state, scene.parameters)",
+        "            pass",
+        "tests/integration/test_own_states.py"
+        "::test_other_parameters_in_the_state_of_a_model_are_refused",
     ),
     Fault(
         "an equal value under any key counts as a copy",
@@ -112,23 +217,23 @@ FAULTS = (
     ),
     Fault(
         "hooks of the start count as changes",
-        "helios/run_state/discovery.py",
-        "        baseline.hooks = hooks_of(scene.found)",
-        "        pass",
+        "helios/run_state/unsavable.py",
+        "    baseline.hooks = hooks_of(scene.found)",
+        "    pass",
         "tests/run_state/test_named.py::test_hooks_that_are_registered_after_the_start_are_named",
     ),
     Fault(
         "class attributes are not looked at",
-        "helios/run_state/discovery.py",
-        "        lost |= _changed(baseline.classes, marks, _OF_CLASS)",
-        "        pass",
+        "helios/run_state/unsavable.py",
+        "    lost |= _changed(baseline.classes, marks, _OF_CLASS)",
+        "    pass",
         "tests/run_state/test_named.py::test_class_attributes_that_training_changes_are_named",
     ),
     Fault(
         "scripted networks are not looked at",
-        "helios/run_state/discovery.py",
-        "        lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)",
-        "        pass",
+        "helios/run_state/unsavable.py",
+        "    lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)",
+        "    pass",
         "tests/run_state/test_named.py::test_attributes_of_scripted_and_traced_networks_are_named",
     ),
     Fault(

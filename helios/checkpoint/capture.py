@@ -94,6 +94,7 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     run.obstacles += record.obstacles
     run.unshared += record.unshared
     run.engine.load_state_dict(record.engine)
+    run.owner_states.prepare(record.owners)
     run.model.load_state_dict(record.model)
     apply_tables(record.tables, run.model)
     run.training_source.load_state_dict(record.data["state"])

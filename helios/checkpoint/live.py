@@ -57,6 +57,10 @@ class Owners(Protocol):
         """
         ...
 
+    def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Make ready for what owners load by a ``load_state_dict`` of their own."""
+        ...
+
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Give the owners their states."""
         ...
@@ -81,6 +85,9 @@ class NoOwners:
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return nothing."""
         return {}, {}
+
+    def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Do nothing."""
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Do nothing."""

@@ -14,7 +14,7 @@ _OF_MODULES = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
 )
-_OF_OPTIMIZERS = (
+OF_OPTIMIZERS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
     *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
@@ -35,7 +35,7 @@ def hooks_of(found: Found) -> dict[str, frozenset[int]]:
             for name, tensor in network.parameters:
                 _note(hooks, f"{path}.{name}", _tables_of(tensor), _OF_TENSORS)
         elif isinstance(part, Optimizer):
-            _note(hooks, path, vars(part), _OF_OPTIMIZERS)
+            _note(hooks, path, vars(part), OF_OPTIMIZERS)
     return hooks
 
 
@@ -54,11 +54,12 @@ def _note(
     for name in names:
         table = tables.get(name)
         if table:
-            own = frozenset(id(hook) for hook in table.values() if not _is_known(hook))
+            own = frozenset(id(hook) for hook in table.values() if not is_known(hook))
             if own:
                 hooks[f"{place} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
 
 
-def _is_known(hook: Callable[..., Any]) -> bool:
+def is_known(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook or a method is that of torch or of Helios."""
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.startswith(_KNOWN)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from helios.run_state.baseline import mark_of_state
 from helios.run_state.discovery import Discovery
 from helios.run_state.effects import StepWatch
+from helios.run_state.look import mark_of_state
 from helios.run_state.values import Identities
 
 _LOGGER = logging.getLogger(__name__)
@@ -132,6 +132,12 @@ class Owners:
                 states[name] = state
         return states, missing
 
+    def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Make ready for the ``load_state_dict`` of owners: see :meth:`Discovery.prepare`."""
+        self._shared = None
+        for name in states.keys() & self._found.keys():
+            self._found[name].prepare(states[name])
+
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Put back what :meth:`capture` returned; in a training, keep that of who is gone."""
         self._shared = None
@@ -166,6 +172,11 @@ def is_any(state: Mapping[str, Any]) -> bool:
     """Return whether a captured state holds anything."""
     values, aliases = state["values"], state["aliases"]
     parts = (values["changed"], values["deleted"], aliases["set"], aliases["deleted"])
-    names = ("objects", "inner", "generators", "orders", "parameters", "grads")
     # Networks are frozen and set to evaluation mode, too.
-    return any(parts) or any(state[name] for name in names) or any(state["flags"])
+    return any(parts) or any(state[name] for name in _TELLING) or any(state["flags"])
+
+
+_TELLING = (
+    *("objects", "inner", "omitted", "generators", "orders", "parameters", "grads"),
+    *("members", "tables"),
+)
