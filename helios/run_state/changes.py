@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, final
 
 from helios.core.memory import extent_of, overlapping
 from helios.core.named import type_name
+from helios.core.sizes import size_text
 from helios.protocols import Clock
 from helios.run_state.aliases import holds, put, remove
 from helios.run_state.costs import SHARE, Costs
@@ -231,7 +232,7 @@ class PlainValues:
                     self._lost[where] = type(slot.value), missing[slot.path]
         kept, large = _within_limit(_with_aliases(changed, unchanged), self.limit)
         missing |= {
-            slot.path: f"plain values are saved up to {self.limit / 2**20:g} MiB in all"
+            slot.path: f"plain values are saved up to {size_text(self.limit)} in all"
             for slot in large
         }
         missing |= {place: self._expense(place) for place in costly}

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import final
 
+from helios.core.sizes import size_text
 from helios.run_state.changes import Changes
 from helios.run_state.found import Slot
 
@@ -80,7 +81,7 @@ class Losses:
         if changes.large:
             yield (
                 f"Training changed {_listed(changes.large)}, but plain values are saved up to "
-                f"{self.limit / 2**20:g} MiB in all only: a resumed run finds there what setup() "
+                f"{size_text(self.limit)} in all only: a resumed run finds there what setup() "
                 "makes. Register large tensors as buffers of a module, write an object with "
                 "state_dict() and load_state_dict(), or raise "
                 "CheckpointStore(max_plain_bytes=...)."

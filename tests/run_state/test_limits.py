@@ -64,6 +64,17 @@ def test_what_is_too_large_is_missing_at_every_capture_and_named_once(said: list
     assert sorted(changed(discovery)) == ["big", "helper"]
 
 
+@pytest.mark.parametrize(("limit", "text"), [(1000, "1000 bytes"), (3 << 19, "1.5 MiB")])
+def test_a_limit_is_named_in_the_unit_that_suits_it(limit: int, text: str, said: list[str]) -> None:
+    owner = Owner(big=b"")
+    discovery = started(owner)
+    discovery.values.limit = limit
+    owner.big = b"x" * (limit + 1)
+    expected = f"plain values are saved up to {text} in all"
+    assert discovery.capture()["missing"] == {"big": expected}
+    assert expected in said[0]
+
+
 def test_the_limit_is_that_of_the_store() -> None:
     assert CheckpointStore().max_plain_bytes == LIMIT == 64 * 2**20
     with pytest.raises(ArgumentError, match=r"max_plain_bytes=.* must be a non-negative int"):
