@@ -365,8 +365,8 @@ class Session:
             raise StateError(
                 'Trainer(on_incomplete="raise") demands complete checkpoints, but the one of '
                 f"iteration {self.state.global_iteration} lacks {list_missing(record.missing)}. "
-                "Nothing was written. Give such an object state_dict() and load_state_dict(), or "
-                "declare what need not be saved: unsaved = (...,)."
+                "Nothing was written. Change what is named as it says there, or declare what need "
+                "not be saved: unsaved = (...,)."
             )
 
     def capture(self) -> Record:

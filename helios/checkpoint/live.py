@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from helios.protocols import Stateful
@@ -47,6 +47,10 @@ class Owners(Protocol):
         """Note that the start events are over, which every start repeats."""
         ...
 
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places that a state lacks as named to the user already in this start."""
+        ...
+
     def capture(
         self, own: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -74,6 +78,9 @@ class NoOwners:
     """Nothing with attributes."""
 
     def begin_training(self) -> None:
+        """Do nothing."""
+
+    def note_named(self, places: Iterable[str]) -> None:
         """Do nothing."""
 
     def capture(

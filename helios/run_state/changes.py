@@ -15,6 +15,7 @@ from helios.core.memory import extent_of, overlapping
 from helios.core.named import type_name
 from helios.core.sizes import size_text
 from helios.protocols import Clock
+from helios.run_state import obstacles
 from helios.run_state.aliases import holds, put, remove
 from helios.run_state.costs import SHARE, Costs
 from helios.run_state.found import Found, Slot, SlotKey
@@ -201,7 +202,7 @@ class PlainValues:
             look = look_at(slot.value, surroundings, self._identities)
             self._costs.add(place_of(slot), begin)
             if not slot.is_settable:
-                look.obstacle = look.obstacle or "it lies in a tuple beside an object"
+                look.obstacle = look.obstacle or obstacles.IN_TUPLE
             yield where, look
 
     def _compare(
@@ -227,23 +228,20 @@ class PlainValues:
                 (changed if has_changed else unchanged).append(_Value(slot, look))
             elif has_changed:
                 others.append(slot)
-                missing[slot.path] = _reason(slot, obstacle)
+                missing[slot.path] = (
+                    f"{slot.path}{look.fault}: {obstacle}" if look.fault else obstacle
+                )
                 if look.obstacle and type(slot.value) not in MEMBERS_OF:
                     self._lost[where] = type(slot.value), missing[slot.path]
         kept, large = _within_limit(_with_aliases(changed, unchanged), self.limit)
-        missing |= {
-            slot.path: f"plain values are saved up to {size_text(self.limit)} in all"
-            for slot in large
-        }
+        too_large = obstacles.TOO_LARGE.format(size_text(self.limit))
+        missing |= {slot.path: too_large for slot in large}
         missing |= {place: self._expense(place) for place in costly}
         values = _payload(kept, _deleted(found, before.digests))
         return Changes(values, missing, large, costly, others)
 
     def _expense(self, place: str) -> str:
-        return (
-            f"looking at it takes {self._costs.seconds(place):.2g} s, more than {SHARE:.0%} of "
-            "the time between saves"
-        )
+        return obstacles.TOO_SLOW.format("looking at it", self._costs.seconds(place), SHARE)
 
 
 def place_of(slot: Slot) -> str:
@@ -251,19 +249,11 @@ def place_of(slot: Slot) -> str:
     return slot.parent.rstrip("/") if slot.parent.endswith("/") else slot.path.partition(".")[0]
 
 
-def _reason(slot: Slot, obstacle: str) -> str:
-    is_iterator = isinstance(slot.value, Iterator)
-    return "an iterator: nothing tells how far it has come" if is_iterator else obstacle
-
-
 def _unknown(kinds: set[type]) -> str:
     if not kinds:
         return ""
     names = ", ".join(sorted(map(type_name, kinds)))
-    return (
-        f"setup() puts no {names} anywhere, so that loading cannot know it: let setup() use it, "
-        "or return it from types_for_safe_load()"
-    )
+    return obstacles.UNKNOWN.format(names)
 
 
 def _links(looks: dict[SlotKey, Look]) -> dict[SlotKey, frozenset[SlotKey]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -158,6 +158,10 @@ class Discovery:
         baseline.hooks = hooks_of(scene.found)
         baseline.scripts = script_marks(scene.found, scene, self._identities)
         baseline.classes = class_marks(self._owner, scene.found, scene, self._identities)
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places as named to the user already in this start."""
+        self._named |= set(places)
 
     @collector_at_rest()
     def capture(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -331,14 +335,14 @@ class Discovery:
     ) -> Losses:
         """Return what a resumed run will not have."""
         if self._is_data:
-            return Losses(Changes(changes.values), self.values.limit, {}, lost)
+            return Losses(Changes(changes.values), {}, lost)
         baseline = self._require_baseline()
         lost = lost | _changed(baseline.hooks, hooks_of(scene.found), _HOOK)
         marks = class_marks(self._owner, scene.found, scene, self._identities)
         lost |= _changed(baseline.classes, marks, _OF_CLASS)
         scripts = script_marks(scene.found, scene, self._identities)
         lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)
-        return Losses(changes, self.values.limit, misfits, lost)
+        return Losses(changes, misfits, lost)
 
     def _warn(self, losses: Losses) -> None:
         """Name in one warning, once each, what a resumed run will not have."""
@@ -351,8 +355,14 @@ class Discovery:
 
 
 _LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
-_HOOK = "a hook that was registered or removed after the start: register it in setup()"
-_STRAY = "a generator where setup() makes none and a resume can put none: create it in setup()"
+_HOOK = (
+    "a hook that was registered or removed after the start: register it in setup(), or at each "
+    "start in on_training_start()"
+)
+_STRAY = (
+    "a generator where no resume can put one, as in a list that setup() does not fill: create it "
+    "in setup(), or keep it in an attribute"
+)
 _OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
 _OF_CLASS = (
     "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"

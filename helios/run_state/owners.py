@@ -109,6 +109,12 @@ class Owners:
         for found in self._found.values():
             found.begin_training()
 
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places, under the names that :meth:`capture` gives them, as named to the user."""
+        for name, found in self._found.items():
+            begin = f"{name}: "
+            found.note_named(p.removeprefix(begin) for p in places if p.startswith(begin))
+
     def capture(
         self, own: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

@@ -10,7 +10,10 @@ from helios.data.source import Source
 from helios.data.trial import Verdict, try_state
 
 _LOGGER = logging.getLogger(__name__)
-_REASON = "its state does not bring back the next batch"
+_REASON = (
+    "its state does not bring back the next batch: its state_dict() must hold all that the next "
+    "batch depends on"
+)
 
 
 @dataclass(frozen=True)

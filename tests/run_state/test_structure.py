@@ -115,5 +115,5 @@ def test_only_an_iterator_is_called_one(said: list[str]) -> None:
     discovery.capture()
     (text,) = said
     assert "opaque (Opaque), which cannot be saved as plain values (" in text
-    assert "Opaque has no state_dict)" in text
+    assert "Opaque has no state_dict: give it " in text
     assert "an iterator:" not in text
