@@ -31,6 +31,7 @@ from helios.run_state.forms import changed_forms, forms_of
 from helios.run_state.found import Found, Rules
 from helios.run_state.hooks import hooks_of
 from helios.run_state.losses import Losses
+from helios.run_state.names import as_written
 from helios.run_state.optimizers import changes_of_optimizers
 from helios.run_state.parts import flags_of, grads_of, kind_of, state_of, structure_since
 from helios.run_state.restoring import Restoring
@@ -211,7 +212,9 @@ class Discovery:
         if own is not None:
             objects = covered.without(objects, baseline.marks)
         if self._is_strict:
-            misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
+            others = {as_written(path, found.objects) for path in scene.paths() ^ baseline.paths}
+            known = " ".join(misfits.values())
+            misfits |= dict.fromkeys((name for name in others if name not in known), "")
         loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
         tables: list[dict[str, Any]] = [inner]
         tables += [] if self._is_strict else [objects, loose]
@@ -312,7 +315,7 @@ class Discovery:
         for table in tables:
             for path in late & table.keys():
                 if self._mark(table.pop(path)) != baseline.started.get(path):
-                    lost[path] = _LATE
+                    lost[as_written(path, scene.found.objects)] = _LATE
         changes.drop([where for where, slot in scene.found.slots.items() if slot.path in late])
         return lost
 

@@ -19,7 +19,7 @@ from helios.run_state.aliases import put, restore_aliases, restore_orders
 from helios.run_state.changes import PlainValues
 from helios.run_state.forms import casts, restore_forms
 from helios.run_state.found import Container
-from helios.run_state.names import KeyedByObjects
+from helios.run_state.names import KeyedByObjects, as_written
 from helios.run_state.optimizers import arrange
 from helios.run_state.parts import (
     kind_of,
@@ -87,7 +87,8 @@ class Restoring:
         parameters = self._look().parameters
         for name, tensor in {**parameters.leaves, **parameters.loose}.items():
             if name in state["parameters"]:
-                _fill(name, tensor, state["parameters"][name])
+                shown = as_written(name, scene.found.objects)
+                _fill(shown, tensor, state["parameters"][name])
         if not is_inference:
             load_flags(state["flags"], scene.found, parameters)
             load_grads(state["grads"], scene.found, parameters)
@@ -141,7 +142,9 @@ class Restoring:
         containers = _containers_of(scene)
         lacking = self._declared({path for path in parents if path not in containers})
         saved |= {path.rstrip("/") for path in lacking} | self._declared(inner)
-        missing, left_over = sorted(present - saved), sorted(saved - present)
+        objects = scene.found.objects
+        missing = sorted(as_written(path, objects) for path in present - saved)
+        left_over = sorted(as_written(path, objects) for path in saved - present)
         if state.get("is_partial"):
             missing = []
         left_over += self._find_lost_targets(scene, state)

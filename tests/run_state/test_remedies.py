@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from helios.errors import StateError
 from tests.run_state.owners import Owner, started
 
 
@@ -125,3 +126,18 @@ def test_what_the_load_has_named_is_not_named_again(said: list[str]) -> None:
     (text,) = said
     assert "second" in text
     assert "first" not in text
+
+
+def test_a_parameter_that_only_an_optimizer_holds_is_named_as_it_is_written(
+    said: list[str],
+) -> None:
+    net = nn.Linear(2, 2)
+    owner = Owner(net=net, opt=torch.optim.SGD(net.parameters(), lr=0.1))
+    discovery = started(owner)
+    owner.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    state = discovery.capture()
+    assert list(state["misfits"]) == ["opt"]
+    assert said[0].count('opt.param_groups[1]["params"][0]') == 1
+    assert "opt.1.0" not in said[0]
+    with pytest.raises(StateError, match=r'not there: opt.param_groups\[1\]\["params"\]\[0\]'):
+        started(Owner(net=net, opt=torch.optim.SGD(net.parameters(), lr=0.1))).restore(state)

@@ -203,6 +203,11 @@ def test_a_generator_in_a_data_set_is_named_where_workers_have_copies(
     Parts(tmp_path, 1, WithWorkers).run()
     assert list(_sidecar(tmp_path).missing) == ["data set.dataset: rng"]
     assert "data set.dataset: rng: with num_workers=1" in capsys.readouterr().err
+    Parts(tmp_path, 2, WithWorkers).run()
+    shown = capsys.readouterr().err
+    (told,) = [line for line in shown.splitlines() if " - WARNING - " in line]
+    assert "data set.dataset: rng: with num_workers=1" in told, "the load does not say it again"
+    assert list(_sidecar(tmp_path).missing) == ["data set.dataset: rng"]
 
 
 def test_what_a_state_dict_of_the_model_leaves_out_comes_back(tmp_path: Path) -> None:
