@@ -112,7 +112,9 @@ class FitRun(Run):
             return False
         if not resume.is_still_finished(self.arguments, loaded.record, loaded.sidecar.finished):
             return False
-        resume.report_finished(self._name, loaded, loaded.sidecar.finished)
+        is_passed = resume.is_shortened(self.arguments, loaded.record.options)
+        reason = loaded.sidecar.finished
+        resume.report_finished(self._name, loaded, reason, is_passed=is_passed)
         return True
 
     def _numerics(self, record: Record | None) -> Any:

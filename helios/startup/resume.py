@@ -342,16 +342,25 @@ def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) 
         return []
     text = f"fingerprint: {before!r} -> {now!r}"
     _LOGGER.warning(
-        "The training data set is not the one of the checkpoint, as its fingerprint says (%s). The "
-        "run goes on with it; its bits are those of other data from here on.",
+        "The training data set is not that of the checkpoint: it has another fingerprint (%s). The "
+        "run continues with the new data, so its results differ from here on.",
         text,
     )
     return [text]
 
 
-def report_finished(name: str, loaded: Loaded, reason: str) -> None:
-    """Say that there is nothing to do, whose run it is, and what would change that."""
-    _LOGGER.warning(
+def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) -> None:
+    """Say that there is nothing to do, whose run it is, and what would change that.
+
+    Args:
+        name: of the run.
+        loaded: its last checkpoint.
+        reason: why the run came to its end there.
+        is_passed: whether the run was longer than it is to be now, as at the earlier stages of a
+            script that trains in several and is started again; that is no reason for a warning.
+    """
+    _LOGGER.log(
+        logging.INFO if is_passed else logging.WARNING,
         "Nothing to do: the run %r in %s is finished (%s; %s). Raise total_steps or "
         "early_stop_cycles to go on with it, pass resume='never' to start it anew, or give another "
         "model a save_name of its own.",
