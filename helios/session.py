@@ -40,6 +40,9 @@ from helios.state import Cursor, Phase, TrainingState
 _LOGGER = logging.getLogger(__name__)
 
 
+_MODEL = "<model>"
+
+
 def _do_nothing() -> None:
     return
 
@@ -346,7 +349,8 @@ class Session:
             self._check_complete(record)
             snapshot = record.snapshot()
             self.hooks.emit("on_save_checkpoint", snapshot)
-            self.recorder.save(snapshot)
+            meters = {**self.model.discovery.values.meters, **self.owner_states.meters}
+            self.recorder.save(snapshot, meters)
 
     def begin_training(self) -> None:
         """Note that the start events are over: what they set up, every start sets up again."""
@@ -355,10 +359,19 @@ class Session:
             self.owner_states.begin_training()
 
     def check_alike(self) -> None:
-        """Check that all processes have the same weights; a ``UsageError`` if they have not."""
-        if not self.replicas.is_whole:
-            gather = self.replicas.gather_objects
-            check_alike(self.model.discovery, gather, ignored=self.unshared)
+        """Check that all processes have the same weights; a ``UsageError`` if they have not.
+
+        With the same message rank 0, which writes, says what takes too long to be saved, so that
+        all leave out the same.
+        """
+        if self.replicas.is_whole:
+            return
+        costs, owners = self.model.discovery.values.costs, self.owner_states
+        too_slow = {_MODEL: costs.too_slow(), **owners.too_slow()}
+        gather = self.replicas.gather_objects
+        agreed = check_alike(self.model.discovery, gather, ignored=self.unshared, too_slow=too_slow)
+        costs.agree(agreed[_MODEL])
+        owners.agree_on_costs(agreed)
 
     def _check_complete(self, record: Record) -> None:
         if self.refuses_incomplete and record.missing:

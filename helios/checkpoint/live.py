@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from helios.protocols import Stateful
+from helios.protocols import Meter, Stateful
 from helios.state import Cursor, TrainingState
 
 
@@ -47,6 +47,19 @@ class Owners(Protocol):
         """Note that the start events are over, which every start repeats."""
         ...
 
+    @property
+    def meters(self) -> Mapping[int, Meter]:
+        """What counts how long values of the last capture take to be encoded, by address."""
+        ...
+
+    def too_slow(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what takes too long to be saved, and how many seconds, by owner and place."""
+        ...
+
+    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
+        """Leave places out of the next capture, by owner, as all processes of the run do."""
+        ...
+
     def note_named(self, places: Iterable[str]) -> None:
         """Take places that a state lacks as named to the user already in this start."""
         ...
@@ -78,6 +91,18 @@ class NoOwners:
     """Nothing with attributes."""
 
     def begin_training(self) -> None:
+        """Do nothing."""
+
+    @property
+    def meters(self) -> Mapping[int, Meter]:
+        """Nothing."""
+        return {}
+
+    def too_slow(self) -> Mapping[str, Mapping[str, float]]:
+        """Return nothing."""
+        return {}
+
+    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
         """Do nothing."""
 
     def note_named(self, places: Iterable[str]) -> None:

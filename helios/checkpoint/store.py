@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from helios.core import codec, files
 from helios.core.buffers import HostBuffers
 from helios.core.digest import DigestWriter
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError
+from helios.protocols import Meter
 from helios.version import __version__
 
 __all__ = [
@@ -101,6 +102,7 @@ class RunFolder:
         sidecar: Sidecar,
         safe_types: Iterable[Any] = (),
         buffers: HostBuffers | None = None,
+        meters: Mapping[int, Meter] | None = None,
     ) -> Draft:
         """Prepare a checkpoint for :meth:`commit`; no file is touched.
 
@@ -109,6 +111,7 @@ class RunFolder:
             stem: name of the file without suffix (H21).
             sidecar: what is known of it; digest, schema and version are filled in later.
             safe_types: types that may be built when the file is loaded.
+            meters: count how long values in it take to be encoded, by address.
             buffers: take copies of all tensors, so that the training may go on before the commit.
 
         Raises:
@@ -118,9 +121,9 @@ class RunFolder:
         path = self._path / f"{stem}{layout.SUFFIX}"
         _check_consistency(path, payload, sidecar)
         if buffers is None:
-            code = codec.encode(payload, where="", safe_types=safe_types)
+            code = codec.encode(payload, where="", safe_types=safe_types, meters=meters)
             return Draft(path, code, sidecar, is_own=False)
-        captured = codec.capture(payload, safe_types=safe_types, buffers=buffers)
+        captured = codec.capture(payload, safe_types=safe_types, buffers=buffers, meters=meters)
         return Draft(path, captured.code, sidecar, is_own=captured.is_own)
 
     def commit(self, draft: Draft) -> Path:

@@ -46,8 +46,8 @@ TOO_LARGE = (
     "CheckpointStore(max_plain_bytes=...)"
 )
 TOO_SLOW = (
-    "{} takes {:.2g} s, more than {:.0%} of the time between saves: save less often, or give it "
-    "state_dict() and load_state_dict()"
+    "saving it takes {:.2g} s, more than {:.0%} of the time between saves: save less often, or "
+    "give it state_dict() and load_state_dict()"
 )
 
 _ITERATOR = (
