@@ -120,14 +120,14 @@ FAULTS = (
     Fault(
         "class attributes are not looked at",
         "helios/run_state/discovery.py",
-        "        lost |= _changed(baseline.classes, marks, _OF_CLASS)",
+        "        lost |= _changed(baseline.classes, marks, obstacles.OF_CLASS)",
         "        pass",
         "tests/run_state/test_named.py::test_class_attributes_that_training_changes_are_named",
     ),
     Fault(
         "scripted networks are not looked at",
         "helios/run_state/discovery.py",
-        "        lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)",
+        "        lost |= _changed(baseline.scripts, scripts, obstacles.OF_SCRIPT)",
         "        pass",
         "tests/run_state/test_named.py::test_attributes_of_scripted_and_traced_networks_are_named",
     ),

@@ -20,12 +20,13 @@ from helios.core.garbage import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.protocols import Stateful
+from helios.run_state import obstacles
 from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators
 from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
 from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.classes import class_marks
 from helios.run_state.coverage import Coverages
-from helios.run_state.data_members import keep_data_only, large_members
+from helios.run_state.data_members import Grown, keep_data_only, large_members
 from helios.run_state.effects import StepWatch
 from helios.run_state.forms import changed_forms, forms_of
 from helios.run_state.found import Found, Rules
@@ -90,6 +91,7 @@ class Discovery:
         self.values = PlainValues(self._identities)
         self._baseline: Baseline | None = None
         self._named: set[str] = set()
+        self._grown = Grown()
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the networks by path, each once, with those that are declared as unsaved."""
@@ -162,7 +164,9 @@ class Discovery:
 
     def note_named(self, places: Iterable[str]) -> None:
         """Take places as named to the user already in this start."""
-        self._named |= set(places)
+        places = set(places)
+        self._named |= places
+        self._grown.note(places)
 
     @collector_at_rest()
     def capture(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -223,7 +227,7 @@ class Discovery:
             for key in changes.values["changed"].pop(parent):
                 lost[found.slots[parent, key].path] = IN_NEW
         generators, strays = self._generators(found, new)
-        lost |= dict.fromkeys(strays, _STRAY)
+        lost |= dict.fromkeys(strays, obstacles.STRAY)
         losses = self._find_losses(changes, misfits, lost, scene)
         self._warn(losses)
         return {
@@ -266,6 +270,7 @@ class Discovery:
             # setup(). A new process would not: the next checkpoint needs them too.
             places = places_in(state["values"])
             self.values.distrust(places)
+            self._grown.note(parent or key for parent, key in places)
             self._baseline.distrust(places)
             for parent, members in state.get("aliases", {}).get("set", {}).items():
                 for key in members:
@@ -315,7 +320,7 @@ class Discovery:
         for table in tables:
             for path in late & table.keys():
                 if self._mark(table.pop(path)) != baseline.started.get(path):
-                    lost[as_written(path, scene.found.objects)] = _LATE
+                    lost[as_written(path, scene.found.objects)] = obstacles.LATE
         changes.drop([where for where, slot in scene.found.slots.items() if slot.path in late])
         return lost
 
@@ -338,13 +343,15 @@ class Discovery:
     ) -> Losses:
         """Return what a resumed run will not have."""
         if self._is_data:
-            return Losses(Changes(changes.values), {}, lost)
+            grown = self._grown.losses(large_members(self._owner) - self._unsaved)
+            self._grown.note(parent or key for parent, key in places_in(changes.values))
+            return Losses(Changes(changes.values), {}, lost | grown)
         baseline = self._require_baseline()
-        lost = lost | _changed(baseline.hooks, hooks_of(scene.found), _HOOK)
+        lost = lost | _changed(baseline.hooks, hooks_of(scene.found), obstacles.HOOK)
         marks = class_marks(self._owner, scene.found, scene, self._identities)
-        lost |= _changed(baseline.classes, marks, _OF_CLASS)
+        lost |= _changed(baseline.classes, marks, obstacles.OF_CLASS)
         scripts = script_marks(scene.found, scene, self._identities)
-        lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)
+        lost |= _changed(baseline.scripts, scripts, obstacles.OF_SCRIPT)
         return Losses(changes, misfits, lost)
 
     def _warn(self, losses: Losses) -> None:
@@ -355,21 +362,6 @@ class Discovery:
             _LOGGER.warning(
                 "The state of the %s is incomplete. %s", self._name, new.text(self._name)
             )
-
-
-_LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
-_HOOK = (
-    "a hook that was registered or removed after the start: register it in setup(), or at each "
-    "start in on_training_start()"
-)
-_STRAY = (
-    "a generator where no resume can put one, as in a list that setup() does not fill: create it "
-    "in setup(), or keep it in an attribute"
-)
-_OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
-_OF_CLASS = (
-    "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
-)
 
 
 def _late(scene: Scene, baseline: Baseline) -> dict[str, Any]:

@@ -49,6 +49,19 @@ TOO_SLOW = (
     "saving it takes {:.2g} s, more than {:.0%} of the time between saves: save less often, or "
     "give it state_dict() and load_state_dict()"
 )
+LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
+HOOK = (
+    "a hook that was registered or removed after the start: register it in setup(), or at each "
+    "start in on_training_start()"
+)
+STRAY = (
+    "a generator where no resume can put one, as in a list that setup() does not fill: create it "
+    "in setup(), or keep it in an attribute"
+)
+OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
+OF_CLASS = (
+    "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
+)
 
 _ITERATOR = (
     "an iterator: nothing tells how far it has come; count in an attribute, and make the iterator "

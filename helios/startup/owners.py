@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from helios.core.declared import unsaved_of
 from helios.data.datamodule import DataModule
 from helios.data.keyed import KeyedDataset
 from helios.data.source import Source
@@ -62,7 +63,9 @@ def find_owners(
     # on since then.
     claimed = () if source is None else source.claimed
     if source is not None and not claimed and not _count_workers(source):
-        owners += (Owner(name, part, is_data=True) for name, part in _parts_of(source))
+        owners += (
+            Owner(name, part, unsaved_of(part), is_data=True) for name, part in _parts_of(source)
+        )
     others = {"<model>": model} | {f"<data {place}>": part for place, part in enumerate(claimed)}
     found = Owners(
         owners,
