@@ -79,7 +79,8 @@ class RunFolder:
 
     def entries(self) -> list[Entry]:
         """Return the committed checkpoints, oldest first."""
-        found = layout.find_checkpoints(self._path)
+        # Nobody else changes the folder meanwhile: the run holds its lock.
+        found = layout.list_checkpoints(self._path)
         return sorted(Entry(*(layout.parse(path) or (0, 0)), path) for path in found)
 
     def protect(self, path: Path) -> None:
@@ -172,6 +173,8 @@ class RunFolder:
         return digest
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
+        if self._options.keeps_all:
+            return
         try:
             own = [entry for entry in self.entries() if layout.belongs_to(entry.path, run_name)]
             doomed = self._retention.plan(own, self._protected | {written})

@@ -44,8 +44,9 @@ def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
     word, place = f"claimed by {source.claimant}", f"data: {source.claimant}"
     tried = f"{word}, tried at the first start"
     if record is not None:
-        lost = {place: record.missing[place]} if place in record.missing else {}
-        return Claim([tried if tried in record.claims else word] if not lost else [], lost)
+        if place in record.missing:
+            return Claim([], {place: record.missing[place]})
+        return Claim([tried if tried in record.claims else word])
     is_here = source.description.get("num_workers", 0) == 0
     verdict = try_state(source) if is_here and can_save else Verdict.UNKNOWN
     if verdict is not Verdict.BROKEN:
