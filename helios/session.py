@@ -15,7 +15,7 @@ from typing import Any
 from helios import schedule as due
 from helios.checkpoint.capture import capture
 from helios.checkpoint.level import list_missing
-from helios.checkpoint.live import NoOwners, NoStates, Owners, States
+from helios.checkpoint.live import NoOwners, NoStates, OwnerStates, States
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.progress import Display
@@ -100,7 +100,7 @@ class Session:
     recorder: Recorder | None = None
     can_save: bool = False
     loop_states: States = field(default_factory=NoStates)
-    owner_states: Owners = field(default_factory=NoOwners)
+    owner_states: OwnerStates = field(default_factory=NoOwners)
     missing: dict[str, str] = field(default_factory=dict)
     claims: list[str] = field(default_factory=list)
     refuses_incomplete: bool = False

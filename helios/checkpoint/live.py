@@ -40,7 +40,7 @@ class Watch(Protocol):
         ...
 
 
-class Owners(Protocol):
+class OwnerStates(Protocol):
     """The attributes of plugins, data module, loops and engine."""
 
     def begin_training(self) -> None:
@@ -246,6 +246,6 @@ class LiveRun(Protocol):
         ...
 
     @property
-    def owner_states(self) -> Owners:
+    def owner_states(self) -> OwnerStates:
         """The plain attributes of all others than the model."""
         ...

@@ -64,7 +64,7 @@ class Changes:
 
 
 @dataclass
-class _Baseline:
+class _Made:
     """What setup made: digests, which slots share mutable parts, enums and dataclasses."""
 
     digests: dict[SlotKey, Digest]
@@ -91,7 +91,7 @@ class PlainValues:
         self._identities = identities
         self._clock = clock
         self.costs = Costs(clock)
-        self._baseline = _Baseline({}, {}, set())
+        self._made = _Made({}, {}, set())
         self._lost: dict[SlotKey, tuple[type, str]] = {}
         self.meters: dict[int, Meter] = {}
         self.limit = LIMIT
@@ -111,7 +111,7 @@ class PlainValues:
                 # Networks have thousands of numbers, of which nothing else is kept.
                 shared[where] = look
         self.costs.end()
-        self._baseline = _Baseline(digests, _links(shared), types)
+        self._made = _Made(digests, _links(shared), types)
 
     def renew_unsaved(
         self, found: Found, surroundings: Surroundings, new: Collection[str] = ()
@@ -125,18 +125,18 @@ class PlainValues:
         """
         for where, look in self._look(found.slots, surroundings):
             if look.obstacle or where[0] in new:
-                self._baseline.digests[where] = look.digest
-            self._baseline.types |= look.types
+                self._made.digests[where] = look.digest
+            self._made.types |= look.types
 
     @property
     def num_bytes(self) -> int:
         """How many bytes a state will hold if training changes all that setup made."""
-        sizes = (digest.size for digest in self._baseline.digests.values() if digest.is_plain)
+        sizes = (digest.size for digest in self._made.digests.values() if digest.is_plain)
         return min(sum(sizes), self.limit)
 
     def distrust(self, places: Iterable[SlotKey]) -> None:
         """Take places for changed, whatever they hold; a place that is gone for deleted."""
-        self._baseline.digests.update(dict.fromkeys(places, _UNLIKE_ANY))
+        self._made.digests.update(dict.fromkeys(places, _UNLIKE_ANY))
 
     def changes(self, found: Found, surroundings: Surroundings) -> Changes:
         """Compare with what setup made.
@@ -225,7 +225,7 @@ class PlainValues:
         lost: dict[SlotKey, Slot],
         costly: Mapping[str, float],
     ) -> Changes:
-        before, links = self._baseline, _links(looks)
+        before, links = self._made, _links(looks)
         known = before.types | {kind for kind in self.safe_types if isinstance(kind, type)}
         changed: list[_Value] = []
         unchanged: list[_Value] = []
@@ -364,10 +364,10 @@ def _payload(kept: list[_Value], deleted: dict[str, list[Any]]) -> dict[str, Any
     return {"changed": values, "deleted": deleted, "devices": devices if has_moved else []}
 
 
-def _deleted(found: Found, baseline: dict[SlotKey, Digest]) -> dict[str, list[Any]]:
-    """Return the keys that containers no longer have, in the baseline's order."""
+def _deleted(found: Found, made: dict[SlotKey, Digest]) -> dict[str, list[Any]]:
+    """Return the keys that containers no longer have, in the order in which setup made them."""
     deleted: dict[str, list[Any]] = {}
-    for parent, key in baseline:
+    for parent, key in made:
         container = found.containers.get(parent)
         if container is None or (parent, key) in found.slots:
             continue

@@ -46,6 +46,8 @@ from helios.run_state.values import (
     SCALARS,
     Identities,
     Surroundings,
+    are_atoms,
+    are_shallow,
     contents_of,
     fields_of,
     flags_in,
@@ -55,7 +57,6 @@ from helios.run_state.values import (
 MAX_DEPTH = 100
 """How deeply plain values may be nested: what reads and writes files recurses."""
 
-_WITH_TUPLES = ATOMS | {tuple}
 # Code never changes; what data sets and loaders go through is the data's own state.
 _OPAQUE = (type, FunctionType, ModuleType, Dataset, DataLoader)
 # Only these can be filled after something refers to them, so that they may contain themselves.
@@ -147,7 +148,7 @@ class _Walk:
             self._refuse(obstacles.CIRCLE)
 
     def enter_tuple(self, part: tuple[Any, ...]) -> Iterable[Any] | None:
-        if ATOMS.issuperset(map(type, part)):
+        if are_atoms(part):
             self._marks.add_whole(part)
             return None
         self._tokens += (TUPLE, len(part))
@@ -156,7 +157,7 @@ class _Walk:
     def enter_list(self, part: list[Any]) -> Iterable[Any] | None:
         if self._is_again(part):
             return None
-        if _is_flat((part,)):
+        if are_shallow((part,)):
             self._marks.add_whole(part)
             return None
         self._tokens += (LIST, len(part))
@@ -169,7 +170,7 @@ class _Walk:
         self._tokens += (KINDS[type(part)], len(part))
         if attributes:
             return (*chain.from_iterable(part.items()), attributes)
-        if _is_flat((part, part.values())):
+        if are_shallow((part, part.values())):
             self._marks.add_whole(dict(part))
             return None
         return chain.from_iterable(part.items())
@@ -186,7 +187,7 @@ class _Walk:
         if self._is_again(part):
             return None
         self._tokens += (DEQUE, len(part), part.maxlen)
-        if not _is_flat((part,)):
+        if not are_shallow((part,)):
             return part
         self._marks.add_whole(list(part))
         return None
@@ -195,7 +196,7 @@ class _Walk:
         if type(part) is set and self._is_again(part):
             return None
         self._tokens += (KINDS[type(part)], len(part))
-        if _is_flat((part,)):
+        if are_shallow((part,)):
             self._marks.add_whole(list(part))
             return None
         if any(isinstance(member, Tensor) for member in part):
@@ -346,16 +347,3 @@ _HANDLERS: dict[type, Callable[[_Walk, Any], Iterable[Any] | None]] = {
     Tensor: _Walk.enter_tensor,
     **dict.fromkeys(SCALARS, _Walk.enter_scalar),
 }
-
-
-def _is_flat(tables: Iterable[Iterable[Any]]) -> bool:
-    """Return whether there is nothing but atoms, and tuples of atoms."""
-    kinds: set[type] = set()
-    for members in tables:
-        kinds.update(map(type, members))
-    if kinds <= ATOMS:
-        return True
-    if not kinds <= _WITH_TUPLES:
-        return False
-    tuples = (part for members in tables for part in members if type(part) is tuple)
-    return ATOMS.issuperset(map(type, chain.from_iterable(tuples)))

@@ -18,7 +18,7 @@ from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
 from helios.run_state.changes import PlainValues
 from helios.run_state.forms import casts, restore_forms
-from helios.run_state.found import Container
+from helios.run_state.found import Container, path_of
 from helios.run_state.names import KeyedByObjects, as_written
 from helios.run_state.optimizers import arrange
 from helios.run_state.parts import (
@@ -132,8 +132,8 @@ class Restoring:
             kind = state["kinds"].get(path, kind_of(part))
             if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
                 raise StateError(
-                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot go on "
-                    "from that state. Build it in setup() as it was when the state was saved."
+                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot load "
+                    "that state. Build it in setup() as it was when the state was saved."
                 )
         saved = self._declared({*state["objects"], *state["parameters"]})
         present = scene.paths()
@@ -198,7 +198,7 @@ class Restoring:
             return True
         if not parent and key in self._exclude:
             return False
-        path = f"{parent.rstrip('/')}.{key}" if parent else str(key)
+        path = path_of(parent, key)
         return path not in found.objects and bool(self._declared({path}))
 
 

@@ -52,11 +52,10 @@ def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
     if verdict is not Verdict.BROKEN:
         return Claim([tried if verdict is Verdict.KEPT else word])
     _LOGGER.warning(
-        "The state of %s does not bring back the next batch: it was saved after some batches and "
-        "loaded into a copy, whose next batch was another one. A resumed run trains on other "
-        "samples, so the level of this run is incomplete. Its state_dict() must hold all that the "
-        "next batch depends on, such as the content of a shuffle buffer; leave out the buffer, or "
-        "use a map-style data set with create_dataloader.",
+        "The state of %s does not bring back the next batch: a copy that loaded it gave another "
+        "one. A resumed run trains on other samples, so the level of this run is incomplete. Save "
+        "all that the next batch depends on in state_dict() (the content of a shuffle buffer, "
+        "say), do without the buffer, or use a map-style data set with create_dataloader.",
         source.claimant,
     )
     return Claim([], {place: _REASON})

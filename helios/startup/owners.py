@@ -59,8 +59,8 @@ def find_owners(
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
     if loop is not None:
         owners += _of_loops(*loop)
-    # Who speaks for the data has its state saved with the batch that came last; it may have read
-    # on since then.
+    # The state of a loader with a state_dict of its own is saved as of the last batch that was
+    # trained on; the loader itself may have read ahead since then.
     claimed = () if source is None else source.claimed
     if source is not None and not claimed and not _count_workers(source):
         owners += (

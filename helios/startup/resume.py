@@ -41,15 +41,8 @@ _UNCOUNTED = ("length", None)
 """What is stored of a loader whose samples nobody has counted."""
 
 _OF_DATA = (
-    "dataset",
-    "length",
-    "batch_size",
-    "shuffle",
-    "drop_last",
-    "seed",
-    "sampler",
-    "limit_batches",
-    "is_distributed",
+    *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
+    *("limit_batches", "is_distributed"),
 )
 
 
@@ -352,12 +345,8 @@ def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) 
 def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) -> None:
     """Say that there is nothing to do, whose run it is, and what would change that.
 
-    Args:
-        name: of the run.
-        loaded: its last checkpoint.
-        reason: why the run came to its end there.
-        is_passed: whether the run was longer than it is to be now, as at the earlier stages of a
-            script that trains in several and is started again; that is no reason for a warning.
+    If the run has passed this total, as at the earlier stages of a script that is started again,
+    that is no reason for a warning.
     """
     _LOGGER.log(
         logging.INFO if is_passed else logging.WARNING,
