@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -19,27 +19,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from helios.core.garbage import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, UsageError
+from helios.run_state import obstacles
 from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators
 from helios.run_state.baseline import Baseline, mark_of_object, take_baseline
 from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.coverage import Coverages
-from helios.run_state.data_members import keep_data_only, large_members
+from helios.run_state.data_members import Grown, keep_data_only, large_members
 from helios.run_state.effects import StepWatch
 from helios.run_state.extra_states import leave_to_extra_states
 from helios.run_state.forms import changed_forms, forms_of
 from helios.run_state.found import Found, Rules
 from helios.run_state.look import mark_of_state
 from helios.run_state.losses import Losses
+from helios.run_state.names import as_written
 from helios.run_state.omissions import Omissions
 from helios.run_state.optimizer_tables import optimizer_tables
 from helios.run_state.optimizers import changes_of_optimizers, optimizers_of
-from helios.run_state.parts import (
-    complete,
-    flags_of,
-    grads_of,
-    kind_of,
-    structure_since,
-)
+from helios.run_state.parts import complete, flags_of, grads_of, kind_of, structure_since
 from helios.run_state.restoring import Restoring, read_state
 from helios.run_state.scene import Scene
 from helios.run_state.ties import changed_ties
@@ -96,8 +92,9 @@ class Discovery:
         self._identities = Identities()
         self.values = PlainValues(self._identities)
         self._baseline: Baseline | None = None
-        self._omissions = Omissions(self._identities)
+        self._omissions = Omissions(self._identities, self.values)
         self._named: set[str] = set()
+        self._grown = Grown()
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the networks by path, each once, with those that are declared as unsaved."""
@@ -131,7 +128,7 @@ class Discovery:
         identities = Identities()
         values = PlainValues(identities)
         values.limit, values.safe_types = self.values.limit, self.values.safe_types
-        renewed = {"values": values, "_omissions": Omissions(identities)}
+        renewed = {"values": values, "_omissions": Omissions(identities, values)}
         return vars(self) | renewed | {"_identities": identities, "_baseline": None}
 
     @collector_at_rest()
@@ -168,6 +165,12 @@ class Discovery:
         for path, generator in scene.found.generators.items():
             baseline.started[path] = self._mark(state_of_generator(generator))
         renew_unsavable(baseline, self._owner, scene, self._identities)
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places as named to the user already in this start."""
+        places = set(places)
+        self._named |= places
+        self._grown.note(places)
 
     @collector_at_rest()
     def capture(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -228,14 +231,15 @@ class Discovery:
         if own is not None:
             objects = covered.without(objects, baseline.marks)
         if self._is_strict:
-            misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
+            misfits |= _come_or_gone(scene, baseline, " ".join(misfits.values()))
         loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
         late: list[dict[str, Any]] = [inner]
         late += [] if self._is_strict else [objects, loose]
         lost |= costly | odd | self._leave_out_late(late, changes, scene)
-        lost |= _leave_out_new(changes, found, new)
+        for where in changes.leave_out(new):
+            lost[found.slots[where].path] = IN_NEW
         generators, strays = self._generators(found, new)
-        lost |= dict.fromkeys(strays, _STRAY)
+        lost |= dict.fromkeys(strays, obstacles.STRAY)
         losses = self._name_losses(changes, misfits, lost, scene)
         return {
             "objects": objects,
@@ -280,6 +284,7 @@ class Discovery:
             self._omissions.forget(state.get("omitted", {}))
             places = places_in(state["values"])
             self.values.distrust(places)
+            self._grown.note(parent or key for parent, key in places)
             self._baseline.distrust(places)
             for parent, members in state.get("aliases", {}).get("set", {}).items():
                 for key in members:
@@ -342,7 +347,7 @@ class Discovery:
         for table in tables:
             for path in late & table.keys():
                 if self._mark(table.pop(path)) != baseline.started.get(path):
-                    lost[path] = _LATE
+                    lost[as_written(path, scene.found.objects)] = obstacles.LATE
         changes.drop([where for where, slot in scene.found.slots.items() if slot.path in late])
         return lost
 
@@ -365,11 +370,13 @@ class Discovery:
     ) -> Losses:
         """Return what a resumed run will not have; name it in one warning, each place once."""
         if self._is_data:
-            losses = Losses(Changes(changes.values), self.values.limit, {}, lost)
+            grown = self._grown.losses(large_members(self._owner) - self._unsaved)
+            self._grown.note(parent or key for parent, key in places_in(changes.values))
+            losses = Losses(Changes(changes.values), {}, lost | grown)
         else:
             baseline = self._require_baseline()
             named = unsavable_changes(baseline, self._owner, scene, self._identities)
-            losses = Losses(changes, self.values.limit, misfits, lost | named)
+            losses = Losses(changes, misfits, lost | named)
         new = losses.without(self._named)
         self._named |= losses.reasons().keys()
         if new:
@@ -379,15 +386,9 @@ class Discovery:
         return losses
 
 
-_LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
-_STRAY = "a generator where setup() makes none and a resume can put none: create it in setup()"
-
-
-def _leave_out_new(changes: Changes, found: Found, new: set[str]) -> dict[str, str]:
-    """Leave out what lies in containers that setup does not make; return it, with the reason."""
-    values = changes.values["changed"]
-    places = [(parent, key) for parent in values.keys() & new for key in values.pop(parent)]
-    return {found.slots[where].path: IN_NEW for where in places}
+def _come_or_gone(scene: Scene, baseline: Baseline, known: str) -> dict[str, str]:
+    names = {as_written(path, scene.found.objects) for path in scene.paths() ^ baseline.paths}
+    return {name: "" for name in names if name not in known}
 
 
 def _late(scene: Scene, baseline: Baseline) -> dict[str, Any]:

@@ -31,11 +31,11 @@ def hooks_of(found: Found) -> dict[str, frozenset[int]]:
         if isinstance(part, nn.Module):
             network = found.networks.of(part)
             for name, module in network.modules:
-                _note(hooks, f"{path}.{name}".rstrip("."), vars(module), _OF_MODULES)
+                _note(hooks, (path, name), vars(module), _OF_MODULES)
             for name, tensor in network.parameters:
-                _note(hooks, f"{path}.{name}", _tables_of(tensor), _OF_TENSORS)
+                _note(hooks, (path, name), _tables_of(tensor), _OF_TENSORS)
         elif isinstance(part, Optimizer):
-            _note(hooks, path, vars(part), OF_OPTIMIZERS)
+            _note(hooks, (path, ""), vars(part), OF_OPTIMIZERS)
     return hooks
 
 
@@ -47,7 +47,7 @@ def _tables_of(tensor: Tensor) -> dict[str, Any]:
 
 def _note(
     hooks: dict[str, frozenset[int]],
-    place: str,
+    place: tuple[str, str],
     tables: Mapping[str, Any],
     names: Iterable[str],
 ) -> None:
@@ -56,7 +56,8 @@ def _note(
         if table:
             own = frozenset(id(hook) for hook in table.values() if not is_known(hook))
             if own:
-                hooks[f"{place} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
+                shown = ".".join(place).rstrip(".")
+                hooks[f"{shown} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
 
 
 def is_known(hook: Callable[..., Any]) -> bool:

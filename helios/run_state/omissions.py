@@ -8,7 +8,6 @@ user's loads, anywhere in the state. What is lacking and training has changed is
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, final
@@ -20,8 +19,9 @@ from torch.nn.parameter import is_lazy
 from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
 from helios.errors import StateError
-from helios.protocols import Clock
-from helios.run_state.costs import SHARE, Costs
+from helios.run_state import obstacles
+from helios.run_state.changes import PlainValues
+from helios.run_state.costs import SHARE
 from helios.run_state.coverage import EXTRA, parts_of
 from helios.run_state.extra_states import tells_extra
 from helios.run_state.found import Found
@@ -53,22 +53,22 @@ class Omissions:
 
     Args:
         identities: numbers for what cannot be pickled.
-        clock: the time in seconds, by which costs are measured.
+        values: whose costs are counted together with these.
     """
 
-    def __init__(self, identities: Identities, *, clock: Clock = time.monotonic) -> None:
+    def __init__(self, identities: Identities, values: PlainValues) -> None:
         self._identities = identities
-        self._costs = Costs(clock)
+        self._values = values
         self._before: dict[str, dict[str, bytes]] = {}
 
     def remember(self, found: Found) -> None:
         """Take what there is now as made by setup."""
         for path, module in _odd_networks(found).items():
-            begin = self._costs.time()
+            begin = self._values.costs.time()
             lacking, _ = _lacking(module, _early_state(module))
             self._before[path] = {name: self._mark(value) for name, value in lacking.items()}
-            self._costs.add(_place(path), begin)
-        self._costs.end()
+            self._values.costs.add(_place(path), self._values.costs.time() - begin)
+        self._values.costs.end()
 
     def forget(self, state: Mapping[str, Any]) -> None:
         """Take what was restored for changed: the next checkpoint needs it, too."""
@@ -79,7 +79,7 @@ class Omissions:
     def find(
         self, found: Found, states: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return what training has changed and the states of networks lack.
+        """Return what training has changed and the states of networks lack; before plain values.
 
         Args:
             found: what is there now.
@@ -90,14 +90,14 @@ class Omissions:
             ``unknown``, the names that torch's loading will not find and will not know. And
             networks for which that takes too long to find out, with the reason.
         """
-        self._costs.begin()
+        left_out = self._values.costs.begin()
         omitted: dict[str, Any] = {}
         costly: dict[str, str] = {}
         for path, module in _odd_networks(found).items():
-            begin = self._costs.time()
+            begin = self._values.costs.time()
             lacking, names = _lacking(module, states[path])
-            if not self._costs.can_afford(_place(path)):
-                costly[_place(path)] = self._expense(path)
+            if _place(path) in left_out:
+                costly[_place(path)] = obstacles.TOO_SLOW.format(left_out[_place(path)], SHARE)
                 lacking = {}
             before = self._before.get(path, {})
             values = {
@@ -107,18 +107,11 @@ class Omissions:
             }
             if values or any(names.values()):
                 omitted[path] = {"values": values, **names}
-            self._costs.add(_place(path), begin)
-        self._costs.end()
+            self._values.costs.add(_place(path), self._values.costs.time() - begin)
         return omitted, costly
 
     def _mark(self, value: Any) -> bytes:
         return mark_of_state(value, self._identities)
-
-    def _expense(self, path: str) -> str:
-        return (
-            f"to compare it takes {self._costs.seconds(_place(path)):.2g} s, more than "
-            f"{SHARE:.0%} of the time between saves"
-        )
 
 
 def restore_omitted(omitted: Mapping[str, Any], found: Found) -> None:

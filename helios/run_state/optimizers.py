@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.errors import StateError
 from helios.run_state.found import Found
+from helios.run_state.names import as_written
 from helios.run_state.parts import Parameters, places_of
 
 Members: TypeAlias = list[list[str]]
@@ -112,7 +113,8 @@ def changes_of_optimizers(
         if _unordered(before.members[path]) != _unordered(now.members[path]):
             built[path] = before.members[path]
         if new := sorted(now.strangers[path] - before.strangers[path]):
-            misfits[path] = f"moves what no attribute of the model holds: {_some(new)}"
+            shown = [as_written(name, optimizers_of(found)) for name in new]
+            misfits[path] = f"moves what no attribute of the model holds: {_some(shown)}"
     for path in sorted(before.drivers.keys() & found.objects.keys()):
         if before.drivers[path] != (driven := now.drivers.get(path, "another optimizer")):
             misfits[path] = f"moved {before.drivers[path]}, now {driven}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+from helios.protocols import Meter
 from helios.run_state.discovery import Discovery
 from helios.run_state.effects import StepWatch
 from helios.run_state.look import mark_of_state
@@ -108,6 +109,27 @@ class Owners:
         self._shared = None
         for found in self._found.values():
             found.begin_training()
+
+    @property
+    def meters(self) -> dict[int, Meter]:
+        """What counts how long values of the last capture take to be encoded, by address."""
+        tables = [found.values.meters for found in self._found.values()]
+        return {address: meter for table in tables for address, meter in table.items()}
+
+    def too_slow(self) -> dict[str, dict[str, float]]:
+        """Return what takes too long to be saved, and how many seconds, by owner and place."""
+        return {name: found.values.costs.too_slow() for name, found in self._found.items()}
+
+    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
+        """Leave places out of the next capture, by owner, as all processes of the run do."""
+        for name, found in self._found.items():
+            found.values.costs.agree(left_out.get(name, {}))
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places, under the names that :meth:`capture` gives them, as named to the user."""
+        for name, found in self._found.items():
+            begin = f"{name}: "
+            found.note_named(p.removeprefix(begin) for p in places if p.startswith(begin))
 
     def capture(
         self, own: Mapping[str, dict[str, Any]]

@@ -34,7 +34,11 @@ _SHOWN = 3
 
 
 def state_of(value: Stateful) -> dict[str, Any]:
-    """Return the state of an object; that of a module under bare names."""
+    """Return the state of an object.
+
+    That of a module comes under bare names, that of a scheduler of torch without what its
+    ``state_dict`` takes only because it is an attribute.
+    """
     state = value.state_dict()
     if isinstance(value, LRScheduler):
         return _without_odd_attributes(value, state)

@@ -18,8 +18,8 @@ from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
 from helios.run_state.changes import PlainValues
 from helios.run_state.forms import casts, restore_forms
-from helios.run_state.found import Container
-from helios.run_state.names import KeyedByObjects
+from helios.run_state.found import Container, path_of
+from helios.run_state.names import KeyedByObjects, as_written
 from helios.run_state.omissions import restore_omitted
 from helios.run_state.optimizer_tables import restore_tables, share_tables, shared_tables
 from helios.run_state.optimizers import arrange, arrange_covered, check_covered
@@ -99,7 +99,8 @@ class Restoring:
         parameters = self._look().parameters
         for name, tensor in {**parameters.leaves, **parameters.loose}.items():
             if name in state["parameters"]:
-                _fill(name, tensor, state["parameters"][name])
+                shown = as_written(name, scene.found.objects)
+                _fill(shown, tensor, state["parameters"][name])
         if not is_inference:
             load_flags(state["flags"], scene.found, parameters)
             load_grads(state["grads"], scene.found, parameters)
@@ -149,8 +150,8 @@ class Restoring:
             kind = state["kinds"].get(path, kind_of(part))
             if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
                 raise StateError(
-                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot go on "
-                    "from that state. Build it in setup() as it was when the state was saved."
+                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot load "
+                    "that state. Build it in setup() as it was when the state was saved."
                 )
         saved = self._declared({*state["objects"], *state["parameters"]})
         present = scene.paths()
@@ -159,7 +160,9 @@ class Restoring:
         containers = _containers_of(scene)
         lacking = self._declared({path for path in parents if path not in containers})
         saved |= {path.rstrip("/") for path in lacking} | self._declared(inner)
-        missing, left_over = sorted(present - saved), sorted(saved - present)
+        objects = scene.found.objects
+        missing = sorted(as_written(path, objects) for path in present - saved)
+        left_over = sorted(as_written(path, objects) for path in saved - present)
         if state.get("is_partial"):
             missing = []
         left_over += self._find_lost_targets(scene, state)
@@ -213,7 +216,7 @@ class Restoring:
             return True
         if not parent and key in self._exclude:
             return False
-        path = f"{parent.rstrip('/')}.{key}" if parent else str(key)
+        path = path_of(parent, key)
         return path not in found.objects and bool(self._declared({path}))
 
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from helios.run_state import obstacles
 from helios.run_state.baseline import Baseline
 from helios.run_state.classes import class_marks
 from helios.run_state.hooks import hooks_of
 from helios.run_state.scene import Scene
 from helios.run_state.scripted import script_marks
 from helios.run_state.values import Identities
-
-_HOOK = "a hook that was registered or removed after the start: register it in setup()"
-_OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
-_OF_CLASS = (
-    "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
-)
 
 
 def renew_unsavable(
@@ -32,11 +27,11 @@ def unsavable_changes(
     baseline: Baseline, owner: object, scene: Scene, identities: Identities
 ) -> dict[str, str]:
     """Return what has changed, with the reason why no checkpoint holds it, by name."""
-    lost = _changed(baseline.hooks, hooks_of(scene.found), _HOOK)
+    lost = _changed(baseline.hooks, hooks_of(scene.found), obstacles.HOOK)
     marks = class_marks(owner, scene.found, scene, identities)
-    lost |= _changed(baseline.classes, marks, _OF_CLASS)
+    lost |= _changed(baseline.classes, marks, obstacles.OF_CLASS)
     scripts = script_marks(scene.found, scene, identities)
-    lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)
+    lost |= _changed(baseline.scripts, scripts, obstacles.OF_SCRIPT)
     return lost
 
 

@@ -20,10 +20,10 @@ from helios.core import wrappers
 from helios.core.generators import is_generator
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.run_state.found import Found, Rules, Slot, is_flat, members_of
+from helios.run_state.found import Found, Rules, Slot, members_of
 from helios.run_state.members import is_of_the_house, left_out, tells_too_little
 from helios.run_state.names import KeyedByObjects, Names, has_odd_keys
-from helios.run_state.values import ATOMS
+from helios.run_state.values import ATOMS, is_flat
 
 
 def unwrap(value: object) -> object:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helios.errors import StateError
+from helios.run_state.changes import PlainValues
 from helios.run_state.omissions import Omissions
 from helios.run_state.owners import Owner as Holder
 from helios.run_state.owners import Owners
@@ -277,10 +278,12 @@ def test_what_takes_too_long_to_compare_is_named() -> None:
 
     owner = Owner(net=OnlyHead())
     found = started(owner)._look().found
-    omissions = Omissions(Identities(), clock=Slow())
+    values = PlainValues(Identities(), clock=Slow())
+    omissions = Omissions(Identities(), values)
     omissions.remember(found)
     states = {"net": owner.net.state_dict()}
     assert omissions.find(found, states)[1] == {}
+    values.costs.end()
     _train(owner, 1)
     omitted, costly = omissions.find(found, states)
     assert list(costly) == ["net (beside its state_dict)"]
