@@ -233,8 +233,7 @@ class Discovery:
         if self._is_strict:
             misfits |= _come_or_gone(scene, baseline, " ".join(misfits.values()))
         loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
-        late: list[dict[str, Any]] = [inner]
-        late += [] if self._is_strict else [objects, loose]
+        late: list[dict[str, Any]] = [inner, *([] if self._is_strict else [objects, loose])]
         lost |= costly | odd | self._leave_out_late(late, changes, scene)
         for where in changes.leave_out(new):
             lost[found.slots[where].path] = IN_NEW
