@@ -18,6 +18,7 @@ from scripts import event_page  # noqa: E402 (found by the line above)
 from tests import house  # noqa: E402
 from tests.cli import helps  # noqa: E402
 from tests.support import (  # noqa: E402
+    decisions,
     event_situations,
     golden_checkpoint,
     replica_logs,
@@ -33,6 +34,7 @@ def golden_files() -> dict[Path, str]:
     return {
         GOLDEN / "public_names.txt": house.public_names(),
         cells.GOLDEN: cells.golden_table(),
+        decisions.GOLDEN: decisions.golden_table(),
         GOLDEN / "chkpt_migrator_help.txt": chkpt_migrator.build_parser().format_help(),
         **{GOLDEN / "events" / name: text for name, text in logs.items()},
         **{replica_logs.FOLDER / name: text for name, text in replica_logs.golden_logs().items()},
