@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -233,7 +233,7 @@ class Discovery:
         if self._is_strict:
             misfits |= _come_or_gone(scene, baseline, " ".join(misfits.values()))
         loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
-        late: list[dict[str, Any]] = [inner, *([] if self._is_strict else [objects, loose])]
+        late = (inner,) if self._is_strict else (inner, objects, loose)
         lost |= costly | odd | self._leave_out_late(late, changes, scene)
         for where in changes.leave_out(new):
             lost[found.slots[where].path] = IN_NEW
@@ -332,7 +332,7 @@ class Discovery:
         return mark_of_state(value, self._identities)
 
     def _leave_out_late(
-        self, tables: list[dict[str, Any]], changes: Changes, scene: Scene
+        self, tables: Sequence[dict[str, Any]], changes: Changes, scene: Scene
     ) -> dict[str, str]:
         """Leave out what was created after setup; return what has changed of it, with the reason.
 
