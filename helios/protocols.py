@@ -29,11 +29,24 @@ class Clock(Protocol):
         ...
 
 
+class Meter(Protocol):
+    """What counts how long something took."""
+
+    def __call__(self, seconds: float, /) -> None:
+        """Count seconds."""
+        ...
+
+
 class Recorder(Protocol):
     """Where a session's results go: checkpoints and scalars."""
 
-    def save(self, snapshot: dict[str, Any]) -> None:
-        """Write a snapshot as a checkpoint; one that is committed is not written again."""
+    def save(self, snapshot: dict[str, Any], meters: Mapping[int, Meter]) -> None:
+        """Write a snapshot as a checkpoint; one that is committed is not written again.
+
+        Args:
+            snapshot: the content.
+            meters: count how long values in it take to be encoded, by address.
+        """
         ...
 
     def has_saved(self, state: TrainingState) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from helios.checkpoint.capture import capture
 from helios.checkpoint.level import list_missing
-from helios.checkpoint.live import NoOwners, NoStates, Owners, States
+from helios.checkpoint.live import NoOwners, NoStates, OwnerStates, States
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.core.progress import Display
@@ -38,6 +38,9 @@ from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
+
+
+_MODEL = "<model>"
 
 
 def _do_nothing() -> None:
@@ -99,7 +102,7 @@ class Session:
     recorder: Recorder | None = None
     can_save: bool = False
     loop_states: States = field(default_factory=NoStates)
-    owner_states: Owners = field(default_factory=NoOwners)
+    owner_states: OwnerStates = field(default_factory=NoOwners)
     missing: dict[str, str] = field(default_factory=dict)
     claims: list[str] = field(default_factory=list)
     refuses_incomplete: bool = False
@@ -130,7 +133,8 @@ class Session:
         self.replicas = self.engine.replicas
         is_there = self.engine.device.type == "cpu"
         self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
-        self.is_plain = self.engine.is_plain
+        has_own = type(self.engine).autocast is not Engine.autocast
+        self.is_plain = not self.engine.precision.casts and not has_own
         self.context = Context(self)
         # Without a training no plugin that is gone is missed.
         self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
@@ -329,7 +333,8 @@ class Session:
         self._check_complete(record)
         snapshot = record.snapshot()
         self.hooks.emit("on_save_checkpoint", snapshot)
-        self.recorder.save(snapshot)
+        meters = {**self.model.discovery.values.meters, **self.owner_states.meters}
+        self.recorder.save(snapshot, meters)
 
     def begin_training(self) -> None:
         """Note that the start events are over: what they set up, every start sets up again."""
@@ -338,18 +343,27 @@ class Session:
             self.owner_states.begin_training()
 
     def check_alike(self) -> None:
-        """Check that all processes have the same weights; a ``UsageError`` if they have not."""
-        self.replicas.compare(
-            lambda gather: check_alike(self.model.discovery, gather, ignored=self.unshared)
-        )
+        """Check that all processes have the same weights; a ``UsageError`` if they have not.
+
+        With the same message rank 0, which writes, says what takes too long to be saved, so that
+        all leave out the same.
+        """
+        self.replicas.compare(self._check_alike)
+
+    def _check_alike(self, gather: Callable[[Any], list[Any]]) -> None:
+        costs, owners = self.model.discovery.values.costs, self.owner_states
+        too_slow = {_MODEL: costs.too_slow(), **owners.too_slow()}
+        agreed = check_alike(self.model.discovery, gather, ignored=self.unshared, too_slow=too_slow)
+        costs.agree(agreed[_MODEL])
+        owners.agree_on_costs(agreed)
 
     def _check_complete(self, record: Record) -> None:
         if self.refuses_incomplete and record.missing:
             raise StateError(
                 'Trainer(on_incomplete="raise") demands complete checkpoints, but the one of '
                 f"iteration {self.state.global_iteration} lacks {list_missing(record.missing)}. "
-                "Nothing was written. Give such an object state_dict() and load_state_dict(), or "
-                "declare what need not be saved: unsaved = (...,)."
+                "Nothing was written. Change what is named as it says there, or declare what need "
+                "not be saved: unsaved = (...,)."
             )
 
     def capture(self) -> Record:

@@ -17,7 +17,12 @@ from helios import chkpt_migrator  # noqa: E402
 from scripts import event_page  # noqa: E402 (found by the line above)
 from tests import house  # noqa: E402
 from tests.cli import helps  # noqa: E402
-from tests.support import event_situations, golden_checkpoint  # noqa: E402
+from tests.support import (  # noqa: E402
+    decisions,
+    event_situations,
+    golden_checkpoint,
+    replica_logs,
+)
 from tests.support.matrix import cells  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -29,8 +34,10 @@ def golden_files() -> dict[Path, str]:
     return {
         GOLDEN / "public_names.txt": house.public_names(),
         cells.GOLDEN: cells.golden_table(),
+        decisions.GOLDEN: decisions.golden_table(),
         GOLDEN / "chkpt_migrator_help.txt": chkpt_migrator.build_parser().format_help(),
         **{GOLDEN / "events" / name: text for name, text in logs.items()},
+        **{replica_logs.FOLDER / name: text for name, text in replica_logs.golden_logs().items()},
         **{GOLDEN / "help" / name: text for name, text in helps.help_texts().items()},
         ROOT / "docs" / "hooks.md": event_page.render(),
     }

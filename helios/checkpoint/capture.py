@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from helios.checkpoint.live import LiveModel, LiveRun, Owners, States, Team
+from helios.checkpoint.live import LiveModel, LiveRun, OwnerStates, States, Team
 from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.errors import StateError
@@ -94,6 +94,7 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     run.obstacles += record.obstacles
     run.unshared += record.unshared
     run.engine.load_state_dict(record.engine)
+    run.owner_states.prepare(record.owners)
     run.model.load_state_dict(record.model)
     apply_tables(record.tables, run.model)
     run.training_source.load_state_dict(record.data["state"])
@@ -126,14 +127,14 @@ class Trained:
         return cls(record.model, record.tables, record.plugins, record.owners)
 
 
-def capture_trained(model: LiveModel, plugins: States, owners: Owners) -> Trained:
+def capture_trained(model: LiveModel, plugins: States, owners: OwnerStates) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
     state, states = model.state_dict(), plugins.capture()
     attributes, _ = owners.capture({"model": state, **_named("plugin", states)})
     return Trained(state, _capture_tables(model), states, attributes)
 
 
-def apply_trained(trained: Trained, model: LiveModel, plugins: States, owners: Owners) -> None:
+def apply_trained(trained: Trained, model: LiveModel, plugins: States, owners: OwnerStates) -> None:
     """Give a model that was set up for inference, and plugins, what was trained.
 
     Raises:

@@ -194,15 +194,16 @@ def find_checkpoints(folder: Path) -> list[Path]:
     A run that goes on there commits a checkpoint and then deletes older ones: one listing of a
     large folder may miss both. The folder is listed until nothing has changed in between.
     """
-    found = _list_checkpoints(folder)
+    found = list_checkpoints(folder)
     for _ in range(_MAX_LISTINGS):
-        before, found = found, _list_checkpoints(folder)
+        before, found = found, list_checkpoints(folder)
         if found == before:
             break
     return found
 
 
-def _list_checkpoints(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the committed checkpoints of one listing, for who alone writes into a folder."""
     try:
         with os.scandir(folder) as entries:
             # What the listing itself says of a file: asked for later, it may be deleted.

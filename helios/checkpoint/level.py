@@ -30,13 +30,23 @@ class Level(Enum):
         return min(self, other, key=lambda level: level.height)
 
 
-def list_missing(missing: Mapping[str, str]) -> str:
-    """Return what a checkpoint lacks in words: each place with its reason.
+def list_missing(missing: Mapping[str, str], most: int = _MAX_NAMED) -> str:
+    """Return what a checkpoint lacks in words: places with their reasons, each reason once.
+
+    Args:
+        missing: the reason for each place.
+        most: how many places are named; the others are counted.
 
     Example:
-        >>> list_missing({"log": "a file handle", "net.seen": ""})
-        'log (a file handle), net.seen'
+        >>> list_missing({"log": "a file handle", "net.seen": "", "text": "a file handle"})
+        'log, text (a file handle); net.seen'
     """
-    names = [f"{place} ({reason})" if reason else place for place, reason in missing.items()]
-    left = len(names) - _MAX_NAMED
-    return ", ".join(names[:_MAX_NAMED]) + (f" and {left} more" if left > 0 else "")
+    groups: dict[str, list[str]] = {}
+    for place, reason in list(missing.items())[:most]:
+        groups.setdefault(reason, []).append(place)
+    texts = [
+        f"{', '.join(places)} ({reason})" if reason else ", ".join(places)
+        for reason, places in groups.items()
+    ]
+    left = len(missing) - most
+    return "; ".join(texts) + (f" and {left} more" if left > 0 else "")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from helios.protocols import Stateful
+from helios.protocols import Meter, Stateful
 from helios.state import Cursor, TrainingState
 
 
@@ -40,11 +40,28 @@ class Watch(Protocol):
         ...
 
 
-class Owners(Protocol):
+class OwnerStates(Protocol):
     """The attributes of plugins, data module, loops and engine."""
 
     def begin_training(self) -> None:
         """Note that the start events are over, which every start repeats."""
+        ...
+
+    @property
+    def meters(self) -> Mapping[int, Meter]:
+        """What counts how long values of the last capture take to be encoded, by address."""
+        ...
+
+    def too_slow(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what takes too long to be saved, and how many seconds, by owner and place."""
+        ...
+
+    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
+        """Leave places out of the next capture, by owner, as all processes of the run do."""
+        ...
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places that a state lacks as named to the user already in this start."""
         ...
 
     def capture(
@@ -55,6 +72,10 @@ class Owners(Protocol):
         Args:
             own: what the ``state_dict`` of owners returned, by name.
         """
+        ...
+
+    def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Make ready for what owners load by a ``load_state_dict`` of their own."""
         ...
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
@@ -76,11 +97,29 @@ class NoOwners:
     def begin_training(self) -> None:
         """Do nothing."""
 
+    @property
+    def meters(self) -> Mapping[int, Meter]:
+        """Nothing."""
+        return {}
+
+    def too_slow(self) -> Mapping[str, Mapping[str, float]]:
+        """Return nothing."""
+        return {}
+
+    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
+        """Do nothing."""
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Do nothing."""
+
     def capture(
         self, own: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return nothing."""
         return {}, {}
+
+    def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Do nothing."""
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Do nothing."""
@@ -214,6 +253,6 @@ class LiveRun(Protocol):
         ...
 
     @property
-    def owner_states(self) -> Owners:
+    def owner_states(self) -> OwnerStates:
         """The plain attributes of all others than the model."""
         ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import Draft, RunFolder
 from helios.core.buffers import HostBuffers
 from helios.errors import SaveError
+from helios.protocols import Meter
 
 _LOGGER = logging.getLogger(__name__)
 _START_SECONDS = 1.0
@@ -65,6 +66,7 @@ class Saver:
         stem: str,
         sidecar: Sidecar,
         safe_types: Iterable[Any] = (),
+        meters: Mapping[int, Meter] | None = None,
     ) -> Path:
         """Save a checkpoint; returns its file, which another thread may still have to write.
 
@@ -73,6 +75,7 @@ class Saver:
             stem: name of the file without suffix.
             sidecar: what is known of it.
             safe_types: types that may be built when the file is loaded.
+            meters: count how long values in the payload take to be encoded, by address.
 
         Raises:
             StateError: for a value that could not be loaded again.
@@ -86,7 +89,12 @@ class Saver:
             self.newest = committed
             return committed
         draft_it = partial(
-            self._folder.draft, payload, stem=stem, sidecar=sidecar, safe_types=list(safe_types)
+            self._folder.draft,
+            payload,
+            stem=stem,
+            sidecar=sidecar,
+            safe_types=list(safe_types),
+            meters=meters,
         )
         try:
             draft = draft_it(buffers=self._buffers)

@@ -11,9 +11,9 @@ import shutil
 from pathlib import Path
 
 from helios.checkpoint.options import CheckpointStore
+from helios.core.sizes import size_text
 
 _LOGGER = logging.getLogger(__name__)
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def count_kept(options: CheckpointStore, num_saves: float) -> float:
@@ -56,8 +56,8 @@ def warn_if_too_large(
             "Not even one checkpoint will fit into %s: one takes about %s, and %s are free. Make "
             "room, or set chkpt_root to another disk.",
             folder,
-            describe_size(num_bytes),
-            describe_size(free),
+            size_text(num_bytes),
+            size_text(free),
         )
         return
     kept = count_kept(options, num_saves)
@@ -67,8 +67,8 @@ def warn_if_too_large(
             "are free. %s",
             folder,
             math.ceil(kept),
-            describe_size(num_bytes),
-            describe_size(free),
+            size_text(num_bytes),
+            size_text(free),
             _advise(options),
         )
 
@@ -96,17 +96,3 @@ def _free_bytes(folder: Path) -> int | None:
     except OSError:
         # A save will tell what is wrong with the disk.
         return None
-
-
-def describe_size(num_bytes: float) -> str:
-    """Return a size in a unit that people read.
-
-    Example:
-        >>> describe_size(480 * 1024**2)
-        '480.0 MiB'
-    """
-    for unit in _UNITS:
-        if num_bytes < 1024 or unit == _UNITS[-1]:
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

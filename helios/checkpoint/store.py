@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from helios.core import codec, files
 from helios.core.buffers import HostBuffers
 from helios.core.digest import DigestWriter
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError
+from helios.protocols import Meter
 from helios.version import __version__
 
 __all__ = [
@@ -78,7 +79,8 @@ class RunFolder:
 
     def entries(self) -> list[Entry]:
         """Return the committed checkpoints, oldest first."""
-        found = layout.find_checkpoints(self._path)
+        # Nobody else changes the folder meanwhile: the run holds its lock.
+        found = layout.list_checkpoints(self._path)
         return sorted(Entry(*(layout.parse(path) or (0, 0)), path) for path in found)
 
     def protect(self, path: Path) -> None:
@@ -101,6 +103,7 @@ class RunFolder:
         sidecar: Sidecar,
         safe_types: Iterable[Any] = (),
         buffers: HostBuffers | None = None,
+        meters: Mapping[int, Meter] | None = None,
     ) -> Draft:
         """Prepare a checkpoint for :meth:`commit`; no file is touched.
 
@@ -109,6 +112,7 @@ class RunFolder:
             stem: name of the file without suffix (H21).
             sidecar: what is known of it; digest, schema and version are filled in later.
             safe_types: types that may be built when the file is loaded.
+            meters: count how long values in it take to be encoded, by address.
             buffers: take copies of all tensors, so that the training may go on before the commit.
 
         Raises:
@@ -118,9 +122,9 @@ class RunFolder:
         path = self._path / f"{stem}{layout.SUFFIX}"
         _check_consistency(path, payload, sidecar)
         if buffers is None:
-            code = codec.encode(payload, where="", safe_types=safe_types)
+            code = codec.encode(payload, where="", safe_types=safe_types, meters=meters)
             return Draft(path, code, sidecar, is_own=False)
-        captured = codec.capture(payload, safe_types=safe_types, buffers=buffers)
+        captured = codec.capture(payload, safe_types=safe_types, buffers=buffers, meters=meters)
         return Draft(path, captured.code, sidecar, is_own=captured.is_own)
 
     def commit(self, draft: Draft) -> Path:
@@ -169,6 +173,8 @@ class RunFolder:
         return digest
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
+        if self._options.keeps_all:
+            return
         try:
             own = [entry for entry in self.entries() if layout.belongs_to(entry.path, run_name)]
             doomed = self._retention.plan(own, self._protected | {written})

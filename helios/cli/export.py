@@ -11,6 +11,7 @@ from helios.checkpoint.export import FORMATS, Weights, select_weights, write_wei
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
 from helios.core.digest import digest_file
+from helios.core.sizes import size_text
 from helios.errors import CheckpointError
 from helios.version import __version__
 
@@ -109,7 +110,7 @@ def _document(
 
 
 def _lines(target: Path, weights: Weights) -> list[str]:
-    size = output.size_text(weights.num_bytes)
+    size = size_text(weights.num_bytes)
     lines = [f"Wrote {len(weights.tensors)} tensors, {size}, to {target}."]
     if weights.left_out:
         lines.append(f"Left out, because they are no tensors: {', '.join(weights.left_out)}.")

@@ -14,6 +14,7 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status, look_into
 from helios.cli import output
 from helios.cli.output import Column
+from helios.core.sizes import size_text
 
 NAME = "inspect"
 SUMMARY = "show the sidecar, the counters and the tensors of a checkpoint"
@@ -92,7 +93,7 @@ def _tensor_document(node: Node) -> dict[str, Any]:
 def _lines(status: Status, tree: Any, nodes: list[Node], depth: int) -> Iterator[str]:
     facts = {
         "file": str(status.path),
-        "size": output.size_text(status.size),
+        "size": size_text(status.size),
         "state": status.condition.value,
         "reason": status.reason,
         "refers to": ", ".join(status.needs),
@@ -104,7 +105,7 @@ def _lines(status: Status, tree: Any, nodes: list[Node], depth: int) -> Iterator
         yield ""
         rows = [_row(node) for node in nodes if _is_shown(node, depth)]
         yield from output.table(_COLUMNS, rows, output.terminal_width())
-        total = output.size_text(nodes[0].num_bytes)
+        total = size_text(nodes[0].num_bytes)
         yield f"{nodes[0].num_tensors} tensors, {total}"
 
 
@@ -137,7 +138,7 @@ def _is_shown(node: Node, depth: int) -> bool:
 
 def _row(node: Node) -> tuple[str, ...]:
     name = _INDENT * (len(node.keys) - 1) + (node.keys[-1] or "''")
-    size = output.size_text(node.num_bytes) if node.num_tensors else ""
+    size = size_text(node.num_bytes) if node.num_tensors else ""
     if node.kind == "tensor":
         return (name, node.dtype, str(list(node.shape)), size, node.text)
     if node.kind == "value":

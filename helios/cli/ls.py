@@ -10,6 +10,7 @@ from helios.checkpoint.level import list_missing
 from helios.checkpoint.status import Condition, Depth, FolderStatus, Outcome, Status, survey
 from helios.cli import output
 from helios.cli.output import Column
+from helios.core.sizes import size_text
 
 NAME = "ls"
 SUMMARY = "list the checkpoints of a folder and of those below it"
@@ -119,7 +120,7 @@ def _row(status: Status, folder: FolderStatus) -> tuple[str, ...]:
         status.path.name,
         str(epoch),
         str(iteration),
-        output.size_text(status.size),
+        size_text(status.size),
         status.condition.value,
         "" if sidecar is None else output.metrics_text(sidecar.metrics),
         "" if sidecar is None else ", ".join([sidecar.level, *sidecar.claims]),

@@ -22,7 +22,6 @@ from helios.errors import ArgumentError
 
 _GAP = "  "
 _MIN_TEXT = 20
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -92,19 +91,6 @@ def printable(text: str) -> str:
     return "".join(
         mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text
     )
-
-
-def size_text(count: int) -> str:
-    """Return a number of bytes as people read it.
-
-    Example:
-        >>> size_text(5 << 19)
-        '2.5 MiB'
-    """
-    if count < 1024:
-        return f"{count} B"
-    power = min((count.bit_length() - 1) // 10, len(_UNITS))
-    return f"{count / 1024**power:.1f} {_UNITS[power - 1]}"
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:

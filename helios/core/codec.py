@@ -13,7 +13,7 @@ import io
 import pickle
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -26,6 +26,7 @@ from helios.core.named import type_name
 from helios.core.tagged import Decoder, Encoder
 from helios.core.unknown import stand_in
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
+from helios.protocols import Meter
 
 _CHUNK_BYTES = 1 << 20
 _FOLDER_FLAG = 0x10
@@ -49,7 +50,13 @@ class Writable(Protocol):
         ...
 
 
-def encode(tree: Any, *, where: str, safe_types: Iterable[Any] = ()) -> Any:
+def encode(
+    tree: Any,
+    *,
+    where: str,
+    safe_types: Iterable[Any] = (),
+    meters: Mapping[int, Meter] | None = None,
+) -> Any:
     """Return a tree that ``weights_only`` loading accepts (USERS.md 10).
 
     NumPy arrays and scalars, the standard library's containers, paths, dates and times, byte
@@ -62,6 +69,7 @@ def encode(tree: Any, *, where: str, safe_types: Iterable[Any] = ()) -> Any:
         tree: the value.
         where: what its root is called in messages, as ``"model"`` in ``model.history[3]``.
         safe_types: what ``Model.types_for_safe_load`` names.
+        meters: count how long parts of the tree take, by address.
 
     Raises:
         StateError: for a value that could not be loaded again: the path to it, its type and what
@@ -69,7 +77,7 @@ def encode(tree: Any, *, where: str, safe_types: Iterable[Any] = ()) -> Any:
     """
     types = list(safe_types)
     with collector_at_rest():
-        return Encoder(where, types, lambda value: _try_loading(value, types)).encode(tree)
+        return Encoder(where, types, lambda value: _try_loading(value, types), meters).encode(tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +93,13 @@ class Captured:
     is_own: bool
 
 
-def capture(tree: Any, *, safe_types: Iterable[Any], buffers: HostBuffers) -> Captured:
+def capture(
+    tree: Any,
+    *,
+    safe_types: Iterable[Any],
+    buffers: HostBuffers,
+    meters: Mapping[int, Meter] | None = None,
+) -> Captured:
     """Encode a tree, and copy its tensors into memory of its own (USERS.md 21).
 
     Objects of the user's, beside enum members and tuples, are not copied: nobody knows how. With
@@ -95,13 +109,14 @@ def capture(tree: Any, *, safe_types: Iterable[Any], buffers: HostBuffers) -> Ca
         tree: the value.
         safe_types: what ``Model.types_for_safe_load`` names.
         buffers: takes the copies; those of the last capture are given up.
+        meters: as for :func:`encode`.
 
     Raises:
         StateError: as :func:`encode`.
         MemoryError: if there is too little memory for the copies.
     """
     types = list(safe_types)
-    encoder = Encoder("", types, lambda value: _try_loading(value, types))
+    encoder = Encoder("", types, lambda value: _try_loading(value, types), meters)
     with collector_at_rest():
         code = encoder.encode(tree)
     if encoder.has_live_objects:

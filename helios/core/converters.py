@@ -12,7 +12,7 @@ import fractions
 import functools
 import uuid
 import zoneinfo
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from decimal import Decimal
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, Literal, cast
@@ -24,6 +24,9 @@ from helios.core.memory import array_on
 
 # Larger byte strings travel as tensors: in a pickle they would be held and escaped as text.
 _MAX_INLINE_BYTES = 4096
+_NATIVE = frozenset((type(None), bool, float, str, torch.dtype, torch.device, torch.Size))
+# ``weights_only`` reads integers of up to 255 bytes.
+_MAX_INT_BITS = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,3 +202,14 @@ _CONVERTERS = (
 
 BY_TYPE = {kind: converter for converter in _CONVERTERS for kind in converter.types}
 BY_TAG = {converter.tag: converter for converter in _CONVERTERS}
+
+
+def is_native(value: Any) -> bool:
+    """Return whether ``weights_only`` loading accepts a value without members as it is."""
+    kind = type(value)
+    return kind in _NATIVE or (kind is int and value.bit_length() <= _MAX_INT_BITS)
+
+
+def is_native_key(key: Hashable) -> bool:
+    """Return whether it accepts a key of a dictionary."""
+    return is_native(key) or (type(key) is tuple and all(map(is_native_key, key)))

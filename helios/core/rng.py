@@ -27,8 +27,8 @@ _PCG_INCREMENT = 0x9E3779B97F4A7C15F39CC0605CEDC835
 _COUNTER = "\0"
 # What `random.seed` comes to for an int, without its questions for other types.
 _RANDOM: random.Random = random.seed.__self__  # type: ignore[attr-defined]
-_seed_random = super(random.Random, _RANDOM).seed
-_seed_torch = torch.default_generator.manual_seed
+_SEED_RANDOM = super(random.Random, _RANDOM).seed
+_SEED_TORCH = torch.default_generator.manual_seed
 
 
 def key(*fields: int | str) -> int:
@@ -237,10 +237,10 @@ def reseed(seed: int) -> None:
 
     Takes about 6 microseconds on a CPU; ``torch.manual_seed`` alone takes a hundred.
     """
-    _seed_torch(seed)
+    _SEED_TORCH(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
-    _seed_random(seed)
+    _SEED_RANDOM(seed)
     _RANDOM.gauss_next = None  # type: ignore[attr-defined]
     if _Default.numpy is None:
         create_default_numpy_rng(seed)

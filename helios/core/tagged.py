@@ -8,7 +8,7 @@ twice occurs twice again after decoding, as one object.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum, Flag
 from typing import Any
 
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 from helios.core import converters
+from helios.core.converters import is_native, is_native_key
 from helios.core.memory import has_plain_bytes
+from helios.core.metering import Metering
 from helios.core.named import Alias, NamedFields, NamedMember, step_to, type_name
 from helios.core.sharing import Sharing
 from helios.errors import StateError
+from helios.protocols import Meter
 
 TAG = "__helios__"
 
-_NATIVE = frozenset((type(None), bool, float, str, torch.dtype, torch.device, torch.Size))
-# ``weights_only`` reads integers of up to 255 bytes.
-_MAX_INT_BITS = 2000
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind
     for kind in (int, float, complex, bool, str, bytes, list, tuple, dict, set, frozenset)
@@ -43,15 +43,6 @@ _OF_PARTS: dict[str, Callable[[Any], Any]] = {
 _ENUMS: dict[str, type[Enum]] = {"enum": Enum, "flag": Flag}
 
 
-def _is_native(value: Any) -> bool:
-    kind = type(value)
-    return kind in _NATIVE or (kind is int and value.bit_length() <= _MAX_INT_BITS)
-
-
-def _is_native_key(key: Hashable) -> bool:
-    return _is_native(key) or (type(key) is tuple and all(map(_is_native_key, key)))
-
-
 def _index_types(safe_types: Iterable[Any]) -> dict[str, type]:
     return {type_name(kind): kind for kind in safe_types if isinstance(kind, type)}
 
@@ -63,13 +54,18 @@ class Encoder:
         where: what the root of the tree is called in messages.
         safe_types: the types of users' objects that loading will be allowed to build.
         check_object: called with each such object; raises where it could not be loaded again.
+        meters: count how long parts of the tree take, by address.
 
     Attributes:
         has_live_objects: whether the code refers to objects of the user's, as they are.
     """
 
     def __init__(
-        self, where: str, safe_types: Iterable[Any], check_object: Callable[[Any], None]
+        self,
+        where: str,
+        safe_types: Iterable[Any],
+        check_object: Callable[[Any], None],
+        meters: Mapping[int, Meter] | None = None,
     ) -> None:
         self._safe = frozenset(_index_types(safe_types).values())
         self._check_object = check_object
@@ -78,6 +74,7 @@ class Encoder:
         self._memo: dict[int, tuple[Any, Any]] = {}
         self._open: set[int] = set()
         self._sharing = Sharing(self._fill_array, self._fill_view)
+        self._metering = Metering(meters or {}, lambda: self._sharing.num_arrays)
         self.has_live_objects = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
             list: self._encode_list,
@@ -111,11 +108,11 @@ class Encoder:
                 f"{self._path[0]} cannot be saved: it is nested too deeply. Flatten it, or name "
                 "the attribute in `unsaved`."
             ) from None
-        self._sharing.fit()
+        self._metering.finish(self._sharing.fit)
         return code
 
     def _encode(self, value: Any) -> Any:
-        if _is_native(value):
+        if is_native(value):
             return value
         found = self._memo.get(id(value))
         if found is not None:
@@ -126,6 +123,8 @@ class Encoder:
                 "Break the cycle, or name the attribute in `unsaved`."
             )
         handler = self._handlers.get(type(value), self._encode_other)
+        if id(value) in self._metering.waiting:
+            return self._remember(value, self._metering.run(handler, value))
         return self._remember(value, handler(value))
 
     def _remember(self, value: Any, code: Any) -> Any:
@@ -154,7 +153,7 @@ class Encoder:
 
     def _items(self, values: Iterable[Any]) -> list[Any]:
         return [
-            value if _is_native(value) else self._child(f"[{number}]", value)
+            value if is_native(value) else self._child(f"[{number}]", value)
             for number, value in enumerate(values)
         ]
 
@@ -167,29 +166,29 @@ class Encoder:
     def _encode_list(self, value: list[Any]) -> list[Any]:
         code: list[Any] = self._remember(value, [])
         for number, item in enumerate(value):
-            code.append(item if _is_native(item) else self._child(f"[{number}]", item))
+            code.append(item if is_native(item) else self._child(f"[{number}]", item))
         return code
 
     def _encode_dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
         code: dict[Any, Any] = self._remember(value, {})
-        if TAG in value or not all(map(_is_native_key, value)):
+        if TAG in value or not all(map(is_native_key, value)):
             code.update({TAG: "dict", "pairs": self._pairs(value)})
             return code
         for key, item in value.items():
-            code[key] = item if _is_native(item) else self._child(step_to(key), item)
+            code[key] = item if is_native(item) else self._child(step_to(key), item)
         return code
 
     def _encode_ordered(self, value: OrderedDict[Any, Any]) -> Any:
         # ``Module.state_dict`` keeps version numbers in an attribute of its OrderedDict.
         attributes = vars(value)
-        if TAG in value or not all(map(_is_native_key, value)):
+        if TAG in value or not all(map(is_native_key, value)):
             code: Any = self._remember(value, {})
             code.update({TAG: "ordered", "pairs": self._pairs(value)})
             code["attributes"] = self._child(".__dict__", attributes)
             return code
         code = self._remember(value, OrderedDict())
         for key, item in value.items():
-            code[key] = item if _is_native(item) else self._child(step_to(key), item)
+            code[key] = item if is_native(item) else self._child(step_to(key), item)
         if attributes:
             vars(code).update(self._child(".__dict__", attributes))
         return code
@@ -320,7 +319,7 @@ class Decoder:
         Raises:
             Exception: for what no encoder makes.
         """
-        if _is_native(code):
+        if is_native(code):
             return code
         if id(code) in self._memo:
             return self._memo[id(code)]

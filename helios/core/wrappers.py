@@ -6,7 +6,7 @@ name. Names of a state have no such part, so that what one way of training saves
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -16,11 +16,12 @@ COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it wraps."""
 
 _PARALLEL = "module"
+_WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
 def inside(module: nn.Module) -> nn.Module | None:
     """Return the module that a wrapper wraps; ``None`` for what is no wrapper."""
-    if isinstance(module, DataParallel | DistributedDataParallel):
+    if isinstance(module, _WRAPPERS):
         return module.module  # type: ignore[no-any-return]
     children = vars(module).get("_modules", {})
     # That of a script is no dict.
@@ -53,6 +54,7 @@ class BareNames:
 
     Args:
         module: the module, with or without wrappers around it and inside.
+        parts: its submodules, if they are known already.
 
     Example:
         >>> names = BareNames(nn.Sequential(DataParallel(nn.Linear(1, 1))))
@@ -62,8 +64,9 @@ class BareNames:
         '0'
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        has_wrapper = any(inside(part) is not None for part in module.modules())
+    def __init__(self, module: nn.Module, parts: Iterable[nn.Module] | None = None) -> None:
+        parts = module.modules() if parts is None else parts
+        has_wrapper = any(inside(part) is not None for part in parts)
         self._table = dict(_prefixes(module)) if has_wrapper else {}
 
     def of(self, name: str) -> str:

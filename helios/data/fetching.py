@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
+from operator import getitem
 from typing import Any, final
 
-from torch import get_num_threads
+from torch import Tensor, get_num_threads
+from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
 from helios.data.deal import Deal, Turn
+from helios.data.keyed import BatchedDataset
 from helios.data.legacy import LegacyWatch
 from helios.data.loader import KeyedLoader, end_workers
 from helios.data.order import Place
@@ -23,6 +28,36 @@ def begin_pass(loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch
     """Begin a pass whose iterations give a list, one entry for each replica of the process."""
     kind = _WorkerBatches if loader.num_workers else _LocalBatches
     return kind(loader, deal, place, watch)
+
+
+def _is_pure(loader: KeyedLoader) -> bool:
+    """Whether a fetch is known to draw nothing, so that it need not be seeded."""
+    dataset = loader.keyed_dataset.dataset
+    return (
+        type(dataset) is TensorDataset
+        and all(type(tensor) is Tensor for tensor in dataset.tensors)
+        and loader.collate_fn is default_collate
+        and loader.batches.is_batched
+    )
+
+
+def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
+    """Return what fetches and collates a batch in this process, without seeding."""
+    dataset, collate = loader.keyed_dataset.dataset, loader.collate_fn
+    if loader.pin_memory:
+        fetch = _without_pinning(dataset, collate, is_batched=loader.batches.is_batched)
+        return lambda indices: pin(fetch(indices))  # type: ignore[no-untyped-call]
+    return _without_pinning(dataset, collate, is_batched=loader.batches.is_batched)
+
+
+def _without_pinning(
+    dataset: Any, collate: Callable[[Any], Any], *, is_batched: bool
+) -> Callable[[Any], Any]:
+    if not is_batched:
+        return lambda index: collate(dataset[index])
+    if isinstance(dataset, BatchedDataset):
+        return lambda indices: collate(dataset.__getitems__(indices))
+    return lambda indices: collate(list(map(getitem, repeat(dataset), indices)))
 
 
 class _DealtBatches(BatchIterator):
@@ -56,8 +91,8 @@ class _LocalBatches(_DealtBatches):
 
     def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
         super().__init__(deal, place, watch)
-        self._fetch = loader.make_fetch()
-        self._is_pure = loader.is_pure
+        self._fetch = _make_fetch(loader)
+        self._is_pure = _is_pure(loader)
         self._keys = [replace(place, replica=replica).fetch_keys() for replica in deal.share.block]
         self._turns: Iterator[Turn] = deal.turns(place)
         self._following = next(self._turns, None)

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import Sampler
 
+from helios.core.declared import unsaved_of
 from helios.core.generators import (
     Generator,
     is_generator,
@@ -22,13 +23,17 @@ _DEEPEST = 8
 def find_generators(sampler: Any) -> dict[str, Generator]:
     """Return the generators that a sampler holds, or a sampler inside it, by path.
 
-    PyTorch's default one is left out: the trainer seeds it.
+    PyTorch's default one is left out: the trainer seeds it; so is what a sampler's class declares
+    as ``unsaved``.
     """
     return dict(_walk(sampler, "", _DEEPEST))
 
 
 def _walk(sampler: Any, path: str, depth: int) -> Iterator[tuple[str, Generator]]:
+    unsaved = unsaved_of(sampler)
     for name, value in getattr(sampler, "__dict__", {}).items():
+        if name in unsaved:
+            continue
         if is_generator(value) and value is not torch.default_generator:
             yield f"{path}{name}", value
         elif isinstance(value, Sampler) and depth:

@@ -8,28 +8,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sized
-from itertools import repeat
 from multiprocessing.context import BaseContext, Process
 from multiprocessing.process import BaseProcess
-from operator import getitem
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
-    TensorDataset,
     default_collate,
     get_worker_info,
 )
-from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
 from helios.core.distributed import is_dist_active
 from helios.core.registry import Registry
 from helios.core.signals import ignore_signals, noted_signals
 from helios.data.drawn import DrawnOrder
-from helios.data.keyed import BatchedDataset, KeyedBatchSampler, KeyedDataset, Walk
+from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
 from helios.data.order import Order, Place, PositionalOrder
 from helios.data.params import DataLoaderParams
 from helios.data.samplers import (
@@ -156,30 +152,6 @@ class KeyedLoader(DataLoader[Any]):
             return super().__iter__()
         finally:
             self.batches.seek(None)
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether a fetch is known to draw nothing, so that it need not be seeded."""
-        dataset = self.keyed_dataset.dataset
-        return (
-            type(dataset) is TensorDataset
-            and all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
-            and self.collate_fn is default_collate
-            and self.batches.is_batched
-        )
-
-    def make_fetch(self) -> Callable[[Any], Any]:
-        """Return what fetches and collates a batch in this process, without seeding."""
-        dataset = self.keyed_dataset.dataset
-        collate: Callable[[Any], Any] = self.collate_fn
-        if self.pin_memory:
-            plain_collate = collate
-            collate = lambda samples: pin(plain_collate(samples))  # type: ignore[no-untyped-call]  # noqa: E731
-        if not self.batches.is_batched:
-            return lambda index: collate(dataset[index])
-        if isinstance(dataset, BatchedDataset):
-            return lambda indices: collate(dataset.__getitems__(indices))
-        return lambda indices: collate(list(map(getitem, repeat(dataset), indices)))
 
     def end_workers(self) -> None:
         """End persistent workers; the next iteration starts new ones."""

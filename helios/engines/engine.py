@@ -19,22 +19,13 @@ from helios.core import codec
 from helios.engines import components, wrapping
 from helios.engines.clipping import Clipping
 from helios.engines.device import device_of_rank, select_gpus
-from helios.engines.gradients import FindNetworks, make_gradients, parameters_of
+from helios.engines.gradients import FindNetworks, divide, make_gradients, parameters_of
 from helios.engines.launch import Launch
 from helios.engines.numerics import numerics as numerics
 from helios.engines.peer import Peer
-from helios.engines.precision import Precision
+from helios.engines.precision import Precision, check_precision
 from helios.engines.replicated import Replicas
 from helios.engines.scaler import LossScaler
-from helios.errors import ArgumentTypeError
-
-
-def _check_precision(precision: object) -> None:
-    if not isinstance(precision, Precision):
-        raise ArgumentTypeError(
-            f"Engine(precision=...) must be a Precision, got {precision!r}. Pass e.g. "
-            'Precision.from_str("bf16").'
-        )
 
 
 class Engine(Peer):
@@ -61,8 +52,7 @@ class Engine(Peer):
     """
 
     _internals: ClassVar[str] = (
-        "_clipping _gradients _is_clipped _is_scaled _open_micro_batches _precision _replicas "
-        "_scaler _unscales clips"
+        "_clipping _gradients _is_scaled _open_micro_batches _precision _replicas _scaler clips"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
@@ -75,15 +65,13 @@ class Engine(Peer):
         precision: Precision = Precision.FP32,
     ) -> None:
         super().__init__(device)
-        _check_precision(precision)
+        check_precision(precision)
         self._precision = precision
-        self._is_scaled = precision.scaler is not None
         is_own = type(self).unscale_gradients is not Engine.unscale_gradients
-        self._unscales = self._is_scaled or is_own
+        self._is_scaled = precision.scaler is not None or is_own
         self._clipping = Clipping(clip_norm, clip_value)
-        self._is_clipped = bool(self._clipping.set_options)
         is_own = type(self).clip_gradients is not Engine.clip_gradients
-        self.clips = self._is_clipped or self._unscales or is_own
+        self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         self.replicas = Replicas()
         self._open_micro_batches = 0
         self._scaler: LossScaler | None = None
@@ -107,11 +95,6 @@ class Engine(Peer):
     def automatic_options(self) -> list[str]:
         """The arguments that only automatic steps obey, where they are set."""
         return [f"Trainer({name}=...)" for name in self._clipping.set_options]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the steps of the model run in no context of their own: nothing is cast."""
-        return not self._precision.casts and type(self).autocast is Engine.autocast
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context in which the steps of the model run."""
@@ -184,10 +167,8 @@ class Engine(Peer):
             self._gradients.finish(optimizer)
         count = self._open_micro_batches * self._replicas.num_replicas
         if count > 1:
-            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-            if gradients:
-                torch._foreach_div_(gradients, float(count))
-        if self._unscales:
+            divide(optimizer, count)
+        if self._is_scaled:
             self.unscale_gradients(optimizer)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -206,10 +187,8 @@ class Engine(Peer):
         Args:
             optimizer: whose gradients.
         """
-        if self._unscales:
-            self.unscale_gradients(optimizer)
-        if self._is_clipped:
-            self._clipping.apply(parameters_of(optimizer))
+        self.unscale_gradients(optimizer)
+        self._clipping.apply(parameters_of(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters; returns whether the step was committed.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TypeAlias, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -175,3 +176,10 @@ class GradientSum:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer, in the order of its groups."""
     return list(chain.from_iterable(map(operator.itemgetter("params"), optimizer.param_groups)))
+
+
+def divide(optimizer: Optimizer, count: int) -> None:
+    """Divide the gradients of an optimizer by a number, in place."""
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, float(count))

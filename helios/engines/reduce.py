@@ -8,6 +8,7 @@ element does not. Without other processes nothing here touches ``torch.distribut
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -321,7 +322,7 @@ class NumberReducer:
         Returns:
             Tensors without dimensions, of torch's default type, summed in float64.
         """
-        pairs = [{name: (loss, 1) for name, loss in table.items()} for table in tables]
+        pairs = [dict(zip(table, zip(table.values(), repeat(1)))) for table in tables]  # noqa: B905
         dtype = torch.get_default_dtype()
         means = {}
         for name, (total, weight) in self.sum_scores(pairs).items():

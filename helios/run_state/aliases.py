@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from helios.run_state.found import Container, Found, SlotKey
+from helios.run_state.found import Container, Found, SlotKey, path_of
 from helios.run_state.names import KeyedByObjects
 
 IN_NEW = "in a list, dict or object that setup() does not make: create that in setup()"
@@ -36,11 +36,11 @@ def changed_aliases(
         if before.get((parent, key)) == name or _is_primary(parent, key, name, before):
             continue
         if parent in new:
-            lost[_path(parent, key)] = IN_NEW
+            lost[path_of(parent, key)] = IN_NEW
         elif parent in found.containers:
             changed.setdefault(parent, {})[key] = name
         else:
-            lost[_path(parent, key)] = _OF_TUPLE
+            lost[path_of(parent, key)] = _OF_TUPLE
     deleted = _deleted(before, found)
     lists = {
         path: len(found.containers[path])  # type: ignore[arg-type]
@@ -52,11 +52,7 @@ def changed_aliases(
 
 def _is_primary(parent: str, key: Any, name: str, before: Mapping[SlotKey, str]) -> bool:
     """Return whether a place that is new gives an object its path: a loss of its own, not here."""
-    return (parent, key) not in before and _path(parent, key) == name
-
-
-def _path(parent: str, key: Any) -> str:
-    return f"{parent.rstrip('/')}.{key}" if parent else str(key)
+    return (parent, key) not in before and path_of(parent, key) == name
 
 
 def _deleted(before: Mapping[SlotKey, str], found: Found) -> dict[str, list[Any]]:

@@ -11,15 +11,17 @@ from torch import nn
 
 from helios.core.generators import kind_of_generator
 from helios.run_state.classes import class_marks
+from helios.run_state.extra_states import extra_marks
 from helios.run_state.forms import Forms, forms_of
 from helios.run_state.found import Found, SlotKey
 from helios.run_state.hooks import hooks_of
-from helios.run_state.look import look_at
+from helios.run_state.look import mark_of_state
 from helios.run_state.optimizers import Roster, roster_of
 from helios.run_state.parts import Shape, shape_of
 from helios.run_state.scene import Scene
 from helios.run_state.scripted import script_marks
-from helios.run_state.values import Identities, Storages
+from helios.run_state.ties import Ties, ties_of
+from helios.run_state.values import Identities
 from helios.run_state.walk import settled_in, unwrap
 
 
@@ -33,6 +35,7 @@ class Baseline:
         shapes: what a state must fit, by path of the object.
         forms: types, shapes and memory formats of tensors.
         roster: which parameters optimizers moved.
+        ties: which tensors were one.
         settled: members of modules that can change by being replaced only.
         aliases: which object a place named.
         orders: keys of containers that hold objects.
@@ -43,6 +46,7 @@ class Baseline:
         scripts: marks of the attributes of scripted networks.
         generators: kinds of generators, by path.
         started: marks of what start events have created.
+        extra: marks of what modules tell by ``get_extra_state``.
         containers: whether what may hold others is a list, by path.
     """
 
@@ -51,6 +55,7 @@ class Baseline:
     shapes: dict[str, Shape]
     forms: dict[str, Forms]
     roster: Roster
+    ties: Ties
     settled: dict[str, dict[str, Any]]
     aliases: dict[SlotKey, str]
     orders: dict[str, list[Any]]
@@ -59,6 +64,7 @@ class Baseline:
     classes: dict[str, bytes]
     scripts: dict[str, bytes]
     generators: dict[str, str]
+    extra: dict[str, bytes]
     containers: dict[str, bool]
     started: dict[str, bytes] = field(default_factory=dict)
     _known: list[tuple[int, Callable[[], object | None], str]] = field(default_factory=list)
@@ -106,6 +112,7 @@ def take_baseline(
         shapes={path: shape_of(part, found.networks) for path, part in found.objects.items()},
         forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
+        ties=ties_of(found),
         settled=settled_in(found),
         aliases=dict(found.aliases),
         orders=dict(found.orders),
@@ -114,6 +121,7 @@ def take_baseline(
         classes=class_marks(owner, found, scene, identities),
         scripts=script_marks(found, scene, identities),
         generators={path: kind_of_generator(part) for path, part in found.generators.items()},
+        extra=extra_marks(found, identities),
         containers=_containers_of(found),
         _known=_references(found),
     )
@@ -128,11 +136,6 @@ def mark_of_object(part: Any, identities: Identities) -> bytes:
     return mark_of_state(state, identities)
 
 
-def mark_of_state(state: Any, identities: Identities) -> bytes:
-    """Return what is equal for equal content, wherever its tensors lie."""
-    return look_at(state, _Nothing(), identities).mark
-
-
 def _containers_of(found: Found) -> dict[str, bool]:
     plain = {
         slot.path: slot.value
@@ -140,17 +143,6 @@ def _containers_of(found: Found) -> dict[str, bool]:
         if isinstance(slot.value, list | dict)
     }
     return {path: isinstance(part, list) for path, part in {**plain, **found.containers}.items()}
-
-
-class _Nothing:
-    """Surroundings in which nothing is saved: content counts, and not what it shares."""
-
-    def name_of(self, value: object) -> str | None:
-        return None
-
-    @property
-    def storages(self) -> Storages:
-        return Storages({})
 
 
 def _references(found: Found) -> list[tuple[int, Callable[[], object | None], str]]:

@@ -7,20 +7,22 @@ after a resume; what is an alias of a saved value is therefore saved too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 from helios.core.memory import extent_of, overlapping
 from helios.core.named import type_name
-from helios.protocols import Clock
+from helios.core.sizes import size_text
+from helios.protocols import Clock, Meter
+from helios.run_state import obstacles
 from helios.run_state.aliases import holds, put, remove
 from helios.run_state.costs import SHARE, Costs
 from helios.run_state.found import Found, Slot, SlotKey
 from helios.run_state.look import look_at
 from helios.run_state.marks import Digest, Look
 from helios.run_state.rebuild import Resolver, Values, rebuild, substitute
-from helios.run_state.values import LIMIT, MEMBERS_OF, Identities, Surroundings, tensors_in
+from helios.run_state.values import ATOMS, LIMIT, MEMBERS_OF, Identities, Surroundings, tensors_in
 
 _UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
 
@@ -60,9 +62,14 @@ class Changes:
             if not changed.get(parent, True):
                 del changed[parent]
 
+    def leave_out(self, new: Collection[str]) -> list[SlotKey]:
+        """Leave out what lies in containers that setup does not make; return these places."""
+        changed = self.values["changed"]
+        return [(parent, key) for parent in changed.keys() & new for key in changed.pop(parent)]
+
 
 @dataclass
-class _Baseline:
+class _Made:
     """What setup made: digests, which slots share mutable parts, enums and dataclasses."""
 
     digests: dict[SlotKey, Digest]
@@ -79,6 +86,8 @@ class PlainValues:
         clock: the time in seconds, by which costs are measured.
 
     Attributes:
+        costs: which places take too long, and what they take.
+        meters: what counts how long a value of the last capture takes to be encoded, by address.
         limit: bytes of plain values that a state holds at most.
         safe_types: types that loading may build besides those of the values that setup made.
     """
@@ -86,15 +95,16 @@ class PlainValues:
     def __init__(self, identities: Identities, *, clock: Clock = time.monotonic) -> None:
         self._identities = identities
         self._clock = clock
-        self._costs = Costs(clock)
-        self._baseline = _Baseline({}, {}, set())
+        self.costs = Costs(clock)
+        self._made = _Made({}, {}, set())
         self._lost: dict[SlotKey, tuple[type, str]] = {}
+        self.meters: dict[int, Meter] = {}
         self.limit = LIMIT
         self.safe_types: tuple[Any, ...] = ()
 
     def remember(self, found: Found, surroundings: Surroundings) -> None:
         """Take what there is now as made by setup."""
-        self._costs = Costs(self._clock)
+        self.costs = Costs(self._clock)
         self._lost = {}
         digests: dict[SlotKey, Digest] = {}
         shared: dict[SlotKey, Look] = {}
@@ -105,8 +115,8 @@ class PlainValues:
             if look.parts:
                 # Networks have thousands of numbers, of which nothing else is kept.
                 shared[where] = look
-        self._costs.end()
-        self._baseline = _Baseline(digests, _links(shared), types)
+        self.costs.end()
+        self._made = _Made(digests, _links(shared), types)
 
     def renew_unsaved(
         self, found: Found, surroundings: Surroundings, new: Collection[str] = ()
@@ -120,18 +130,18 @@ class PlainValues:
         """
         for where, look in self._look(found.slots, surroundings):
             if look.obstacle or where[0] in new:
-                self._baseline.digests[where] = look.digest
-            self._baseline.types |= look.types
+                self._made.digests[where] = look.digest
+            self._made.types |= look.types
 
     @property
     def num_bytes(self) -> int:
         """How many bytes a state will hold if training changes all that setup made."""
-        sizes = (digest.size for digest in self._baseline.digests.values() if digest.is_plain)
+        sizes = (digest.size for digest in self._made.digests.values() if digest.is_plain)
         return min(sum(sizes), self.limit)
 
     def distrust(self, places: Iterable[SlotKey]) -> None:
         """Take places for changed, whatever they hold; a place that is gone for deleted."""
-        self._baseline.digests.update(dict.fromkeys(places, _UNLIKE_ANY))
+        self._made.digests.update(dict.fromkeys(places, _UNLIKE_ANY))
 
     def changes(self, found: Found, surroundings: Surroundings) -> Changes:
         """Compare with what setup made.
@@ -140,9 +150,9 @@ class PlainValues:
             found: what is there now.
             surroundings: what is saved on its own account.
         """
-        self._costs.begin()
-        places = {place_of(slot) for slot in found.slots.values()}
-        costly = sorted(place for place in places if not self._costs.can_afford(place))
+        left_out = self.costs.begin()
+        places = {place_of(slot) for slot in found.slots.values()} if left_out else set()
+        costly = {place: left_out[place] for place in sorted(places & left_out.keys())}
         others = {
             where: slot
             for where, slot in found.slots.items()
@@ -152,11 +162,21 @@ class PlainValues:
         slots = {
             where: slot
             for where, slot in found.slots.items()
-            if where not in others and place_of(slot) not in costly
+            if where not in others and (not costly or place_of(slot) not in costly)
         }
         looks = dict(self._look(slots, surroundings))
-        self._costs.end()
-        return self._compare(found, looks, others, costly)
+        changes = self._compare(found, looks, others, costly)
+        self.costs.end()
+        self.meters = self._meters_of(changes)
+        return changes
+
+    def _meters_of(self, changes: Changes) -> dict[int, Meter]:
+        return {
+            id(value): self.costs.meter(_place_of(parent, key))
+            for parent, members in changes.values["changed"].items()
+            for key, value in members.items()
+            if type(value) not in ATOMS
+        }
 
     def restore(
         self,
@@ -196,11 +216,11 @@ class PlainValues:
         self, slots: dict[SlotKey, Slot], surroundings: Surroundings
     ) -> Iterator[tuple[SlotKey, Look]]:
         for where, slot in slots.items():
-            begin = self._costs.time()
+            begin = self.costs.time()
             look = look_at(slot.value, surroundings, self._identities)
-            self._costs.add(place_of(slot), begin)
+            self.costs.add(place_of(slot), self.costs.time() - begin)
             if not slot.is_settable:
-                look.obstacle = look.obstacle or "it lies in a tuple beside an object"
+                look.obstacle = look.obstacle or obstacles.IN_TUPLE
             yield where, look
 
     def _compare(
@@ -208,9 +228,9 @@ class PlainValues:
         found: Found,
         looks: dict[SlotKey, Look],
         lost: dict[SlotKey, Slot],
-        costly: list[str],
+        costly: Mapping[str, float],
     ) -> Changes:
-        before, links = self._baseline, _links(looks)
+        before, links = self._made, _links(looks)
         known = before.types | {kind for kind in self.safe_types if isinstance(kind, type)}
         changed: list[_Value] = []
         unchanged: list[_Value] = []
@@ -226,43 +246,44 @@ class PlainValues:
                 (changed if has_changed else unchanged).append(_Value(slot, look))
             elif has_changed:
                 others.append(slot)
-                missing[slot.path] = _reason(slot, obstacle)
+                missing[slot.path] = (
+                    f"{slot.path}{look.fault}: {obstacle}" if look.fault else obstacle
+                )
                 if look.obstacle and type(slot.value) not in MEMBERS_OF:
                     self._lost[where] = type(slot.value), missing[slot.path]
         kept, large = _within_limit(_with_aliases(changed, unchanged), self.limit)
+        too_large = obstacles.TOO_LARGE.format(size_text(self.limit))
+        missing |= {slot.path: too_large for slot in large}
         missing |= {
-            slot.path: f"plain values are saved up to {self.limit / 2**20:g} MiB in all"
-            for slot in large
+            place: obstacles.TOO_SLOW.format(seconds, SHARE) for place, seconds in costly.items()
         }
-        missing |= {place: self._expense(place) for place in costly}
+        begin = self.costs.time()
         values = _payload(kept, _deleted(found, before.digests))
-        return Changes(values, missing, large, costly, others)
+        self._share_out(kept, self.costs.time() - begin)
+        return Changes(values, missing, large, list(costly), others)
 
-    def _expense(self, place: str) -> str:
-        return (
-            f"looking at it takes {self._costs.seconds(place):.2g} s, more than {SHARE:.0%} of "
-            "the time between saves"
-        )
+    def _share_out(self, kept: list[_Value], seconds: float) -> None:
+        """Count the time of copies, which are made together, for the values by their sizes."""
+        copied = [value for value in kept if value.look.records or value.look.aliases]
+        whole = sum(value.look.size for value in copied)
+        for value in copied if whole else ():
+            self.costs.add(place_of(value.slot), seconds * value.look.size / whole)
 
 
 def place_of(slot: Slot) -> str:
     """Return the attribute or module that a slot lies in, whose cost is measured as one."""
-    return slot.parent.rstrip("/") if slot.parent.endswith("/") else slot.path.partition(".")[0]
+    return _place_of(slot.parent, slot.key)
 
 
-def _reason(slot: Slot, obstacle: str) -> str:
-    is_iterator = isinstance(slot.value, Iterator)
-    return "an iterator: nothing tells how far it has come" if is_iterator else obstacle
+def _place_of(parent: str, key: Any) -> str:
+    return parent.rstrip("/") if parent.endswith("/") else (parent or str(key)).partition(".")[0]
 
 
 def _unknown(kinds: set[type]) -> str:
     if not kinds:
         return ""
     names = ", ".join(sorted(map(type_name, kinds)))
-    return (
-        f"setup() puts no {names} anywhere, so that loading cannot know it: let setup() use it, "
-        "or return it from types_for_safe_load()"
-    )
+    return obstacles.UNKNOWN.format(names)
 
 
 def _links(looks: dict[SlotKey, Look]) -> dict[SlotKey, frozenset[SlotKey]]:
@@ -348,10 +369,10 @@ def _payload(kept: list[_Value], deleted: dict[str, list[Any]]) -> dict[str, Any
     return {"changed": values, "deleted": deleted, "devices": devices if has_moved else []}
 
 
-def _deleted(found: Found, baseline: dict[SlotKey, Digest]) -> dict[str, list[Any]]:
-    """Return the keys that containers no longer have, in the baseline's order."""
+def _deleted(found: Found, made: dict[SlotKey, Digest]) -> dict[str, list[Any]]:
+    """Return the keys that containers no longer have, in the order in which setup made them."""
     deleted: dict[str, list[Any]] = {}
-    for parent, key in baseline:
+    for parent, key in made:
         container = found.containers.get(parent)
         if container is None or (parent, key) in found.slots:
             continue

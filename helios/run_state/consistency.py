@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -11,21 +11,33 @@ from helios.errors import UsageError
 from helios.run_state.bits import bit_sum
 from helios.run_state.discovery import Discovery
 
+Costs: TypeAlias = Mapping[str, Mapping[str, float]]
+"""Seconds by owner and place."""
+
 
 def check_alike(
-    discovery: Discovery, gather: Callable[[Any], list[Any]], *, ignored: Collection[str] = ()
-) -> None:
+    discovery: Discovery,
+    gather: Callable[[Any], list[Any]],
+    *,
+    too_slow: Costs,
+    ignored: Collection[str] = (),
+) -> Costs:
     """Check that weights, buffers and learning rates are the same on all processes.
 
     Args:
         discovery: finds the networks and optimizers of the model.
         gather: returns the values of all processes, in the order of ranks.
+        too_slow: the seconds of what this process would leave out of a checkpoint, by owner.
         ignored: what is known to differ, by path.
+
+    Returns:
+        What rank 0 would leave out of a checkpoint.
 
     Raises:
         UsageError: if they are not; the same on all processes.
     """
-    first, *others = gather(_marks_of(discovery))
+    told = gather((_marks_of(discovery), too_slow))
+    first, *others = [marks for marks, _ in told]
     for rank, found in enumerate(others, 1):
         names = [
             name
@@ -39,6 +51,8 @@ def check_alike(
                 f"of rank {rank} differ from rank 0's. Load weights on every rank, let hooks do "
                 "the same on all of them, and in manual steps wrap networks by engine.wrap(...)."
             )
+    agreed: Costs = told[0][1]
+    return agreed
 
 
 def _marks_of(discovery: Discovery) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from helios.run_state.changes import Changes
 from helios.run_state.found import Found
 from helios.run_state.values import ATOMS
 
+EXTRA = "_extra_state"
+"""What torch calls the extra state of a module."""
+
 
 @final
 class Coverage:
@@ -30,7 +33,7 @@ class Coverage:
 
     @cached_property
     def _parts(self) -> dict[int, Any]:
-        return dict(_parts_of(self._whole, {}))
+        return dict(parts_of(self._whole))
 
     @cached_property
     def _storages(self) -> set[int]:
@@ -56,7 +59,7 @@ class Coverage:
 
     def has_state(self, key: str, state: Any) -> bool:
         """Return whether the state of an attribute's object is a part of this one."""
-        tensors = [part for _, part in _parts_of(state, {}) if isinstance(part, Tensor)]
+        tensors = [part for _, part in parts_of(state) if isinstance(part, Tensor)]
         if tensors and {storage_of(part) for part in tensors} <= self._storages:
             return True
         return self.has_copy(key, state)
@@ -88,6 +91,9 @@ class Coverages:
             for path, state in states.items()
             if not isinstance(parts[path], nn.Module)
         }
+        for path, state in states.items():
+            if isinstance(parts[path], nn.Module):
+                self._of |= _extra_states(path, state, mark)
         if own is not None:
             self._of[""] = Coverage(own, mark)
         # What several places hold stays one object only if all of them are saved together.
@@ -131,16 +137,28 @@ class Coverages:
         return {
             path: state
             for path, state in states.items()
-            if not self._is_inside(path, state) and self._mark(state) != before.get(path)
+            if not self.has(path, state) and self._mark(state) != before.get(path)
         }
 
-    def _is_inside(self, path: str, state: dict[str, Any]) -> bool:
+    def has(self, path: str, state: dict[str, Any]) -> bool:
+        """Return whether the state of another object has that of an object in it."""
         holders = [f"{path[:end]}/" for end, mark in enumerate(path) if mark == "."]
         return any(
             self._of[holder].has_state(path[len(holder) :], state)
             for holder in ("", *holders)
             if holder in self._of
         )
+
+
+def _extra_states(
+    path: str, state: Mapping[str, Any], mark: Callable[[Any], bytes]
+) -> dict[str, Coverage]:
+    """Return what the modules of a network tell of themselves, by the path of their attributes."""
+    names = [name for name in state if name.endswith(EXTRA)]
+    return {
+        f"{path}.{name.removesuffix(EXTRA)}".rstrip(".") + "/": Coverage(state[name], mark)
+        for name in names
+    }
 
 
 def _held_by_several(found: Found) -> set[int]:
@@ -152,8 +170,9 @@ def _held_by_several(found: Found) -> set[int]:
     return shared
 
 
-def _parts_of(value: Any, seen: dict[int, Any]) -> Iterator[tuple[int, Any]]:
-    """Yield everything in a state that has an identity of its own."""
+def parts_of(value: Any) -> Iterator[tuple[int, Any]]:
+    """Yield everything in a state that has an identity of its own, with that."""
+    seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:
         part = waiting.pop()

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, final
 
 import numpy as np
 from torch import Tensor
 
+from helios.core.declared import unsaved_of
 from helios.core.generators import is_generator
+from helios.core.sizes import size_text
 from helios.run_state.found import Found
 from helios.run_state.values import ATOMS
 
 _SMALL = 1 << 16
 """Bytes of a member up to which it is looked at."""
+
+_GROWN = (
+    f"a member of a data set that has changed and grown beyond {size_text(_SMALL)}: keep it in an "
+    "attribute of the data module, or declare it in the class of the data set: unsaved = (...,)"
+)
 
 _PLAIN = (*ATOMS, list, tuple, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor)
 
@@ -55,8 +63,26 @@ def _is_large(value: Any) -> bool:
 
 
 def generators_in(part: object) -> list[str]:
-    """Return the attributes of an object that hold a generator."""
+    """Return the attributes of an object that hold a generator and are not declared unsaved."""
     members = getattr(part, "__dict__", {})
     return sorted(
-        name for name, value in members.items() if type(value) not in ATOMS and is_generator(value)
+        name
+        for name, value in members.items()
+        if type(value) not in ATOMS and is_generator(value) and name not in unsaved_of(part)
     )
+
+
+@final
+class Grown:
+    """Knows which members checkpoints have held, and names those that are too large by now."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def note(self, paths: Iterable[str]) -> None:
+        """Take the members that paths lie in as changed by training."""
+        self._known |= {path.partition(".")[0] for path in paths}
+
+    def losses(self, large: Iterable[str]) -> dict[str, str]:
+        """Return what checkpoints hold no longer, with the reason."""
+        return dict.fromkeys(sorted(self._known.intersection(large)), _GROWN)

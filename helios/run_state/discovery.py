@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -18,24 +18,28 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.garbage import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
-from helios.errors import ArgumentTypeError, StateError, UsageError
-from helios.protocols import Stateful
+from helios.errors import ArgumentTypeError, UsageError
+from helios.run_state import obstacles
 from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators
-from helios.run_state.baseline import Baseline, mark_of_object, mark_of_state, take_baseline
+from helios.run_state.baseline import Baseline, mark_of_object, take_baseline
 from helios.run_state.changes import Changes, PlainValues, places_in
-from helios.run_state.classes import class_marks
 from helios.run_state.coverage import Coverages
-from helios.run_state.data_members import keep_data_only, large_members
+from helios.run_state.data_members import Grown, keep_data_only, large_members
 from helios.run_state.effects import StepWatch
+from helios.run_state.extra_states import leave_to_extra_states
 from helios.run_state.forms import changed_forms, forms_of
 from helios.run_state.found import Found, Rules
-from helios.run_state.hooks import hooks_of
+from helios.run_state.look import mark_of_state
 from helios.run_state.losses import Losses
-from helios.run_state.optimizers import changes_of_optimizers
-from helios.run_state.parts import flags_of, grads_of, kind_of, state_of, structure_since
-from helios.run_state.restoring import Restoring
+from helios.run_state.names import as_written
+from helios.run_state.omissions import Omissions
+from helios.run_state.optimizer_tables import optimizer_tables
+from helios.run_state.optimizers import changes_of_optimizers, optimizers_of
+from helios.run_state.parts import complete, flags_of, grads_of, kind_of, structure_since
+from helios.run_state.restoring import Restoring, read_state
 from helios.run_state.scene import Scene
-from helios.run_state.scripted import script_marks
+from helios.run_state.ties import changed_ties
+from helios.run_state.unsavable import renew_unsavable, unsavable_changes
 from helios.run_state.values import Identities
 from helios.run_state.walk import walk
 
@@ -88,7 +92,9 @@ class Discovery:
         self._identities = Identities()
         self.values = PlainValues(self._identities)
         self._baseline: Baseline | None = None
+        self._omissions = Omissions(self._identities, self.values)
         self._named: set[str] = set()
+        self._grown = Grown()
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the networks by path, each once, with those that are declared as unsaved."""
@@ -122,7 +128,8 @@ class Discovery:
         identities = Identities()
         values = PlainValues(identities)
         values.limit, values.safe_types = self.values.limit, self.values.safe_types
-        return vars(self) | {"_identities": identities, "values": values, "_baseline": None}
+        renewed = {"values": values, "_omissions": Omissions(identities, values)}
+        return vars(self) | renewed | {"_identities": identities, "_baseline": None}
 
     @collector_at_rest()
     def take_baseline(self, *, states_too: bool = False) -> None:
@@ -134,7 +141,9 @@ class Discovery:
         """
         self._named = set()
         scene = self._look()
+        complete(optimizers_of(scene.found).values())
         self.values.remember(scene.found, scene)
+        self._omissions.remember(scene.found)
         self._baseline = take_baseline(self._owner, scene, self._identities, states_too=states_too)
 
     def begin_training(self) -> None:
@@ -155,9 +164,13 @@ class Discovery:
             )
         for path, generator in scene.found.generators.items():
             baseline.started[path] = self._mark(state_of_generator(generator))
-        baseline.hooks = hooks_of(scene.found)
-        baseline.scripts = script_marks(scene.found, scene, self._identities)
-        baseline.classes = class_marks(self._owner, scene.found, scene, self._identities)
+        renew_unsavable(baseline, self._owner, scene, self._identities)
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places as named to the user already in this start."""
+        places = set(places)
+        self._named |= places
+        self._grown.note(places)
 
     @collector_at_rest()
     def capture(self, own: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -175,7 +188,9 @@ class Discovery:
             submodules in evaluation mode, by module; ``grads``: open gradients by module and
             parameter; ``values``: plain values that training changed, by the path of what holds
             them (that of an object ends with a slash) and by key; ``inner``: states of objects
-            that only other objects hold and whose ``state_dict`` leaves them out;
+            that only other objects hold and whose ``state_dict`` leaves them out; ``omitted``: see
+            :meth:`Omissions.find`; ``tables``: see :func:`optimizer_tables`;
+            ``ties``: see :func:`changed_ties`;
             ``generators``: states of generators; ``aliases``, ``orders``: which object a place
             names, and the order of keys, where training changed it; ``missing``: what training
             changed and this state lacks, with the reason, by path; ``is_partial``: whether objects
@@ -194,39 +209,48 @@ class Discovery:
         scene = self._look(baseline.settled)
         found = scene.found
         moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
-        objects = {path: _state_of(path, part) for path, part in found.objects.items()}
-        inner = {path: _state_of(path, part) for path, part in found.inner.items()}
+        objects = {path: read_state(path, part) for path, part in found.objects.items()}
+        inner = {path: read_state(path, part) for path, part in found.inner.items()}
+        omitted, costly = self._omissions.find(found, objects | inner)
+        tables, odd = optimizer_tables(found, scene.parameters, objects | inner)
         covered = Coverages(found, objects | inner, own, self._mark)
         covered.leave_out()
         changes = self.values.changes(found, scene)
         covered.drop_copies(changes)
-        misfits |= structure_since(baseline.shapes, found)
+        leave_to_extra_states(changes, found, baseline.extra, self._identities)
+        ties, untied = changed_ties(baseline.ties, found)
+        misfits |= untied | structure_since(baseline.shapes, found)
         new = baseline.new_containers(found)
         aliases, lost = changed_aliases(baseline.aliases, found, new)
-        inner = covered.without(inner, baseline.marks)
+        kept = covered.without(inner, baseline.marks)
+        for path in inner.keys() - kept.keys():
+            if not covered.has(path, inner[path]):
+                # Nobody has used such an optimizer, so that setup may build it otherwise.
+                moved["members"].pop(path, None)
+        inner = kept
         if own is not None:
             objects = covered.without(objects, baseline.marks)
         if self._is_strict:
-            misfits |= dict.fromkeys(scene.paths() ^ baseline.paths, "")
+            misfits |= _come_or_gone(scene, baseline, " ".join(misfits.values()))
         loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
-        tables: list[dict[str, Any]] = [inner]
-        tables += [] if self._is_strict else [objects, loose]
-        lost |= self._leave_out_late(tables, changes, scene)
-        for parent in changes.values["changed"].keys() & new:
-            for key in changes.values["changed"].pop(parent):
-                lost[found.slots[parent, key].path] = IN_NEW
+        late = (inner,) if self._is_strict else (inner, objects, loose)
+        lost |= costly | odd | self._leave_out_late(late, changes, scene)
+        for where in changes.leave_out(new):
+            lost[found.slots[where].path] = IN_NEW
         generators, strays = self._generators(found, new)
-        lost |= dict.fromkeys(strays, _STRAY)
-        losses = self._find_losses(changes, misfits, lost, scene)
-        self._warn(losses)
+        lost |= dict.fromkeys(strays, obstacles.STRAY)
+        losses = self._name_losses(changes, misfits, lost, scene)
         return {
             "objects": objects,
             "kinds": {path: kind_of(part) for path, part in found.objects.items()},
             **moved,
             "forms": changed_forms(baseline.forms, forms_of(found, scene.parameters)),
+            "ties": ties,
             "parameters": loose,
             "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),
+            "omitted": omitted,
+            "tables": tables,
             "values": changes.values,
             "inner": inner,
             "generators": generators,
@@ -252,19 +276,33 @@ class Discovery:
             StateError: if the state is of other objects than those found (then nothing is changed),
                 or if an object refuses its state.
         """
-        restoring = Restoring(self._look, self.values, self._exclude, self._unsaved, self._name)
-        restoring.run(state, is_inference=is_inference)
+        self._restoring().run(state, is_inference=is_inference)
         if not is_inference and self._baseline is not None:
             # A model that was trained before in this process may hold these values since before
             # setup(). A new process would not: the next checkpoint needs them too.
+            self._omissions.forget(state.get("omitted", {}))
             places = places_in(state["values"])
             self.values.distrust(places)
+            self._grown.note(parent or key for parent, key in places)
             self._baseline.distrust(places)
             for parent, members in state.get("aliases", {}).get("set", {}).items():
                 for key in members:
                     self._baseline.aliases.pop((parent, key), None)
             for path in state.get("inner", {}):
                 self._baseline.marks.pop(path, None)
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Bring optimizers into the order in which they were saved.
+
+        To be called before the owner's own ``load_state_dict``, which loads them by position.
+
+        Args:
+            state: what :meth:`capture` returned.
+        """
+        self._restoring().prepare(state)
+
+    def _restoring(self) -> Restoring:
+        return Restoring(self._look, self.values, self._exclude, self._unsaved, self._name)
 
     def _require_baseline(self) -> Baseline:
         if self._baseline is None:
@@ -294,7 +332,7 @@ class Discovery:
         return mark_of_state(value, self._identities)
 
     def _leave_out_late(
-        self, tables: list[dict[str, Any]], changes: Changes, scene: Scene
+        self, tables: Sequence[dict[str, Any]], changes: Changes, scene: Scene
     ) -> dict[str, str]:
         """Leave out what was created after setup; return what has changed of it, with the reason.
 
@@ -308,7 +346,7 @@ class Discovery:
         for table in tables:
             for path in late & table.keys():
                 if self._mark(table.pop(path)) != baseline.started.get(path):
-                    lost[path] = _LATE
+                    lost[as_written(path, scene.found.objects)] = obstacles.LATE
         changes.drop([where for where, slot in scene.found.slots.items() if slot.path in late])
         return lost
 
@@ -326,37 +364,30 @@ class Discovery:
                 strays.append(path)
         return states, strays
 
-    def _find_losses(
+    def _name_losses(
         self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: Scene
     ) -> Losses:
-        """Return what a resumed run will not have."""
+        """Return what a resumed run will not have; name it in one warning, each place once."""
         if self._is_data:
-            return Losses(Changes(changes.values), self.values.limit, {}, lost)
-        baseline = self._require_baseline()
-        lost = lost | _changed(baseline.hooks, hooks_of(scene.found), _HOOK)
-        marks = class_marks(self._owner, scene.found, scene, self._identities)
-        lost |= _changed(baseline.classes, marks, _OF_CLASS)
-        scripts = script_marks(scene.found, scene, self._identities)
-        lost |= _changed(baseline.scripts, scripts, _OF_SCRIPT)
-        return Losses(changes, self.values.limit, misfits, lost)
-
-    def _warn(self, losses: Losses) -> None:
-        """Name in one warning, once each, what a resumed run will not have."""
+            grown = self._grown.losses(large_members(self._owner) - self._unsaved)
+            self._grown.note(parent or key for parent, key in places_in(changes.values))
+            losses = Losses(Changes(changes.values), {}, lost | grown)
+        else:
+            baseline = self._require_baseline()
+            named = unsavable_changes(baseline, self._owner, scene, self._identities)
+            losses = Losses(changes, misfits, lost | named)
         new = losses.without(self._named)
         self._named |= losses.reasons().keys()
         if new:
             _LOGGER.warning(
                 "The state of the %s is incomplete. %s", self._name, new.text(self._name)
             )
+        return losses
 
 
-_LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
-_HOOK = "a hook that was registered or removed after the start: register it in setup()"
-_STRAY = "a generator where setup() makes none and a resume can put none: create it in setup()"
-_OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
-_OF_CLASS = (
-    "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
-)
+def _come_or_gone(scene: Scene, baseline: Baseline, known: str) -> dict[str, str]:
+    names = {as_written(path, scene.found.objects) for path in scene.paths() ^ baseline.paths}
+    return {name: "" for name in names if name not in known}
 
 
 def _late(scene: Scene, baseline: Baseline) -> dict[str, Any]:
@@ -364,18 +395,3 @@ def _late(scene: Scene, baseline: Baseline) -> dict[str, Any]:
     parts = {**scene.found.objects, **scene.found.inner, **scene.parameters.loose}
     known = baseline.paths | baseline.inner
     return {path: part for path, part in parts.items() if path not in known}
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], reason: str) -> dict[str, str]:
-    names = before.keys() | now.keys()
-    return {name: reason for name in sorted(names) if before.get(name) != now.get(name)}
-
-
-def _state_of(path: str, part: Stateful) -> dict[str, Any]:
-    try:
-        return state_of(part)
-    except Exception as error:
-        raise StateError(
-            f"{path} ({type(part).__name__}) failed to give its state: {error!r}. Correct its "
-            "state_dict()."
-        ) from error

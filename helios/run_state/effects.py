@@ -56,10 +56,10 @@ class StepWatch:
         Args:
             counts_parameters: whether a parameter that was written to counts.
         """
-        (values, versions), (values_now, versions_now) = self._before, self._take()
-        before, after = values, values_now
-        if counts_parameters:
-            before, after = before | versions, after | versions_now
+        before, after = (
+            marks | moved if counts_parameters else marks
+            for marks, moved in (self._before, self._take())
+        )
         found = {path for path in before | after if before.get(path) != after.get(path)}
         # An attribute says more than the object that it is one of.
         holders = {path[:end] for path in found for end, mark in enumerate(path) if mark == "."}

@@ -49,7 +49,7 @@ def forms_of(found: Found, parameters: Parameters) -> dict[str, Forms]:
     for path, module in _modules(found).items():
         network = found.networks.of(module)
         if not any(isinstance(part, LazyModuleMixin) for _, part in network.modules):
-            tensors = {name: _form(tensor) for name, _, _, tensor in _saved_tensors(network)}
+            tensors = {name: _form(tensor) for name, _, _, tensor in saved_tensors(network)}
             forms[path] = Forms(tensors, _buffers_of(network))
     return forms
 
@@ -96,7 +96,7 @@ def restore_forms(
         if path in changed and saved is not None:
             _register(module, changed[path]["buffers"], saved)
             names = set(changed[path]["tensors"])
-            for name, owner, key, tensor in list(_saved_tensors(Network(module))):
+            for name, owner, key, tensor in list(saved_tensors(Network(module))):
                 if name in names and name in saved and _form(tensor) != _form(saved[name]):
                     if isinstance(tensor, nn.Parameter):
                         _reform(tensor, saved[name])
@@ -110,7 +110,7 @@ def casts(found: Found, state: dict[str, Any]) -> list[str]:
     for path, module in _modules(found).items():
         saved = _states(state).get(path, {})
         differing: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
-        for name, _, _, tensor in _saved_tensors(Network(module)):
+        for name, _, _, tensor in saved_tensors(Network(module)):
             before = saved.get(name)
             if isinstance(before, Tensor) and before.dtype != tensor.dtype:
                 names = differing.setdefault((before.dtype, tensor.dtype), [])
@@ -122,7 +122,10 @@ def casts(found: Found, state: dict[str, Any]) -> list[str]:
 
 
 def _states(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {**state["objects"], **state.get("inner", {})}
+    states = {**state["objects"], **state.get("inner", {})}
+    for path, omitted in state.get("omitted", {}).items():
+        states[path] = {**states.get(path, {}), **omitted["values"]}
+    return states
 
 
 def _modules(found: Found) -> dict[str, nn.Module]:
@@ -137,7 +140,12 @@ def _submodules(network: Network) -> Iterator[tuple[str, nn.Module]]:
             yield name, part
 
 
-def _saved_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def saved_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield what :func:`all_tensors` does, without those of lazy modules that have no form yet."""
+    return (item for item in all_tensors(network) if not is_lazy(item[3]))
+
+
+def all_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield parameters and persistent buffers with their name, the module they are in and key."""
     for place, part in _submodules(network):
         prefix = f"{place}." if place else ""
@@ -145,7 +153,7 @@ def _saved_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tens
         hidden = table["_non_persistent_buffers_set"]
         buffers = {key: kept for key, kept in table["_buffers"].items() if key not in hidden}
         for key, tensor in (*table["_parameters"].items(), *buffers.items()):
-            if isinstance(tensor, Tensor) and not is_lazy(tensor):
+            if isinstance(tensor, Tensor):
                 yield f"{prefix}{key}", part, key, tensor
 
 
@@ -177,7 +185,7 @@ def _register(
 ) -> None:
     """Register buffers as they were; those with a value get an empty tensor of its form."""
     network = Network(module)
-    device = next((tensor.device for _, _, _, tensor in _saved_tensors(network)), None)
+    device = next((tensor.device for _, _, _, tensor in saved_tensors(network)), None)
     for place, part in list(_submodules(network)):
         buffers, hidden = vars(part)["_buffers"], vars(part)["_non_persistent_buffers_set"]
         prefix = f"{place}." if place else ""

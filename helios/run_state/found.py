@@ -12,7 +12,7 @@ from helios.core.generators import Generator
 from helios.protocols import Stateful
 from helios.run_state.names import KeyedByObjects
 from helios.run_state.networks import Networks
-from helios.run_state.values import ATOMS
+from helios.run_state.values import is_flat
 
 Container: TypeAlias = dict[Any, Any] | list[Any] | nn.Module | KeyedByObjects
 SlotKey: TypeAlias = tuple[str, Any]
@@ -100,9 +100,9 @@ def members_of(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items() if isinstance(value, dict) else enumerate(value))
 
 
-def is_flat(value: Any) -> bool:
-    """Return whether a list, tuple or dict holds nothing but values without members."""
-    return ATOMS.issuperset(map(type, value.values() if isinstance(value, dict) else value))
+def path_of(parent: str, key: Any) -> str:
+    """Return where a member of a container lies, as messages say it."""
+    return f"{parent.rstrip('/')}.{key}" if parent else str(key)
 
 
 def _collect_leaves(path: str, value: Any, leaves: dict[str, Tensor], entered: set[int]) -> None:

@@ -14,7 +14,7 @@ _OF_MODULES = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
 )
-_OF_OPTIMIZERS = (
+OF_OPTIMIZERS = (
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
     *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
     *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
@@ -31,11 +31,11 @@ def hooks_of(found: Found) -> dict[str, frozenset[int]]:
         if isinstance(part, nn.Module):
             network = found.networks.of(part)
             for name, module in network.modules:
-                _note(hooks, f"{path}.{name}".rstrip("."), vars(module), _OF_MODULES)
+                _note(hooks, (path, name), vars(module), _OF_MODULES)
             for name, tensor in network.parameters:
-                _note(hooks, f"{path}.{name}", _tables_of(tensor), _OF_TENSORS)
+                _note(hooks, (path, name), _tables_of(tensor), _OF_TENSORS)
         elif isinstance(part, Optimizer):
-            _note(hooks, path, vars(part), _OF_OPTIMIZERS)
+            _note(hooks, (path, ""), vars(part), OF_OPTIMIZERS)
     return hooks
 
 
@@ -47,18 +47,20 @@ def _tables_of(tensor: Tensor) -> dict[str, Any]:
 
 def _note(
     hooks: dict[str, frozenset[int]],
-    place: str,
+    place: tuple[str, str],
     tables: Mapping[str, Any],
     names: Iterable[str],
 ) -> None:
     for name in names:
         table = tables.get(name)
         if table:
-            own = frozenset(id(hook) for hook in table.values() if not _is_known(hook))
+            own = frozenset(id(hook) for hook in table.values() if not is_known(hook))
             if own:
-                hooks[f"{place} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
+                shown = ".".join(place).rstrip(".")
+                hooks[f"{shown} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
 
 
-def _is_known(hook: Callable[..., Any]) -> bool:
+def is_known(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook or a method is that of torch or of Helios."""
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.startswith(_KNOWN)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.memory import has_plain_bytes
-from helios.core.named import type_name
+from helios.run_state import obstacles
 from helios.run_state.bits import array_sum
 from helios.run_state.marks import (
     AGAIN,
@@ -45,7 +45,10 @@ from helios.run_state.values import (
     FACTORIES,
     SCALARS,
     Identities,
+    Storages,
     Surroundings,
+    are_atoms,
+    are_shallow,
     contents_of,
     fields_of,
     flags_in,
@@ -55,7 +58,6 @@ from helios.run_state.values import (
 MAX_DEPTH = 100
 """How deeply plain values may be nested: what reads and writes files recurses."""
 
-_WITH_TUPLES = ATOMS | {tuple}
 # Code never changes; what data sets and loaders go through is the data's own state.
 _OPAQUE = (type, FunctionType, ModuleType, Dataset, DataLoader)
 # Only these can be filled after something refers to them, so that they may contain themselves.
@@ -77,9 +79,25 @@ def look_at(value: Any, surroundings: Surroundings, identities: Identities) -> L
         walk.enter(value)
         look = walk.finish()
     except Exception as error:  # user code, called while an object is taken apart
-        look = Look(obstacle=f"it cannot be looked through ({type(error).__name__})")
+        look = Look(obstacle=obstacles.BROKEN.format(type(error).__name__))
         look.mark = b"%d" % identities.number(value)
     return look
+
+
+def mark_of_state(state: Any, identities: Identities) -> bytes:
+    """Return what is equal for equal content, wherever its tensors lie."""
+    return look_at(state, _Nothing(), identities).mark
+
+
+class _Nothing:
+    """Surroundings in which nothing is saved: content counts, and not what it shares."""
+
+    def name_of(self, value: object) -> str | None:
+        return None
+
+    @property
+    def storages(self) -> Storages:
+        return Storages({})
 
 
 @final
@@ -113,14 +131,18 @@ class _Walk:
                 way.pop()
             self._marks.flush()
             if len(way) > MAX_DEPTH:
-                self._refuse(f"it is nested more than {MAX_DEPTH} levels deep")
+                self._refuse(obstacles.TOO_DEEP.format(MAX_DEPTH))
 
     def finish(self) -> Look:
         """Return what was found."""
         return self._marks.finish()
 
-    def _refuse(self, obstacle: str) -> None:
-        self._look.obstacle = self._look.obstacle or obstacle
+    def _refuse(self, obstacle: str, part: Any = None) -> None:
+        """Note the first obstacle, and which part of the value it concerns, if not all of it."""
+        if not self._look.obstacle:
+            self._look.obstacle = obstacle
+            open_parts = [holder for holder, _ in self._way[1:]]
+            self._look.fault = "" if part is None else obstacles.way_to([*open_parts, part])
 
     def _is_again(self, part: Any, *, is_mutable: bool = True) -> bool:
         """Note a part that may be shared; return whether it was seen before."""
@@ -140,10 +162,10 @@ class _Walk:
         if begin is not None and not all(
             kind in _OPEN_KINDS or fields_of(kind) is not None for kind in kinds[begin:]
         ):
-            self._refuse("it contains itself")
+            self._refuse(obstacles.CIRCLE)
 
     def enter_tuple(self, part: tuple[Any, ...]) -> Iterable[Any] | None:
-        if ATOMS.issuperset(map(type, part)):
+        if are_atoms(part):
             self._marks.add_whole(part)
             return None
         self._tokens += (TUPLE, len(part))
@@ -152,7 +174,7 @@ class _Walk:
     def enter_list(self, part: list[Any]) -> Iterable[Any] | None:
         if self._is_again(part):
             return None
-        if _is_flat((part,)):
+        if are_shallow((part,)):
             self._marks.add_whole(part)
             return None
         self._tokens += (LIST, len(part))
@@ -165,7 +187,7 @@ class _Walk:
         self._tokens += (KINDS[type(part)], len(part))
         if attributes:
             return (*chain.from_iterable(part.items()), attributes)
-        if _is_flat((part, part.values())):
+        if are_shallow((part, part.values())):
             self._marks.add_whole(dict(part))
             return None
         return chain.from_iterable(part.items())
@@ -175,14 +197,14 @@ class _Walk:
         if factory in FACTORIES:
             self._tokens.append(str(factory))
             return self.enter_dict(part)
-        self._refuse("the factory of its defaultdict has no name that loading may call")
+        self._refuse(obstacles.FACTORY, part)
         return None if self._is_again(part) else (factory, *chain.from_iterable(part.items()))
 
     def enter_deque(self, part: deque[Any]) -> Iterable[Any] | None:
         if self._is_again(part):
             return None
         self._tokens += (DEQUE, len(part), part.maxlen)
-        if not _is_flat((part,)):
+        if not are_shallow((part,)):
             return part
         self._marks.add_whole(list(part))
         return None
@@ -191,12 +213,12 @@ class _Walk:
         if type(part) is set and self._is_again(part):
             return None
         self._tokens += (KINDS[type(part)], len(part))
-        if _is_flat((part,)):
+        if are_shallow((part,)):
             self._marks.add_whole(list(part))
             return None
         if any(isinstance(member, Tensor) for member in part):
             # It is found again by identity only, which no checkpoint keeps.
-            self._refuse("it holds a tensor in a set")
+            self._refuse(obstacles.IN_SET, part)
         return part
 
     def enter_array(self, part: np.ndarray[Any, Any]) -> Iterable[Any] | None:
@@ -215,7 +237,7 @@ class _Walk:
 
     def enter_scalar(self, part: np.generic) -> None:
         if part.dtype.hasobject:
-            self._refuse("it holds an object in a NumPy scalar")
+            self._refuse(obstacles.IN_SCALAR, part)
         self._marks.add_scalar(part)
 
     def enter_tensor(self, part: Tensor) -> Iterable[Any] | None:
@@ -224,13 +246,13 @@ class _Walk:
         self._tokens += (TENSOR, str(part.dtype), tuple(part.shape), part.device.type)
         self._tokens += (part.requires_grad, part.is_leaf)
         if not has_plain_bytes(part):
-            self._refuse(f"it holds a tensor without a storage of its own ({part.layout})")
+            self._refuse(obstacles.NO_STORAGE.format(part.layout), part)
             return self._enter_odd_tensor(part)
         if not part.is_leaf:
-            self._refuse("it holds a tensor that is the result of a computation with gradients")
+            self._refuse(obstacles.GRAPH, part)
         elif type(part) is not Tensor:
             # A parameter would come back as a tensor: it is saved on its own account, or not.
-            self._refuse(f"it holds a {type(part).__name__} that no saved object holds")
+            self._refuse(obstacles.STRAY_PARAMETER.format(type(part).__name__), part)
         self._marks.add_elements(part)
         return None
 
@@ -252,7 +274,7 @@ class _Walk:
             return None
         name = self._surroundings.name_of(part)
         if name is not None:
-            self._refuse(f"it refers to {name}")
+            self._refuse(obstacles.REFERENCE.format(name), part)
             self._tokens += (NAMED, name)
             return None
         if isinstance(part, Tensor):
@@ -273,7 +295,7 @@ class _Walk:
         kind = type(part)
         names = flags_in(part) if isinstance(part, Flag) else [part.name]
         if names is None:
-            self._refuse(f"{part!r} is no combination of named flags")
+            self._refuse(obstacles.FLAGS.format(part), part)
         self._look.types.add(kind)
         self._look.records.append(part)
         self._tokens += (MEMBER, self._identities.number(kind), names or repr(part))
@@ -292,17 +314,17 @@ class _Walk:
     def _add_opaque(self, part: Any) -> None:
         if isinstance(part, type) and (issubclass(part, Enum) or fields_of(part) is not None):
             self._look.types.add(part)
-        self._refuse(f"{type_name(type(part)).removeprefix('builtins.')} has no state_dict")
+        self._refuse(obstacles.without_state(part), part)
         self._tokens += (NUMBER, self._identities.number(part))
 
     def _add_file(self, part: io.IOBase) -> None:
-        self._refuse("it is an open file")
+        self._refuse(obstacles.FILE, part)
         self._tokens += (NUMBER, self._identities.number(part), part.closed)
         if not part.closed and part.seekable():
             self._tokens.append(part.tell())
 
     def _add_memmap(self, part: np.memmap[Any, Any]) -> None:
-        self._refuse("it is mapped from a file")
+        self._refuse(obstacles.MAPPED, part)
         self._tokens += (NUMBER, self._identities.number(part), part.shape)
         # A file of gigabytes is not read to see that nobody can have written to it.
         if part.flags.writeable:
@@ -310,7 +332,7 @@ class _Walk:
 
     def _reduce(self, part: Any) -> Iterable[Any] | None:
         """Take an object apart as pickle would; what refuses counts by identity."""
-        self._refuse(f"{type_name(type(part)).removeprefix('builtins.')} has no state_dict")
+        self._refuse(obstacles.without_state(part), part)
         if self._is_again(part, is_mutable=False):
             return None
         try:
@@ -342,16 +364,3 @@ _HANDLERS: dict[type, Callable[[_Walk, Any], Iterable[Any] | None]] = {
     Tensor: _Walk.enter_tensor,
     **dict.fromkeys(SCALARS, _Walk.enter_scalar),
 }
-
-
-def _is_flat(tables: Iterable[Iterable[Any]]) -> bool:
-    """Return whether there is nothing but atoms, and tuples of atoms."""
-    kinds: set[type] = set()
-    for members in tables:
-        kinds.update(map(type, members))
-    if kinds <= ATOMS:
-        return True
-    if not kinds <= _WITH_TUPLES:
-        return False
-    tuples = (part for members in tables for part in members if type(part) is tuple)
-    return ATOMS.issuperset(map(type, chain.from_iterable(tuples)))

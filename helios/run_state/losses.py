@@ -17,13 +17,11 @@ class Losses:
 
     Attributes:
         changes: of plain values.
-        limit: bytes of plain values that a checkpoint holds.
         misfits: objects that came, went or changed their structure, with what differs.
         lost: other places, with the reason.
     """
 
     changes: Changes
-    limit: int
     misfits: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
 
@@ -39,7 +37,7 @@ class Losses:
         )
         misfits = {path: text for path, text in self.misfits.items() if path not in known}
         lost = {path: text for path, text in self.lost.items() if path not in known}
-        return Losses(new, self.limit, misfits, lost)
+        return Losses(new, misfits, lost)
 
     def __bool__(self) -> bool:
         """Return whether there is anything."""
@@ -50,7 +48,8 @@ class Losses:
         return {
             **self.changes.missing,
             **{
-                path: f"came, went or changed its structure after setup() {text}".rstrip()
+                path: f"came, went or changed its structure after setup(){text and f', {text}'}: "
+                "create it there"
                 for path, text in self.misfits.items()
             },
             **self.lost,
@@ -68,28 +67,22 @@ class Losses:
         changes = self.changes
         if changes.others:
             names = ", ".join(f'"{slot.path}"' for slot in changes.others)
-            reasons = "; ".join(
-                dict.fromkeys(changes.missing[slot.path] for slot in changes.others)
-            )
             yield (
                 f"Training changed {_listed(changes.others)}, which cannot be saved as plain "
-                f"values ({reasons}): a resumed run finds there what setup() makes. Give such an "
-                "object state_dict() and load_state_dict() and make it an attribute of the "
-                f"{name}, or declare that it need not be saved: unsaved = ({names},)."
+                f"values ({_reasons(changes)}). A resumed run finds there what setup() makes. "
+                f"Declare what need not be saved: unsaved = ({names},) of the {name}."
             )
         if changes.large:
             yield (
-                f"Training changed {_listed(changes.large)}, but plain values are saved up to "
-                f"{self.limit / 2**20:g} MiB in all only: a resumed run finds there what setup() "
-                "makes. Register large tensors as buffers of a module, write an object with "
-                "state_dict() and load_state_dict(), or raise "
-                "CheckpointStore(max_plain_bytes=...)."
+                f"Training changed {_listed(changes.large)}, but "
+                f"{changes.missing[changes.large[0].path]}. A resumed run finds there what "
+                "setup() makes."
             )
         if changes.costly:
             reasons = ", ".join(f"{path} ({changes.missing[path]})" for path in changes.costly)
             yield (
                 f"Whether training changed these is not known: {reasons}. A resumed run finds "
-                "there what setup() makes. Save less often, or give such an object state_dict()."
+                "there what setup() makes."
             )
         if self.misfits:
             names = ", ".join(
@@ -107,3 +100,13 @@ class Losses:
 
 def _listed(slots: Iterable[Slot]) -> str:
     return ", ".join(f"{slot.path} ({type(slot.value).__name__})" for slot in slots)
+
+
+def _reasons(changes: Changes) -> str:
+    """Return the reasons, each once, with the places that it is that of if there are several."""
+    groups: dict[str, list[str]] = {}
+    for slot in changes.others:
+        groups.setdefault(changes.missing[slot.path], []).append(slot.path)
+    if len(groups) == 1:
+        return next(iter(groups))
+    return "; ".join(f"{', '.join(paths)}: {reason}" for reason, paths in groups.items())

@@ -54,7 +54,8 @@ class Look:
     """What one look at a value has found.
 
     Attributes:
-        obstacle: why it is not plain; empty for a plain value.
+        obstacle: why it is not plain, and what helps; empty for a plain value.
+        fault: the path to the part of it that the obstacle concerns; empty for all of it.
         mark: hash of its types and bytes.
         size: its size in bytes, about.
         parts: addresses of its mutable parts: values with one in common are aliases.
@@ -66,6 +67,7 @@ class Look:
     """
 
     obstacle: str = ""
+    fault: str = ""
     mark: bytes = b""
     size: int = 0
     parts: set[int] = field(default_factory=set)

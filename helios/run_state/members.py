@@ -43,9 +43,7 @@ _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "tor
 
 def tells_too_little(module: nn.Module) -> bool:
     """Return whether a module may hold state beside its ``state_dict``."""
-    # One that writes an extra state says itself what belongs to it.
-    has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
-    return not has_extra and not type(module).__module__.startswith(_WRAPPERS)
+    return not type(module).__module__.startswith(_WRAPPERS)
 
 
 def left_out(part: object) -> list[tuple[str, Any]]:

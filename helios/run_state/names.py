@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from helios.core.wrappers import BareNames
 from helios.run_state.values import ATOMS
@@ -69,6 +70,24 @@ class Names:
         """Return the object, of this owner or of another one, that has a name."""
         found = self._table.get(name)
         return self._find_outside(name) if found is None else found
+
+
+def as_written(name: str, objects: Mapping[str, object]) -> str:
+    """Return the name of a tensor as users write it, where only an optimizer holds that.
+
+    Args:
+        name: a path; in a checkpoint, ``<optimizer>.<group>.<index>`` for such a tensor.
+        objects: by path.
+
+    Example:
+        >>> optimizer = Optimizer([nn.Parameter()], {})
+        >>> as_written("opt.0.6", {"opt": optimizer})
+        'opt.param_groups[0]["params"][6]'
+    """
+    path, *place = name.rsplit(".", 2)
+    if len(place) < 2 or not isinstance(objects.get(path), Optimizer):
+        return name
+    return f'{path}.param_groups[{place[0]}]["params"][{place[1]}]'
 
 
 def has_odd_keys(table: Mapping[Any, Any]) -> bool:

@@ -24,8 +24,9 @@ class Network:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._bare = BareNames(module)
-        self.modules = [(self._bare.of(name), part) for name, part in module.named_modules()]
+        named = list(module.named_modules())
+        self._bare = BareNames(module, (part for _, part in named))
+        self.modules = [(self._bare.of(name), part) for name, part in named]
 
     @cached_property
     def parameters(self) -> list[tuple[str, Tensor]]:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.errors import StateError
 from helios.run_state.found import Found
+from helios.run_state.names import as_written
 from helios.run_state.parts import Parameters, places_of
 
 Members: TypeAlias = list[list[str]]
@@ -50,9 +51,8 @@ class Roster:
 def roster_of(found: Found, parameters: Parameters) -> Roster:
     """Return who moves what now."""
     nameless = _nameless(found, parameters)
-    named = parameters.named() | parameters.loose | nameless
-    names = {id(part): name for name, part in named.items()}
-    optimizers = _optimizers(found)
+    names = names_of(found, parameters)
+    optimizers = optimizers_of(found)
     members = {
         path: [[names[id(tensor)] for tensor in group["params"]] for group in part.param_groups]
         for path, part in optimizers.items()
@@ -113,7 +113,8 @@ def changes_of_optimizers(
         if _unordered(before.members[path]) != _unordered(now.members[path]):
             built[path] = before.members[path]
         if new := sorted(now.strangers[path] - before.strangers[path]):
-            misfits[path] = f"moves what no attribute of the model holds: {_some(new)}"
+            shown = [as_written(name, optimizers_of(found)) for name in new]
+            misfits[path] = f"moves what no attribute of the model holds: {_some(shown)}"
     for path in sorted(before.drivers.keys() & found.objects.keys()):
         if before.drivers[path] != (driven := now.drivers.get(path, "another optimizer")):
             misfits[path] = f"moved {before.drivers[path]}, now {driven}"
@@ -133,11 +134,10 @@ def arrange(found: Found, state: dict[str, Any], parameters: Parameters) -> None
     present = roster_of(found, parameters)
     states = {**state["objects"], **state.get("inner", {})}
     has_names = "members" in state
-    places = places_of(found, parameters)
-    tensors = _nameless(found, parameters)
-    tensors |= {f"{path}.{name}" if path else name: part for (path, name), part in places.items()}
+    tensors = tensors_of(found, parameters)
+    arrange_covered(found, state, parameters)
     plans: dict[str, _Tensors] = {}
-    for path, part in _optimizers(found).items():
+    for path, part in optimizers_of(found).items():
         if path not in states:
             continue
         now = present.members[path]
@@ -146,7 +146,7 @@ def arrange(found: Found, state: dict[str, Any], parameters: Parameters) -> None
         plans[path] = _plan(path, part, [saved, built], tensors)
         _check_functions(path, part, plans[path], found)
     _check_drivers(present.drivers, state["drivers"] if has_names else {})
-    for path, part in _optimizers(found).items():
+    for path, part in optimizers_of(found).items():
         if path in plans:
             _regroup(part, plans[path], {id(tensor): name for name, tensor in tensors.items()})
     if plans and not has_names:
@@ -158,7 +158,58 @@ def arrange(found: Found, state: dict[str, Any], parameters: Parameters) -> None
         )
 
 
-def _optimizers(found: Found) -> dict[str, Optimizer]:
+def arrange_covered(found: Found, state: dict[str, Any], parameters: Parameters) -> None:
+    """Bring optimizers whose state somebody else's ``state_dict`` holds into the saved order.
+
+    That loads by position. One that has other groups now is left to who loads it, and looked at by
+    :func:`check_covered`.
+    """
+    tensors = tensors_of(found, parameters)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    for path, part, saved in _covered(found, state):
+        if set(_flat(saved)) <= tensors.keys():
+            plan = [[tensors[name] for name in group] for group in saved]
+            if _keys(group["params"] for group in part.param_groups) == _keys(plan):
+                _check_functions(path, part, plan, found)
+                _regroup(part, plan, names)
+
+
+def check_covered(found: Found, state: dict[str, Any], parameters: Parameters) -> None:
+    """Refuse optimizers whose state somebody else has loaded for other parameters.
+
+    Raises:
+        StateError: if one does not move what it moved, in the same order.
+    """
+    tensors = tensors_of(found, parameters)
+    for path, part, saved in _covered(found, state):
+        now = [[id(tensor) for tensor in group["params"]] for group in part.param_groups]
+        if now != [[id(tensors.get(name)) for name in group] for group in saved]:
+            _refuse(path, part, saved, tensors)
+
+
+def _covered(found: Found, state: dict[str, Any]) -> Iterator[tuple[str, Optimizer, Members]]:
+    members = state.get("members", {})
+    states = {**state["objects"], **state.get("inner", {})}
+    for path, part in optimizers_of(found).items():
+        if path in members and path not in states:
+            yield path, part, members[path]
+
+
+def names_of(found: Found, parameters: Parameters) -> dict[int, str]:
+    """Return the name of each tensor that an optimizer may move, by identity."""
+    named = parameters.named() | parameters.loose | _nameless(found, parameters)
+    return {id(part): name for name, part in named.items()}
+
+
+def tensors_of(found: Found, parameters: Parameters) -> dict[str, Tensor]:
+    """Return the tensors that an optimizer may move, by each of their names."""
+    places = places_of(found, parameters)
+    named = {f"{path}.{name}" if path else name: part for (path, name), part in places.items()}
+    return _nameless(found, parameters) | named
+
+
+def optimizers_of(found: Found) -> dict[str, Optimizer]:
+    """Return the optimizers by path, those inside of other objects first."""
     parts = {**found.inner, **found.objects}
     return {path: part for path, part in parts.items() if isinstance(part, Optimizer)}
 
@@ -235,7 +286,8 @@ def _refuse(path: str, optimizer: Optimizer, known: Members, tensors: dict[str, 
         f"Saved, but not in it now: {_some(missing) or 'nothing'}. In it now, but not saved: "
         f"{_some(left_over) or 'nothing'}."
         if missing or left_over
-        else f"Saved were the groups {known}, and the same parameters lie in other groups now."
+        else f"Saved were the groups {known}, and the same parameters lie in other groups now, or "
+        "in another order."
     )
     raise StateError(
         f"{path} must move the parameters that it moved when the state was saved, since its state "

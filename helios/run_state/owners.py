@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from helios.run_state.baseline import mark_of_state
+from helios.protocols import Meter
 from helios.run_state.discovery import Discovery
 from helios.run_state.effects import StepWatch
+from helios.run_state.look import mark_of_state
 from helios.run_state.values import Identities
 
 _LOGGER = logging.getLogger(__name__)
@@ -109,6 +110,27 @@ class Owners:
         for found in self._found.values():
             found.begin_training()
 
+    @property
+    def meters(self) -> dict[int, Meter]:
+        """What counts how long values of the last capture take to be encoded, by address."""
+        tables = [found.values.meters for found in self._found.values()]
+        return {address: meter for table in tables for address, meter in table.items()}
+
+    def too_slow(self) -> dict[str, dict[str, float]]:
+        """Return what takes too long to be saved, and how many seconds, by owner and place."""
+        return {name: found.values.costs.too_slow() for name, found in self._found.items()}
+
+    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
+        """Leave places out of the next capture, by owner, as all processes of the run do."""
+        for name, found in self._found.items():
+            found.values.costs.agree(left_out.get(name, {}))
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places, under the names that :meth:`capture` gives them, as named to the user."""
+        for name, found in self._found.items():
+            begin = f"{name}: "
+            found.note_named(p.removeprefix(begin) for p in places if p.startswith(begin))
+
     def capture(
         self, own: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -131,6 +153,12 @@ class Owners:
             if is_any(state):
                 states[name] = state
         return states, missing
+
+    def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Make ready for the ``load_state_dict`` of owners: see :meth:`Discovery.prepare`."""
+        self._shared = None
+        for name in states.keys() & self._found.keys():
+            self._found[name].prepare(states[name])
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Put back what :meth:`capture` returned; in a training, keep that of who is gone."""
@@ -166,6 +194,11 @@ def is_any(state: Mapping[str, Any]) -> bool:
     """Return whether a captured state holds anything."""
     values, aliases = state["values"], state["aliases"]
     parts = (values["changed"], values["deleted"], aliases["set"], aliases["deleted"])
-    names = ("objects", "inner", "generators", "orders", "parameters", "grads")
     # Networks are frozen and set to evaluation mode, too.
-    return any(parts) or any(state[name] for name in names) or any(state["flags"])
+    return any(parts) or any(state[name] for name in _TELLING) or any(state["flags"])
+
+
+_TELLING = (
+    *("objects", "inner", "omitted", "generators", "orders", "parameters", "grads"),
+    *("members", "tables"),
+)

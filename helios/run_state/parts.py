@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,8 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
+from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.found import Found
+from helios.run_state.hooks import OF_OPTIMIZERS, is_known
 from helios.run_state.networks import Networks
 from helios.run_state.values import ATOMS, Storages
 from helios.run_state.walk import unwrap
@@ -32,11 +34,23 @@ _SHOWN = 3
 
 
 def state_of(value: Stateful) -> dict[str, Any]:
-    """Return the state of an object; that of a module under bare names."""
+    """Return the state of an object.
+
+    That of a module comes under bare names, that of a scheduler of torch without what its
+    ``state_dict`` takes only because it is an attribute.
+    """
     state = value.state_dict()
     if isinstance(value, LRScheduler):
         return _without_odd_attributes(value, state)
     return BareNames(value).strip(state) if isinstance(value, nn.Module) else state
+
+
+def complete(optimizers: Iterable[Optimizer]) -> None:
+    """Make what torch's methods rely on; published wrappers never call ``super().__init__()``."""
+    for table in map(vars, optimizers):
+        for name in OF_OPTIMIZERS:
+            table.setdefault(name, OrderedDict())
+        table.setdefault("defaults", {})
 
 
 def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
@@ -49,21 +63,42 @@ def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> di
     odd = [
         key
         for key, value in state.items()
-        if is_stock and attributes.get(key) is value and not _is_simple(value)
+        if is_stock and attributes.get(key) is value and not is_simple(value)
     ]
     return {key: value for key, value in state.items() if key not in odd}
 
 
-def _is_simple(value: Any) -> bool:
+def is_simple(value: Any) -> bool:
+    """Return whether a value consists of tensors and of values without members."""
     if isinstance(value, dict | list | tuple):
         members = value.values() if isinstance(value, dict) else value
-        return all(map(_is_simple, members))
+        return all(map(is_simple, members))
     return type(value) in ATOMS or isinstance(value, Tensor)
 
 
-def load_state(value: Stateful, state: dict[str, Any]) -> None:
-    """Give an object its state, of which it may keep no part: the state stays as it is."""
+def method_of(part: object, name: str) -> Any:
+    """Return a method as it is called: that of the object itself, or of its class."""
+    return vars(part).get(name) or getattr(type(part), name)
+
+
+def is_loaded_by_torch(module: nn.Module) -> bool:
+    """Return whether nobody has replaced ``load_state_dict`` of a network."""
+    return is_known(method_of(module, "load_state_dict"))
+
+
+def load_state(
+    value: Stateful, state: dict[str, Any], omitted: Mapping[str, Any] | None = None
+) -> None:
+    """Give an object its state, of which it may keep no part: the state stays as it is.
+
+    Args:
+        value: the object.
+        state: its state.
+        omitted: of a network, the names that are ``absent`` in the state and ``unknown`` to torch.
+    """
     if not isinstance(value, nn.Module):
+        if isinstance(value, Optimizer):
+            complete([value])
         # Optimizers and schedulers go on working in the very tensors and lists that they load.
         value.load_state_dict(copy.deepcopy(state))
         if isinstance(value, Optimizer):
@@ -79,10 +114,27 @@ def load_state(value: Stateful, state: dict[str, Any]) -> None:
         names.get(name, name): part if isinstance(part, Tensor) else copy.deepcopy(part)
         for name, part in state.items()
     }
-    value.load_state_dict(_module_state(entries, versions))
+    _load_network(value, _module_state(entries, versions), bare, omitted)
     if _places(value.state_dict()) & _places(entries):
         # A module that takes tensors instead of copying them, as metrics do.
-        value.load_state_dict(_module_state(copy.deepcopy(entries), versions))
+        entries = copy.deepcopy(entries)
+        _load_network(value, _module_state(entries, versions), bare, omitted)
+
+
+def _load_network(
+    value: nn.Module, state: Any, bare: BareNames, omitted: Mapping[str, Any] | None
+) -> None:
+    if omitted is None or not is_loaded_by_torch(value):
+        value.load_state_dict(state)
+        return
+    missing, unexpected = value.load_state_dict(state, strict=False)
+    lacking = sorted({*map(bare.of, missing)} - {*omitted["absent"]})
+    unknown = sorted({*map(bare.of, unexpected)} - {*omitted["unknown"]})
+    if lacking or unknown:
+        raise StateError(
+            f"its parts {', '.join(lacking) or 'none'} are not in the state, and it has no parts "
+            f"{', '.join(unknown) or 'that are lacking'} for what is there."
+        )
 
 
 def _places(entries: Mapping[str, Any]) -> set[int]:
@@ -96,7 +148,7 @@ def _restore_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
     numbers = [number for group in groups for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=False):
         loaded = optimizer.state.get(parameter, {})
-        for name, saved in state["state"].get(number, {}).items():
+        for name, saved in state.get("state", {}).get(number, {}).items():
             if name in loaded:
                 loaded[name] = _typed(loaded[name], saved)
 

@@ -28,7 +28,7 @@ from helios.core.memory import (
 )
 from helios.core.named import Alias, NamedFields, NamedMember, type_name
 from helios.errors import StateError
-from helios.run_state.found import SlotKey
+from helios.run_state.found import SlotKey, path_of
 from helios.run_state.look import look_at
 from helios.run_state.marks import Look
 from helios.run_state.values import (
@@ -216,7 +216,7 @@ class Resolver:
         kind = self._types.get(where, {}).get(name) or self._all_types.get(name)
         if kind is None:
             raise StateError(
-                f"{_path(where)} was saved with a {name}, which is not known here: types come "
+                f"{path_of(*where)} was saved with a {name}, which is not known here: types come "
                 "from the values that setup() makes, never from a file. Let setup() put such a "
                 "value there, or return the type from types_for_safe_load()."
             )
@@ -227,8 +227,8 @@ class Resolver:
         unknown = [name for name in part.names if name not in kind.__members__]
         if unknown:
             raise StateError(
-                f"{_path(where)} was saved as {part.type}.{unknown[0]}, which that enum no longer "
-                f"has. Give it a member {unknown[0]}."
+                f"{path_of(*where)} was saved as {part.type}.{unknown[0]}, which that enum no "
+                f"longer has. Give it a member {unknown[0]}."
             )
         members = [kind[name] for name in part.names]
         return reduce(or_, members, kind(0)) if part.is_flag else members[0]
@@ -237,8 +237,8 @@ class Resolver:
         target = self._surroundings.storages.tensor(part.target)
         if target is None:
             raise StateError(
-                f"{_path(where)} shared its memory with {part.target}, which is not there. Build "
-                "it in setup() as it was when the state was saved."
+                f"{path_of(*where)} shared its memory with {part.target}, which is not there. "
+                "Build it in setup() as it was when the state was saved."
             )
         if part.way == "itself":
             return target
@@ -246,7 +246,7 @@ class Resolver:
             return _on_target(part, target)
         except (ValueError, RuntimeError, TypeError) as error:
             raise StateError(
-                f"{_path(where)} looked at {part.target} in a way that no longer fits: {error}. "
+                f"{path_of(*where)} looked at {part.target} in a way that no longer fits: {error}. "
                 "Build it in setup() as it was when the state was saved."
             ) from error
 
@@ -275,11 +275,6 @@ def _check_fields(kind: type, part: NamedFields, where: SlotKey) -> None:
     names = set(fields_of(kind) or ())
     if names != part.fields.keys():
         raise StateError(
-            f"{_path(where)} was saved with the fields {sorted(part.fields)} of {part.type}, "
+            f"{path_of(*where)} was saved with the fields {sorted(part.fields)} of {part.type}, "
             f"which has {sorted(names)} now. Give it the fields that it had."
         )
-
-
-def _path(where: SlotKey) -> str:
-    parent, key = where
-    return f"{parent.rstrip('/')}.{key}" if parent else str(key)

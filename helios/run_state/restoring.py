@@ -18,16 +18,20 @@ from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
 from helios.run_state.changes import PlainValues
 from helios.run_state.forms import casts, restore_forms
-from helios.run_state.found import Container
-from helios.run_state.names import KeyedByObjects
-from helios.run_state.optimizers import arrange
+from helios.run_state.found import Container, path_of
+from helios.run_state.names import KeyedByObjects, as_written
+from helios.run_state.omissions import restore_omitted
+from helios.run_state.optimizer_tables import restore_tables, share_tables, shared_tables
+from helios.run_state.optimizers import arrange, arrange_covered, check_covered
 from helios.run_state.parts import (
     kind_of,
     load_flags,
     load_grads,
     load_state,
+    state_of,
 )
 from helios.run_state.scene import Scene
+from helios.run_state.ties import restore_ties
 from helios.run_state.walk import is_declared
 
 _LOGGER = logging.getLogger(__name__)
@@ -65,6 +69,7 @@ class Restoring:
         scene = self._look()
         objects = {**scene.found.objects, **scene.found.inner}
         states = {**state["objects"], **state.get("inner", {})}
+        omitted = state.get("omitted", {})
         if is_inference:
             objects = {
                 path: part for path, part in objects.items() if not isinstance(part, _TRAINING_ONLY)
@@ -74,27 +79,41 @@ class Restoring:
             self._check(scene, state)
             arrange(scene.found, state, scene.parameters)
         restore_forms(state.get("forms", {}), scene.found, scene.parameters, state)
+        restore_ties(state.get("ties", {}), scene.found)
         if not is_inference:
             self._warn_of_casts(casts(scene.found, state))
-        shared = _shared_groups(objects)
+        shared = shared_tables(objects)
         # Networks first: an object that follows one may look at its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
             if path in states:
-                _load_state(path, objects[path], states[path])
-        _share_groups(shared)
+                _load_state(path, objects[path], states[path], omitted.get(path))
+        share_tables(shared)
+        if not is_inference:
+            check_covered(scene.found, state, scene.parameters)
+        restore_omitted(omitted, scene.found)
+        if not is_inference:
+            restore_tables(state.get("tables", {}), scene.found, scene.parameters)
         self._restore_places(scene, state)
+        share_tables(shared)
         # What has its value by now may be another tensor than before.
         parameters = self._look().parameters
         for name, tensor in {**parameters.leaves, **parameters.loose}.items():
             if name in state["parameters"]:
-                _fill(name, tensor, state["parameters"][name])
+                shown = as_written(name, scene.found.objects)
+                _fill(shown, tensor, state["parameters"][name])
         if not is_inference:
             load_flags(state["flags"], scene.found, parameters)
             load_grads(state["grads"], scene.found, parameters)
 
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Bring optimizers into the saved order; see ``Discovery.prepare``."""
+        scene = self._look()
+        arrange_covered(scene.found, state, scene.parameters)
+
     def _restore_places(self, scene: Scene, state: dict[str, Any]) -> None:
         """Put back values, generators, and which object a place names."""
-        containers = _containers_of(scene)
+        # Loading may have put other lists and dicts into attributes.
+        containers = _containers_of(self._look())
         scene.found.containers = containers
         self._values.restore(
             state["values"],
@@ -131,8 +150,8 @@ class Restoring:
             kind = state["kinds"].get(path, kind_of(part))
             if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
                 raise StateError(
-                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot go on "
-                    "from that state. Build it in setup() as it was when the state was saved."
+                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot load "
+                    "that state. Build it in setup() as it was when the state was saved."
                 )
         saved = self._declared({*state["objects"], *state["parameters"]})
         present = scene.paths()
@@ -141,7 +160,9 @@ class Restoring:
         containers = _containers_of(scene)
         lacking = self._declared({path for path in parents if path not in containers})
         saved |= {path.rstrip("/") for path in lacking} | self._declared(inner)
-        missing, left_over = sorted(present - saved), sorted(saved - present)
+        objects = scene.found.objects
+        missing = sorted(as_written(path, objects) for path in present - saved)
+        left_over = sorted(as_written(path, objects) for path in saved - present)
         if state.get("is_partial"):
             missing = []
         left_over += self._find_lost_targets(scene, state)
@@ -195,7 +216,7 @@ class Restoring:
             return True
         if not parent and key in self._exclude:
             return False
-        path = f"{parent.rstrip('/')}.{key}" if parent else str(key)
+        path = path_of(parent, key)
         return path not in found.objects and bool(self._declared({path}))
 
 
@@ -211,25 +232,26 @@ def _containers_of(scene: Scene) -> dict[str, Container]:
     return {**plain, **scene.found.containers}
 
 
-def _shared_groups(objects: Mapping[str, Stateful]) -> list[list[Optimizer]]:
-    """Return the optimizers that have one list of groups in common, as wrappers around one do."""
-    sharing: dict[int, list[Optimizer]] = {}
-    for part in objects.values():
-        if isinstance(part, Optimizer):
-            sharing.setdefault(id(part.param_groups), []).append(part)
-    return [parts for parts in sharing.values() if len(parts) > 1]
+def read_state(path: str, part: Stateful) -> dict[str, Any]:
+    """Return the state of an object.
 
-
-def _share_groups(shared: list[list[Optimizer]]) -> None:
-    """Let optimizers have one list of groups again: loading gave each a list of its own."""
-    for first, *others in shared:
-        for other in others:
-            other.param_groups = first.param_groups
-
-
-def _load_state(path: str, part: Stateful, state: dict[str, Any]) -> None:
+    Raises:
+        StateError: if it fails to give it.
+    """
     try:
-        load_state(part, state)
+        return state_of(part)
+    except Exception as error:
+        raise StateError(
+            f"{path} ({type(part).__name__}) failed to give its state: {error!r}. Correct its "
+            "state_dict()."
+        ) from error
+
+
+def _load_state(
+    path: str, part: Stateful, state: dict[str, Any], omitted: Mapping[str, Any] | None
+) -> None:
+    try:
+        load_state(part, state, omitted)
     except Exception as error:
         raise StateError(
             f"{path} ({type(part).__name__}) refused its saved state: {error} Build it in setup() "

@@ -43,6 +43,8 @@ ATOMS: frozenset[type] = frozenset(
 )
 """Types of values without members; exact types, since a subclass may carry attributes."""
 
+_WITH_TUPLES = ATOMS | {tuple}
+
 MEMBERS_OF: dict[type, Callable[[Any], Iterable[Any]]] = {
     **dict.fromkeys((list, tuple, deque, set, frozenset), iter),
     **dict.fromkeys((dict, defaultdict, Counter, OrderedDict), lambda v: chain(*v.items())),
@@ -201,14 +203,33 @@ def members_of(part: Any) -> Iterable[Any]:
     """Return what a part of a plain value consists of."""
     kind = type(part)
     if kind in MEMBERS_OF:
-        return () if is_flat(part) else MEMBERS_OF[kind](part)
+        members = MEMBERS_OF[kind]
+        return () if are_atoms(members(part)) else members(part)
     names = None if kind in ATOMS else fields_of(kind)
     return () if names is None else [object.__getattribute__(part, name) for name in names]
 
 
+def are_atoms(values: Iterable[Any]) -> bool:
+    """Return whether none of some values has members."""
+    return ATOMS.issuperset(map(type, values))
+
+
 def is_flat(value: Any) -> bool:
-    """Return whether a container holds nothing but atoms."""
-    return ATOMS.issuperset(map(type, MEMBERS_OF[type(value)](value)))
+    """Return whether a list, tuple or dict holds no value that has members; keys may."""
+    return are_atoms(value.values() if isinstance(value, dict) else value)
+
+
+def are_shallow(tables: Iterable[Iterable[Any]]) -> bool:
+    """Return whether there is nothing in some containers but atoms, and tuples of atoms."""
+    kinds: set[type] = set()
+    for members in tables:
+        kinds.update(map(type, members))
+    if kinds <= ATOMS:
+        return True
+    if not kinds <= _WITH_TUPLES:
+        return False
+    tuples = (part for members in tables for part in members if type(part) is tuple)
+    return are_atoms(chain.from_iterable(tuples))
 
 
 def parts_in(value: Any) -> Iterator[Any]:

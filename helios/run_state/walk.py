@@ -13,16 +13,17 @@ from types import FunctionType
 from typing import Any, final
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core import wrappers
 from helios.core.generators import is_generator
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.run_state.found import Found, Rules, Slot, is_flat, members_of
+from helios.run_state.found import Found, Rules, Slot, members_of
 from helios.run_state.members import is_of_the_house, left_out, tells_too_little
 from helios.run_state.names import KeyedByObjects, Names, has_odd_keys
-from helios.run_state.values import ATOMS
+from helios.run_state.values import ATOMS, is_flat
 
 
 def unwrap(value: object) -> object:
@@ -246,15 +247,21 @@ class _Walker:
         self.settle()
 
     def _enter_late(self, names: Names) -> None:
+        tables = self._optimizer_states() if self._late else set()
         while self._late:
             slot = self._late.pop(0)
             keyed = KeyedByObjects(slot.value, names)
-            if id(slot.value) not in self._entered:
+            if id(slot.value) not in self._entered | tables:
                 self._entered.add(id(slot.value))
                 self.found.containers[slot.path] = keyed
                 self.found.orders[slot.path] = list(keyed)
                 self.enter(slot.path, keyed.entries())
                 self._entered.discard(id(slot.value))
+
+    def _optimizer_states(self) -> set[int]:
+        # Saved with the optimizer, whoever else refers to it.
+        parts = (*self.found.objects.values(), *self.found.inner.values())
+        return {id(part.state) for part in parts if isinstance(part, Optimizer)}
 
     def _enter_object(self, path: str, part: Stateful) -> None:
         parent = f"{path}/"

@@ -10,7 +10,10 @@ from helios.data.source import Source
 from helios.data.trial import Verdict, try_state
 
 _LOGGER = logging.getLogger(__name__)
-_REASON = "its state does not bring back the next batch"
+_REASON = (
+    "its state does not bring back the next batch: its state_dict() must hold all that the next "
+    "batch depends on"
+)
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,18 @@ def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
     word, place = f"claimed by {source.claimant}", f"data: {source.claimant}"
     tried = f"{word}, tried at the first start"
     if record is not None:
-        lost = {place: record.missing[place]} if place in record.missing else {}
-        return Claim([tried if tried in record.claims else word] if not lost else [], lost)
+        if place in record.missing:
+            return Claim([], {place: record.missing[place]})
+        return Claim([tried if tried in record.claims else word])
     is_here = source.description.get("num_workers", 0) == 0
     verdict = try_state(source) if is_here and can_save else Verdict.UNKNOWN
     if verdict is not Verdict.BROKEN:
         return Claim([tried if verdict is Verdict.KEPT else word])
     _LOGGER.warning(
-        "The state of %s does not bring back the next batch: it was saved after some batches and "
-        "loaded into a copy, whose next batch was another one. A resumed run trains on other "
-        "samples, so the level of this run is incomplete. Its state_dict() must hold all that the "
-        "next batch depends on, such as the content of a shuffle buffer; leave out the buffer, or "
-        "use a map-style data set with create_dataloader.",
+        "The state of %s does not bring back the next batch: a copy that loaded it gave another "
+        "one. A resumed run trains on other samples, so the level of this run is incomplete. Save "
+        "all that the next batch depends on in state_dict() (the content of a shuffle buffer, "
+        "say), do without the buffer, or use a map-style data set with create_dataloader.",
         source.claimant,
     )
     return Claim([], {place: _REASON})

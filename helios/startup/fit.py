@@ -45,6 +45,7 @@ class FitRun(Run):
         super().__init__(call, plan, device)
         self._start = resume.Start()
         self._recorder: outputs.FitRecorder | None = None
+        self._stranded: dict[str, str] = {}
 
     def _run(self, stack: ExitStack) -> bool:
         self._prepare_data()
@@ -111,7 +112,9 @@ class FitRun(Run):
             return False
         if not resume.is_still_finished(self.arguments, loaded.record, loaded.sidecar.finished):
             return False
-        resume.report_finished(self._name, loaded, loaded.sidecar.finished)
+        is_passed = resume.is_shortened(self.arguments, loaded.record.options)
+        reason = loaded.sidecar.finished
+        resume.report_finished(self._name, loaded, reason, is_passed=is_passed)
         return True
 
     def _numerics(self, record: Record | None) -> Any:
@@ -150,7 +153,8 @@ class FitRun(Run):
                 "effect. Assign self._valid_dataset in the data module's setup()."
             )
         claim = judge(source, self._record, can_save=self.arguments.can_save)
-        claim = replace(claim, missing=claim.missing | find_stranded_generators(source))
+        self._stranded = find_stranded_generators(source)
+        claim = replace(claim, missing=claim.missing | self._stranded)
         self._recorder = self._make_recorder(source, claim)
         return Session(
             model=self.model,
@@ -255,17 +259,24 @@ class FitRun(Run):
         session.hooks.emit("on_checkpoint_loaded")
 
     def _note_missing(self, record: Record) -> list[str]:
-        """Warn of what the checkpoint lacks; returns it as text, to be recorded."""
+        """Warn of what the checkpoint lacks; returns it as text, to be recorded.
+
+        The first save does not name it again, and this does not name again what the start has.
+        """
         if not record.missing:
             return []
-        _LOGGER.warning(
-            "The checkpoint of iteration %d is incomplete: it lacks %s. The resumed run finds "
-            "there what setup() makes, so its bits may differ from an undisturbed run's. Give such "
-            "an object state_dict() and load_state_dict(), or declare what need not be saved: "
-            'unsaved = (...,). Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
-            record.place[1],
-            list_missing(record.missing),
-        )
+        lacking = {p: text for p, text in record.missing.items() if p not in self._stranded}
+        if lacking:
+            _LOGGER.warning(
+                "The checkpoint of iteration %d is incomplete: it lacks %s. The resumed run finds "
+                "there what setup() makes, so its bits may differ from an undisturbed run's. "
+                "Declare what need not be saved: unsaved = (...,). "
+                'Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
+                record.place[1],
+                list_missing(lacking, most=len(lacking)),
+            )
+            self.model.discovery.note_named(lacking)
+            self.owners.note_named(lacking)
         return [f"resumed without: {', '.join(record.missing)}"]
 
     def _describe_rescue(self) -> str:

@@ -21,6 +21,7 @@ from helios.core.scalars import as_numbers
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.model.model import Model
+from helios.protocols import Meter
 from helios.run_state.size import storage_sizes
 from helios.schedule import count_saves
 from helios.startup.arguments import Arguments
@@ -161,8 +162,12 @@ class FitRecorder:
         self._saver.wait()
         return self._saver.newest
 
-    def save(self, snapshot: dict[str, Any]) -> None:
+    def save(self, snapshot: dict[str, Any], meters: Mapping[int, Meter]) -> None:
         """Save a snapshot as a checkpoint of the run; all processes wait until it is copied.
+
+        Args:
+            snapshot: the content.
+            meters: count how long values in it take to be encoded, by address; in rank 0.
 
         Raises:
             UsageError: after a collective has failed: the processes may be at different places.
@@ -177,10 +182,10 @@ class FitRecorder:
                 "run again: it goes on from the newest checkpoint."
             )
         self._newest = on_first(
-            self._replicas, lambda: self._write(saver, Record.from_payload(snapshot))
+            self._replicas, lambda: self._write(saver, Record.from_payload(snapshot), meters)
         )
 
-    def _write(self, saver: Saver, record: Record) -> Path:
+    def _write(self, saver: Saver, record: Record, meters: Mapping[int, Meter]) -> Path:
         if self._start.lock is not None:
             self._start.lock.renew()
         record = replace(
@@ -206,6 +211,7 @@ class FitRecorder:
             stem=stem,
             sidecar=sidecar,
             safe_types=self._model.types_for_safe_load(),
+            meters=meters,
         )
 
     def has_saved(self, state: TrainingState) -> bool:

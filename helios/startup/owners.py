@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from helios.core.declared import unsaved_of
 from helios.data.datamodule import DataModule
 from helios.data.keyed import KeyedDataset
 from helios.data.source import Source
@@ -58,11 +59,13 @@ def find_owners(
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
     if loop is not None:
         owners += _of_loops(*loop)
-    # Who speaks for the data has its state saved with the batch that came last; it may have read
-    # on since then.
+    # The state of a loader with a state_dict of its own is saved as of the last batch that was
+    # trained on; the loader itself may have read ahead since then.
     claimed = () if source is None else source.claimed
     if source is not None and not claimed and not _count_workers(source):
-        owners += (Owner(name, part, is_data=True) for name, part in _parts_of(source))
+        owners += (
+            Owner(name, part, unsaved_of(part), is_data=True) for name, part in _parts_of(source)
+        )
     others = {"<model>": model} | {f"<data {place}>": part for place, part in enumerate(claimed)}
     found = Owners(
         owners,

@@ -41,15 +41,8 @@ _UNCOUNTED = ("length", None)
 """What is stored of a loader whose samples nobody has counted."""
 
 _OF_DATA = (
-    "dataset",
-    "length",
-    "batch_size",
-    "shuffle",
-    "drop_last",
-    "seed",
-    "sampler",
-    "limit_batches",
-    "is_distributed",
+    *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
+    *("limit_batches", "is_distributed"),
 )
 
 
@@ -342,16 +335,21 @@ def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) 
         return []
     text = f"fingerprint: {before!r} -> {now!r}"
     _LOGGER.warning(
-        "The training data set is not the one of the checkpoint, as its fingerprint says (%s). The "
-        "run goes on with it; its bits are those of other data from here on.",
+        "The training data set is not that of the checkpoint: it has another fingerprint (%s). The "
+        "run continues with the new data, so its results differ from here on.",
         text,
     )
     return [text]
 
 
-def report_finished(name: str, loaded: Loaded, reason: str) -> None:
-    """Say that there is nothing to do, whose run it is, and what would change that."""
-    _LOGGER.warning(
+def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) -> None:
+    """Say that there is nothing to do, whose run it is, and what would change that.
+
+    If the run has passed this total, as at the earlier stages of a script that is started again,
+    that is no reason for a warning.
+    """
+    _LOGGER.log(
+        logging.INFO if is_passed else logging.WARNING,
         "Nothing to do: the run %r in %s is finished (%s; %s). Raise total_steps or "
         "early_stop_cycles to go on with it, pass resume='never' to start it anew, or give another "
         "model a save_name of its own.",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
-from helios.checkpoint.live import NoOwners, Owners
+from helios.checkpoint.live import NoOwners, OwnerStates
 from helios.checkpoint.record import Record
 from helios.core import logging as log
 from helios.core import rng
@@ -112,7 +112,7 @@ class Run(ABC):
         self.session: Session | None = None
         self._settings = ExitStack()
         self._has_begun = False
-        self.owners: Owners = NoOwners()
+        self.owners: OwnerStates = NoOwners()
 
     def _make_bus(self) -> Bus:
         return Bus(

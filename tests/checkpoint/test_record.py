@@ -63,7 +63,11 @@ class Owners(Part):
         self.seen = sorted(own)
         return self.state, {"plugin 'p': handle": "a file"}
 
+    def prepare(self, states: Mapping[str, Any]) -> None:
+        self.loaded = "prepared"
+
     def restore(self, states: Mapping[str, Any], *, is_inference: bool = False) -> None:
+        assert is_inference or self.loaded == "prepared"
         self.loaded = (states, is_inference)
 
     def marks(self, states: Mapping[str, Any]) -> dict[str, bytes]:

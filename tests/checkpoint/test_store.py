@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,3 +358,23 @@ def test_an_error_of_the_disk_names_the_checkpoint_and_keeps_its_kind(
         save(RunFolder(tmp_path), 1, 2)
     assert type(caught.value) is OSError
     assert caught.value.errno == errno.EDQUOT
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 0), ({"keep_last": 2}, 1)])
+def test_a_commit_lists_its_folder_once_at_most(
+    options: dict[str, Any], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run", CheckpointStore(**options))
+    save(folder, 1, 1)
+    listed: list[Any] = []
+    scandir = os.scandir
+
+    def note(path: Any) -> Any:
+        listed.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", note)
+    save(folder, 1, 2)
+    assert len(listed) == expected
+    assert folder.find(1, 2) is not None
+    assert len(listed) == expected + 1

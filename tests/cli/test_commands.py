@@ -198,8 +198,8 @@ def test_inspect_shows_sidecar_counters_and_tensors(
     assert (ran.code, ran.err) == (0, "")
     assert re.search(r"^run +run$", ran.out, re.MULTILINE)
     assert re.search(r"^training_state +global_epoch: 1, global_iteration: 3$", ran.out, re.M)
-    assert re.search(r"^  weight +float32 +\[50\] +200 B$", ran.out, re.MULTILINE)
-    assert ran.out.splitlines()[-1] == "2 tensors, 216 B"
+    assert re.search(r"^  weight +float32 +\[50\] +200 bytes$", ran.out, re.MULTILINE)
+    assert ran.out.splitlines()[-1] == "2 tensors, 216 bytes"
     assert "weight" not in Ran(capsys, "inspect", newest(root), "--depth", "1").out
 
 

@@ -28,6 +28,15 @@ def test_generators_are_found_in_samplers_inside_samplers() -> None:
     assert find_generators([[0, 1]]) == {}
 
 
+def test_a_generator_that_the_class_of_its_sampler_declares_is_left_out() -> None:
+    class Declaring(Around):
+        unsaved = ("jitter",)
+
+    inner, outer = torch.Generator(), random.Random(1)
+    around = Around(inner=Declaring(jitter=outer, order=inner), jitter=outer)
+    assert find_generators(around) == {"inner.order": inner, "jitter": outer}
+
+
 def test_the_default_generator_is_the_trainers() -> None:
     assert find_generators(RandomSampler(range(4), generator=torch.default_generator)) == {}
 

@@ -60,6 +60,20 @@ def test_a_kill_in_the_last_stage_costs_no_bit(unit: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
+def test_only_the_last_stage_of_a_finished_script_warns_that_nothing_is_to_do(
+    unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _train_in_stages(tmp_path, unit)
+    capsys.readouterr()
+    assert not any(stage.records for stage in _train_in_stages(tmp_path, unit))
+    said = [line for line in capsys.readouterr().err.splitlines() if "Nothing to do" in line]
+    assert [("INFO" in line, "WARNING" in line) for line in said] == [
+        *[(True, False)] * 2,
+        (False, True),
+    ]
+
+
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_total_that_the_run_has_passed_finishes_nothing(unit: str, tmp_path: Path) -> None:
     first, _, last = _STAGES[unit]
 

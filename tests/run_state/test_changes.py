@@ -233,7 +233,7 @@ def test_values_beyond_the_limit_are_named_and_the_small_ones_saved(said: list[s
     assert changed(discovery) == {"small": 1}
     assert len(said) == 1
     assert "array (ndarray), big (bytes), tensor (Tensor)" in said[0]
-    assert "buffers of a module" in said[0]
+    assert "buffers of a network" in said[0]
     owner.big, owner.array = b"xy", np.zeros(2)
     assert sorted(changed(discovery)) == ["array", "big", "small"]
     assert len(said) == 1

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR
 
 from helios.errors import StateError
+from helios.run_state.owners import Owner as Holder
+from helios.run_state.owners import Owners
 from tests.run_state.owners import Owner, Recorded, bits, resumed, started, through_a_file
 
 _NAMES = ["a", "b", "c"]
@@ -474,3 +476,107 @@ def test_setup_may_build_the_groups_itself_from_now_on() -> None:
     again.optimizer.add_param_group({"params": again.backbone.parameters()})
     started(again).restore(discovery.capture())
     assert bits(again.optimizer.state_dict()) == bits(owner.optimizer.state_dict())
+
+
+class _Wrapped:
+    """Holds an optimizer, whose state its own has in it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+
+
+def _moments(nets: Any, optimizer: torch.optim.Optimizer) -> Any:
+    return {name: bits(optimizer.state[part]) for name, part in sorted(nets.named_parameters())}
+
+
+def _wrapped(order: list[str]) -> Any:
+    owner = _one_group(order)
+    return Owner(nets=owner.nets, wrapper=_Wrapped(owner.optimizer))
+
+
+def test_an_optimizer_inside_of_another_object_gets_the_order_too() -> None:
+    owner = _wrapped(["a", "b", "c"])
+    discovery = started(owner)
+    _train(Owner(nets=owner.nets, optimizer=owner.wrapper.inner), 2)
+    again = resumed(lambda: _wrapped(["c", "a", "b"]), discovery.capture())
+    assert _moments(again.nets, again.wrapper.inner) == _moments(owner.nets, owner.wrapper.inner)
+
+
+def test_an_inner_optimizer_that_nobody_uses_may_be_built_otherwise() -> None:
+    class Holding(_Wrapped):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    def make(order: list[str]) -> Any:
+        owner = _one_group(order)
+        return Owner(nets=owner.nets, wrapper=Holding(owner.optimizer))
+
+    assert not started(make(["a", "b"])).capture()["members"]
+
+
+def _own(order: list[str]) -> tuple[Any, Owners]:
+    model = _one_group(order)
+    owners = Owners([Holder("model", model, has_own_state=True, is_model=True)])
+    owners.take_baseline()
+    return model, owners
+
+
+def _own_state(model: Any) -> dict[str, Any]:
+    return {"nets": model.nets.state_dict(), "opt": model.optimizer.state_dict()}
+
+
+def _load_own(model: Any, owners: Owners, own: dict[str, Any], states: Any) -> None:
+    owners.prepare(states)
+    model.nets.load_state_dict(own["nets"])
+    model.optimizer.load_state_dict(copy.deepcopy(own["opt"]))
+    owners.restore(states)
+
+
+def test_an_optimizer_in_the_state_of_a_model_gets_the_order_that_was_saved(tmp_path: Path) -> None:
+    model, owners = _own(["a", "b", "c"])
+    _train(model, 2)
+    states, missing = owners.capture({"model": _own_state(model)})
+    assert missing == {}
+    own, states = through_a_file([_own_state(model), states], tmp_path / "state")
+    again, others = _own(["c", "a", "b"])
+    _load_own(again, others, own, states)
+    assert _moments(again.nets, again.optimizer) == _moments(model.nets, model.optimizer)
+    for each in (model, again):
+        _train(each)
+    assert bits(again.nets.state_dict()) == bits(model.nets.state_dict())
+
+
+def test_an_optimizer_in_the_state_of_a_model_must_move_the_same_parameters() -> None:
+    model, owners = _own(["a", "b"])
+    _train(model, 1)
+    own = _own_state(model)
+    states, _ = owners.capture({"model": own})
+    again, others = _own(["a", "c"])
+    with pytest.raises(StateError, match=r"Saved, but not in it now: nets.b.bias, nets.b.weight"):
+        _load_own(again, others, own, states)
+
+
+def test_a_model_that_builds_its_optimizer_in_loading_resumes() -> None:
+    """Its own ``load_state_dict`` adds the group that training had added."""
+
+    def thaw(model: Any) -> None:
+        model.optimizer.add_param_group({"params": list(model.nets["c"].parameters())})
+
+    model, owners = _own(["a", "b"])
+    thaw(model)
+    _train(model, 2)
+    own = _own_state(model)
+    states, _ = owners.capture({"model": own})
+    again, others = _own(["a", "b"])
+    others.prepare(states)
+    again.nets.load_state_dict(own["nets"])
+    thaw(again)
+    again.optimizer.load_state_dict(copy.deepcopy(own["opt"]))
+    others.restore(states)
+    assert _moments(again.nets, again.optimizer) == _moments(model.nets, model.optimizer)

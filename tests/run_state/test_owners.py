@@ -6,9 +6,12 @@ import copy
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from helios.core.declared import unsaved_of
+from helios.errors import ArgumentTypeError
 from helios.run_state.owners import Owner, Owners, internals_of
 from tests.run_state.test_inner import Tracker
 
@@ -143,6 +146,85 @@ def test_of_a_data_set_only_small_values_and_generators_count() -> None:
     other = _started(Owner("data set", again, is_data=True))
     other.restore(copy.deepcopy(states))
     assert (again.level, again.rng.random()) == (2, images.rng.random())
+
+
+class Mined:
+    """A data set with a small list that training makes long, and a cache."""
+
+    def __init__(self) -> None:
+        self.hard: list[int] = []
+        self.cache: dict[int, Any] = {}
+        self.images = [f"{number}.png" for number in range(20_000)]
+
+
+class Declaring(Mined):
+    unsaved = ("hard",)
+
+
+def _grow(part: Mined) -> None:
+    part.hard += range(20_000)
+    part.images.append("")
+
+
+def test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once(
+    said: list[str],
+) -> None:
+    mined = Mined()
+    owners = _started(Owner("data set", mined, is_data=True))
+    mined.hard.append(1)
+    states, missing = owners.capture({})
+    assert (states["data set"]["values"]["changed"], missing) == ({"": {"hard": [1]}}, {})
+    _grow(mined)
+    mined.cache |= {number: torch.zeros(1000) for number in range(20)}
+    for _ in range(2):
+        missing = owners.capture({})[1]
+        assert list(missing) == ["data set: hard"], "a cache that was never saved is data"
+        assert "64 KiB" in missing["data set: hard"]
+    assert len(said) == 1
+    assert "unsaved = (...,)" in said[0]
+    del mined.hard[2:]
+    states, missing = owners.capture({})
+    assert (states["data set"]["values"]["changed"][""]["hard"], missing) == ([1, 0], {})
+
+
+def test_a_member_that_was_restored_or_named_at_the_load_counts_as_saved() -> None:
+    mined = Mined()
+    owners = _started(Owner("data set", mined, is_data=True))
+    mined.hard.append(1)
+    states, _ = owners.capture({})
+    again, third = Mined(), Mined()
+    other = _started(Owner("data set", again, is_data=True))
+    other.restore(copy.deepcopy(states))
+    last = _started(Owner("data set", third, is_data=True))
+    last.note_named(["data set: hard"])
+    for owner, part in ((other, again), (last, third)):
+        _grow(part)
+        assert list(owner.capture({})[1]) == ["data set: hard"]
+
+
+def test_what_the_class_of_a_data_set_declares_is_neither_saved_nor_named() -> None:
+    mined = Declaring()
+    owner = Owner("data set", mined, unsaved_of(mined), is_data=True)
+    owners = _started(owner)
+    mined.hard.append(1)
+    assert owners.capture({}) == ({}, {})
+    owners.note_named(["data set: hard"])
+    _grow(mined)
+    assert owners.capture({}) == ({}, {})
+
+
+def test_what_is_called_unsaved_for_another_purpose_declares_nothing() -> None:
+    class Edited(Mined):
+        @property
+        def unsaved(self) -> bool:
+            return True
+
+    class Single(Mined):
+        unsaved = "hard"
+
+    assert unsaved_of(Edited()) == unsaved_of(Mined()) == ()
+    with pytest.raises(ArgumentTypeError, match=r"Single.unsaved must be a tuple.*with a comma"):
+        unsaved_of(Single())
 
 
 def test_a_network_that_a_start_event_creates_does_not_stop_a_resume() -> None:

@@ -43,8 +43,12 @@ _REBUILT = {
     "pruning": (_prune, "0.weight: parameter, now none", r"net\.0\.weight_orig"),
     "a layer more": (_append, "4: none, now Linear", "net"),
     "another activation": (_activate, "net (2: ReLU, now GELU)", None),
-    "another size": (_widen, "model holds: optimizer.0.4", r"not there: optimizer\.0\.4"),
-    "a group of strangers": (_add_strangers, "model holds: optimizer.1.0", "optimizer"),
+    "another size": (
+        _widen,
+        'holds: optimizer.param_groups[0]["params"][4]',
+        r'not there: optimizer\.param_groups\[0\]\["params"\]\[4\]',
+    ),
+    "a group of strangers": (_add_strangers, "model holds: optimizer.param_groups[1]", "optimizer"),
 }
 
 
@@ -115,5 +119,5 @@ def test_only_an_iterator_is_called_one(said: list[str]) -> None:
     discovery.capture()
     (text,) = said
     assert "opaque (Opaque), which cannot be saved as plain values (" in text
-    assert "Opaque has no state_dict)" in text
+    assert "Opaque has no state_dict: give it " in text
     assert "an iterator:" not in text

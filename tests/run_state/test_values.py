@@ -255,7 +255,7 @@ def test_a_value_that_is_nested_too_deeply_for_a_file_is_not_plain() -> None:
     for _ in range(100_000):
         deep = [deep]
     before = _look(deep)
-    assert before.obstacle == "it is nested more than 100 levels deep"
+    assert before.obstacle == "it is nested more than 100 levels deep: flatten it"
     assert _digest(deep) == before.digest[:2]
     innermost = deep
     while innermost:

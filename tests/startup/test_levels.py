@@ -23,7 +23,10 @@ from helios.state import TrainingState
 from tests.distributed.train_script import Module, parse
 from tests.support.ranks import run_ranks
 
-REASON = "its state does not bring back the next batch"
+REASON = (
+    "its state does not bring back the next batch: its state_dict() must hold all that the next "
+    "batch depends on"
+)
 LOST = f"data: Buffered ({REASON})"
 
 
@@ -167,9 +170,7 @@ def test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere(
     first, second = sidecars(tmp_path)
     for sidecar in (first, second):
         assert (sidecar["level"], sidecar["claims"]) == ("incomplete", [])
-        assert sidecar["missing"] == {
-            "data: Buffered": "its state does not bring back the next batch"
-        }
+        assert sidecar["missing"] == {"data: Buffered": REASON}
     path = next((tmp_path / "net").glob("*_iter_4.pth"))
     assert main(["ls", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
@@ -260,6 +261,7 @@ def test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load(
     fit(tmp_path, model=Losing(), total_steps=6)
     shown = capsys.readouterr().err
     assert shown.count("The checkpoint of iteration 4 is incomplete: it lacks lost (") == 1
+    assert "Training changed lost" not in shown, "it was named at the load"
     assert "promise: incomplete (lacks lost (" in shown
     assert "resumed without: lost" in sidecars(tmp_path)[-1]["changes"]
 

@@ -203,6 +203,40 @@ def test_a_generator_in_a_data_set_is_named_where_workers_have_copies(
     Parts(tmp_path, 1, WithWorkers).run()
     assert list(_sidecar(tmp_path).missing) == ["data set.dataset: rng"]
     assert "data set.dataset: rng: with num_workers=1" in capsys.readouterr().err
+    Parts(tmp_path, 2, WithWorkers).run()
+    shown = capsys.readouterr().err
+    (told,) = [line for line in shown.splitlines() if " - WARNING - " in line]
+    assert "data set.dataset: rng: with num_workers=1" in told, "the load does not say it again"
+    assert list(_sidecar(tmp_path).missing) == ["data set.dataset: rng"]
+
+
+def test_a_data_set_declares_what_need_not_be_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Declaring(Numbers):
+        unsaved = ("rng", "level")
+
+    class Declared(Data):
+        def setup(self) -> None:
+            super().setup()
+            self.numbers = Declaring()
+            options = DataLoaderParams(batch_size=1, num_workers=self.num_workers)
+            self._train_dataset = self._create_dataset(Subset(self.numbers, range(8)), options)
+
+    class WithWorkers(Declared):
+        num_workers = 1
+
+    Parts(tmp_path / "here", 3, Declared).run()
+    again = Parts(tmp_path / "here", 4, Declared)
+    again.data.setup()
+    found = again.run().data.numbers
+    assert found.level == 4
+    fresh = random.Random(4)
+    fresh.random()
+    assert found.rng.getstate() == fresh.getstate(), "one batch was fetched since the resume"
+    Parts(tmp_path / "workers", 3, WithWorkers).run()
+    assert _sidecar(tmp_path / "here").missing == _sidecar(tmp_path / "workers").missing == {}
+    assert " - WARNING - " not in capsys.readouterr().err
 
 
 def test_what_a_state_dict_of_the_model_leaves_out_comes_back(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""What modules tell by ``get_extra_state``: it is neither saved twice nor missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from helios.run_state.changes import Changes
+from helios.run_state.found import Found
+from helios.run_state.look import mark_of_state
+from helios.run_state.values import Identities
+
+
+def extra_marks(found: Found, identities: Identities) -> dict[str, bytes]:
+    """Return marks of what modules tell now, by the path that their attributes have."""
+    marks: dict[str, bytes] = {}
+    for parent, module in _tellers(found):
+        try:
+            marks[parent] = mark_of_state(module.get_extra_state(), identities)
+        except Exception:  # user code, which may need a first step
+            marks[parent] = b""
+    return marks
+
+
+def leave_to_extra_states(
+    changes: Changes, found: Found, before: Mapping[str, bytes], identities: Identities
+) -> None:
+    """Leave what no checkpoint holds to a module whose extra state has changed along with it.
+
+    Nobody knows in which form it tells of it; one that stays the same tells nothing of it.
+
+    Args:
+        changes: of plain values; what is left to a module is taken out.
+        found: what is there now.
+        before: marks of extra states after setup.
+        identities: numbers for what cannot be pickled.
+    """
+    lacking = {slot.parent for slot in (*changes.others, *changes.large)}
+    lacking |= {f"{place}/" for place in changes.costly}
+    if lacking.isdisjoint(before):
+        return
+    now = extra_marks(found, identities)
+    telling = {path for path in lacking & now.keys() if now[path] != before.get(path)}
+    for slots in (changes.others, changes.large):
+        for slot in [slot for slot in slots if slot.parent in telling]:
+            slots.remove(slot)
+            del changes.missing[slot.path]
+    for place in [place for place in changes.costly if f"{place}/" in telling]:
+        changes.costly.remove(place)
+        del changes.missing[place]
+
+
+def _tellers(found: Found) -> Iterator[tuple[str, nn.Module]]:
+    for parent, part in found.containers.items():
+        if isinstance(part, nn.Module) and tells_extra(part):
+            yield parent, part
+
+
+def tells_extra(module: nn.Module) -> bool:
+    """Return whether a module has an extra state."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state

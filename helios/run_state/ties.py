@@ -1,0 +1,131 @@
+"""Which parameters and buffers of networks are one tensor, or lie in the same memory.
+
+Optimizers know parameters by identity, so that one that training ties to another, or gives a tensor
+of its own, fits nothing that ``setup`` makes. Memory is shared again, and so are buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from helios.core.memory import has_plain_bytes
+from helios.run_state.forms import all_tensors
+from helios.run_state.found import Found
+
+_Tie: TypeAlias = tuple[str, bool]
+"""The name of the first tensor in that memory, and whether it is the same object."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor is registered."""
+
+    module: nn.Module
+    key: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Who shares what.
+
+    Attributes:
+        names: all parameters and persistent buffers.
+        tied: those that share the memory of one that comes before them.
+    """
+
+    names: frozenset[str]
+    tied: dict[str, _Tie]
+
+
+def ties_of(found: Found) -> Ties:
+    """Return which tensors of all networks are tied now."""
+    first: dict[Any, tuple[str, Tensor]] = {}
+    tied: dict[str, _Tie] = {}
+    places = _places(found)
+    for name, place in places.items():
+        known = first.setdefault(_key(place.tensor), (name, place.tensor))
+        if known[0] != name:
+            tied[name] = known[0], known[1] is place.tensor
+    return Ties(frozenset(places), tied)
+
+
+def changed_ties(before: Ties, found: Found) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what is tied otherwise than after setup.
+
+    Args:
+        before: what was tied then.
+        found: what is there now.
+
+    Returns:
+        The tie of each tensor whose memory is shared otherwise, ``None`` for one that has its own;
+        and the parameters that are another object than setup makes, with what has changed.
+    """
+    now = ties_of(found)
+    changed: dict[str, Any] = {}
+    misfits: dict[str, str] = {}
+    places = _places(found) if now.tied != before.tied else {}
+    for name in sorted(before.names & now.names & (before.tied.keys() | now.tied.keys())):
+        old, new = before.tied.get(name), now.tied.get(name)
+        if old == new:
+            continue
+        is_same = any(tie is not None and tie[1] for tie in (old, new))
+        if is_same and isinstance(places[name].tensor, nn.Parameter):
+            misfits[name] = f"it was {_text(old)}, now {_text(new)}"
+        else:
+            changed[name] = new
+    return changed, misfits
+
+
+def restore_ties(changed: Mapping[str, Any], found: Found) -> None:
+    """Share and part memory as training had done; to be called before values are loaded."""
+    places = _places(found) if changed else {}
+    known = {name: tie for name, tie in changed.items() if name in places}
+    for name, tie in known.items():
+        if tie is None or tie[0] not in places:
+            _put(places[name], places[name].tensor.detach().clone())
+    places = _places(found) if changed else {}
+    for name, tie in known.items():
+        if tie is not None and tie[0] in places:
+            first, is_same = places[tie[0]].tensor, tie[1]
+            _put(places[name], first if is_same else first.detach())
+
+
+def _put(place: _Place, tensor: Tensor) -> None:
+    if isinstance(place.tensor, nn.Parameter):
+        # Optimizers know it by identity.
+        place.tensor.data = tensor.detach()
+    else:
+        place.module._buffers[place.key] = tensor  # noqa: SLF001 - setattr would refuse a parameter
+
+
+def _key(tensor: Tensor) -> Any:
+    if is_lazy(tensor) or not has_plain_bytes(tensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _text(tie: _Tie | None) -> str:
+    if tie is None:
+        return "a tensor of its own"
+    return tie[0] if tie[1] else f"another tensor in the memory of {tie[0]}"
+
+
+def _places(found: Found) -> dict[str, _Place]:
+    return dict(_walk(found))
+
+
+def _walk(found: Found) -> Iterator[tuple[str, _Place]]:
+    """Yield the tensors by name, each module once, under the first path that leads to it."""
+    seen: set[int] = set()
+    for path, part in {**found.objects, **found.inner}.items():
+        if isinstance(part, nn.Module):
+            network = found.networks.of(part)
+            for name, module, key, tensor in all_tensors(network):
+                if id(module) not in seen:
+                    yield f"{path}.{name}", _Place(module, key, tensor)
+            seen.update(id(module) for _, module in network.modules)

@@ -1,0 +1,40 @@
+"""What can only be named: hooks, attributes of classes, and attributes of scripted networks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from helios.run_state import obstacles
+from helios.run_state.baseline import Baseline
+from helios.run_state.classes import class_marks
+from helios.run_state.hooks import hooks_of
+from helios.run_state.scene import Scene
+from helios.run_state.scripted import script_marks
+from helios.run_state.values import Identities
+
+
+def renew_unsavable(
+    baseline: Baseline, owner: object, scene: Scene, identities: Identities
+) -> None:
+    """Take what is there for unchanged: every start makes it anew."""
+    baseline.hooks = hooks_of(scene.found)
+    baseline.scripts = script_marks(scene.found, scene, identities)
+    baseline.classes = class_marks(owner, scene.found, scene, identities)
+
+
+def unsavable_changes(
+    baseline: Baseline, owner: object, scene: Scene, identities: Identities
+) -> dict[str, str]:
+    """Return what has changed, with the reason why no checkpoint holds it, by name."""
+    lost = _changed(baseline.hooks, hooks_of(scene.found), obstacles.HOOK)
+    marks = class_marks(owner, scene.found, scene, identities)
+    lost |= _changed(baseline.classes, marks, obstacles.OF_CLASS)
+    scripts = script_marks(scene.found, scene, identities)
+    lost |= _changed(baseline.scripts, scripts, obstacles.OF_SCRIPT)
+    return lost
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any], reason: str) -> dict[str, str]:
+    names = before.keys() | now.keys()
+    return {name: reason for name in sorted(names) if before.get(name) != now.get(name)}
