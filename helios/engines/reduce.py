@@ -8,7 +8,6 @@ element does not. Without other processes nothing here touches ``torch.distribut
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -95,6 +94,10 @@ class TreeReducer:
         rank: number of this process in the group, from 0.
         group: the process group; ``None`` for that of all processes.
 
+    Attributes:
+        block: the replicas of this process.
+        nodes: the subtrees of this process, in their order.
+
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
     """
@@ -111,15 +114,11 @@ class TreeReducer:
         self._num_replicas = num_replicas
         self._rank = rank
         self._nodes = [subtrees(b, num_replicas) for b in blocks(num_processes, num_replicas)]
+        self.nodes = self._nodes[rank]
         self._distances = _halving_distances(num_processes)
         self._ranks = _Ranks(num_processes, rank, group)
         self._whole_bytes = (_WHOLE_BYTES, _LAST_WHOLE_BYTES)
         self._received: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    @property
-    def nodes(self) -> list[range]:
-        """The subtrees of this process, in their order."""
-        return self._nodes[self._rank]
 
     def all_reduce(self, sums: Mapping[range, Tensor]) -> Tensor:
         """Return the sum over all replicas; all processes call it with tensors of one size.
@@ -322,7 +321,7 @@ class NumberReducer:
         Returns:
             Tensors without dimensions, of torch's default type, summed in float64.
         """
-        pairs = [dict(zip(table, zip(table.values(), repeat(1)))) for table in tables]  # noqa: B905
+        pairs = [{name: (loss, 1) for name, loss in table.items()} for table in tables]
         dtype = torch.get_default_dtype()
         means = {}
         for name, (total, weight) in self.sum_scores(pairs).items():
