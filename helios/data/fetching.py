@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
-from operator import getitem
 from typing import Any, final
 
 from torch import Tensor, get_num_threads
@@ -57,7 +55,15 @@ def _without_pinning(
         return lambda index: collate(dataset[index])
     if isinstance(dataset, BatchedDataset):
         return lambda indices: collate(dataset.__getitems__(indices))
-    return lambda indices: collate(list(map(getitem, repeat(dataset), indices)))
+
+    def fetch(indices: list[Any]) -> Any:
+        # No map(): it would take a StopIteration of the data set for its own end.
+        samples = []
+        for index in indices:
+            samples.append(dataset[index])
+        return collate(samples)
+
+    return fetch
 
 
 class _DealtBatches(BatchIterator):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from helios.core import rng
 from helios.data import create_dataloader
@@ -297,3 +297,41 @@ def test_a_closed_pass_gives_nothing_more() -> None:
     next(batches)
     batches.close()
     assert list(batches) == []
+
+
+class Noisy(TensorDataset):
+    """Derives from the data set that cannot draw, and draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), *draw())
+
+
+class Marked(torch.Tensor):
+    """A tensor whose indexing may do anything."""
+
+
+_ROWS = torch.arange(12.0).view(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "is_seeded"),
+    [
+        (TensorDataset(_ROWS, _ROWS), {}, False),
+        (TensorDataset(_ROWS), {"shuffle": True}, False),
+        (TensorDataset(_ROWS), {"batch_size": None}, True),
+        (TensorDataset(_ROWS), {"collate_fn": list}, True),
+        (TensorDataset(_ROWS.as_subclass(Marked)), {}, True),
+        (Noisy(_ROWS), {}, True),
+        (Indices(6), {}, True),
+    ],
+)
+def test_a_fetch_is_seeded_unless_it_cannot_draw(
+    dataset: Any, options: dict[str, Any], is_seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    rng.seed_rngs(0)
+    monkeypatch.setattr("helios.data.fetching.rng.reseed", seeds.append)
+    batches = open_with(dataset, **{"batch_size": 2, **options}).batches(0)
+    next(batches)
+    batches.close()
+    assert bool(seeds) is is_seeded
