@@ -86,6 +86,12 @@ class Baseline:
             if self.containers.get(path) is not isinstance(part, list)
         }
 
+    def late(self, scene: Scene) -> dict[str, Any]:
+        """Return the objects and loose parameters that were created after setup, by path."""
+        parts = {**scene.found.objects, **scene.found.inner, **scene.parameters.loose}
+        known = self.paths | self.inner
+        return {path: part for path, part in parts.items() if path not in known}
+
     def distrust(self, places: Iterable[SlotKey]) -> None:
         """Look at places again, though what they hold can only be replaced."""
         for parent, key in places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -22,10 +23,12 @@ def check_alike(
     too_slow: Costs,
     ignored: Collection[str] = (),
 ) -> Costs:
-    """Check that weights, buffers and learning rates are the same on all processes.
+    """Check that weights, buffers, learning rates and orders are the same on all processes.
+
+    Gradients are added by the position of their parameter in its optimizer.
 
     Args:
-        discovery: finds the networks and optimizers of the model.
+        discovery: finds the networks, loose parameters and optimizers of the model.
         gather: returns the values of all processes, in the order of ranks.
         too_slow: the seconds of what this process would leave out of a checkpoint, by owner.
         ignored: what is known to differ, by path.
@@ -36,28 +39,49 @@ def check_alike(
     Raises:
         UsageError: if they are not; the same on all processes.
     """
-    told = gather((_marks_of(discovery), too_slow))
-    first, *others = [marks for marks, _ in told]
+    loose, members = discovery.moved()
+    orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
+    told = gather((orders, _marks_of(discovery, loose), too_slow))
+    first, *others = told
     for rank, found in enumerate(others, 1):
-        names = [
-            name
-            for name in first | found
-            if first.get(name) != found.get(name) and name not in ignored
-        ]
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UsageError(
-                f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
-                f"of rank {rank} differ from rank 0's. Load weights on every rank, let hooks do "
-                "the same on all of them, and in manual steps wrap networks by engine.wrap(...)."
-            )
-    agreed: Costs = told[0][1]
+        _compare_orders(rank, found[0], first[0])
+        _compare_marks(rank, found[1], first[1], ignored)
+    agreed: Costs = first[2]
     return agreed
 
 
-def _marks_of(discovery: Discovery) -> dict[str, Any]:
+def _compare_orders(
+    rank: int, found: Mapping[str, list[str]], first: Mapping[str, list[str]]
+) -> None:
+    for path in [path for path in first if path in found]:
+        for here, there in zip_longest(found[path], first[path], fillvalue="nothing"):
+            if here != there:
+                raise UsageError(
+                    f"All processes must give {path} its parameters in the same order, but rank "
+                    f"{rank} has {here} where rank 0 has {there}. Build optimizers in setup() in "
+                    "a fixed order: sort what comes from a set, whose order differs between "
+                    "processes."
+                )
+
+
+def _compare_marks(
+    rank: int, found: dict[str, Any], first: dict[str, Any], ignored: Collection[str]
+) -> None:
+    names = [
+        name for name in first | found if first.get(name) != found.get(name) and name not in ignored
+    ]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise UsageError(
+            f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
+            f"of rank {rank} differ from rank 0's. Load weights on every rank, let hooks do "
+            "the same on all of them, and in manual steps wrap networks by engine.wrap(...)."
+        )
+
+
+def _marks_of(discovery: Discovery, loose: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return by name what is the same where numbers are the same, and differs where they do not."""
-    tensors: dict[str, Tensor] = {}
+    tensors = dict(loose)
     for path, network in discovery.modules().items():
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
             tensors[f"{path}.{name}"] = tensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -34,7 +34,7 @@ from helios.run_state.losses import Losses
 from helios.run_state.names import as_written
 from helios.run_state.omissions import Omissions
 from helios.run_state.optimizer_tables import optimizer_tables
-from helios.run_state.optimizers import changes_of_optimizers, optimizers_of
+from helios.run_state.optimizers import Members, changes_of_optimizers, optimizers_of, roster_of
 from helios.run_state.parts import complete, flags_of, grads_of, kind_of, structure_since
 from helios.run_state.restoring import Restoring, read_state
 from helios.run_state.scene import Scene
@@ -44,6 +44,7 @@ from helios.run_state.values import Identities
 from helios.run_state.walk import walk
 
 _LOGGER = logging.getLogger(__name__)
+_Kind = TypeVar("_Kind")
 
 
 @final
@@ -102,13 +103,16 @@ class Discovery:
 
     def optimizers(self) -> dict[str, Optimizer]:
         """Return the optimizers by path, each once, with those that are declared as unsaved."""
-        objects = self._all().objects
-        return {path: part for path, part in objects.items() if isinstance(part, Optimizer)}
+        return self._all_of(Optimizer)
 
     def schedulers(self) -> dict[str, LRScheduler]:
         """Return the learning-rate schedulers by path, as :meth:`optimizers` does."""
-        objects = self._all().objects
-        return {path: part for path, part in objects.items() if isinstance(part, LRScheduler)}
+        return self._all_of(LRScheduler)
+
+    def moved(self) -> tuple[dict[str, Tensor], dict[str, Members]]:
+        """Return parameters that no network holds, and the names of each optimizer's, in order."""
+        scene = self._look()
+        return scene.parameters.loose, roster_of(scene.found, scene.parameters).members
 
     def named_objects(self) -> Mapping[str, object]:
         """Return the objects that this owner saves, and parts of networks, by name."""
@@ -157,7 +161,7 @@ class Discovery:
         self.values.renew_unsaved(scene.found, scene, new)
         aliases = scene.found.aliases.items()
         baseline.aliases |= {where: name for where, name in aliases if where[0] in new}
-        for path, part in _late(scene, baseline).items():
+        for path, part in baseline.late(scene).items():
             is_tensor = isinstance(part, Tensor)
             baseline.started[path] = (
                 self._mark(part.detach()) if is_tensor else mark_of_object(part, self._identities)
@@ -316,6 +320,9 @@ class Discovery:
         # What needs no checkpoint takes part in the training all the same.
         return walk(self._owner, Rules(self._exclude, known=self._known()))
 
+    def _all_of(self, kind: type[_Kind]) -> dict[str, _Kind]:
+        return {p: part for p, part in self._all().objects.items() if isinstance(part, kind)}
+
     def _known(self) -> Mapping[int, str]:
         return {} if self._baseline is None else self._baseline.known()
 
@@ -342,7 +349,7 @@ class Discovery:
             scene: what is there now.
         """
         baseline, lost = self._require_baseline(), dict[str, str]()
-        late = {path for table in tables for path in table} & _late(scene, baseline).keys()
+        late = {path for table in tables for path in table} & baseline.late(scene).keys()
         for table in tables:
             for path in late & table.keys():
                 if self._mark(table.pop(path)) != baseline.started.get(path):
@@ -388,10 +395,3 @@ class Discovery:
 def _come_or_gone(scene: Scene, baseline: Baseline, known: str) -> dict[str, str]:
     names = {as_written(path, scene.found.objects) for path in scene.paths() ^ baseline.paths}
     return {name: "" for name in names if name not in known}
-
-
-def _late(scene: Scene, baseline: Baseline) -> dict[str, Any]:
-    """Return the objects and loose parameters that were created after setup, by path."""
-    parts = {**scene.found.objects, **scene.found.inner, **scene.parameters.loose}
-    known = baseline.paths | baseline.inner
-    return {path: part for path, part in parts.items() if path not in known}

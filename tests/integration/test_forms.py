@@ -89,11 +89,14 @@ class End(Plugin):
         self.end = digest([dict(model.net.state_dict()), model.optimizer.state_dict(), strides])
 
 
-def _train(folder: Path, model: helios.Model, num_replicas: int | None = None) -> str:
+def train_to_end(
+    folder: Path, model: helios.Model, num_replicas: int | None = None, *plugins: Plugin
+) -> str:
+    """Train in a folder, from what lies there; returns a digest of the end."""
     end = End()
     trainer = Trainer(
         chkpt_root=folder,
-        plugins=[end],
+        plugins=[end, *plugins],
         train_unit="iteration",
         total_steps=7,
         chkpt_frequency=1,
@@ -110,18 +113,18 @@ def _train(folder: Path, model: helios.Model, num_replicas: int | None = None) -
 def test_what_training_makes_of_tensors_resumes_everywhere(
     num_replicas: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = _train(tmp_path / "whole", Changing(), num_replicas)
+    whole = train_to_end(tmp_path / "whole", Changing(), num_replicas)
     checkpoints = sorted((tmp_path / "whole").glob("*/*.pth"))
     assert len(checkpoints) == 7
     for number, path in enumerate(checkpoints):
         if "_iter_7" not in path.stem:
             folder = copy_checkpoint(path, tmp_path / f"resumed-{number}")
-            assert _train(folder, Changing(), num_replicas) == whole, path.stem
+            assert train_to_end(folder, Changing(), num_replicas) == whole, path.stem
     assert "incomplete" not in caplog.text
 
 
 def test_what_no_resume_can_make_again_is_refused_at_the_save(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"fit what setup\(\) makes.*optimizer \(moves what no"):
-        _train(tmp_path, Pruning())
+        train_to_end(tmp_path, Pruning())
     (*_, last) = sorted(tmp_path.glob("*/*.pth"))
     assert "_iter_2" in last.stem

@@ -1,0 +1,142 @@
+"""Parameters that ``setup`` orders anew in each process, as a set of names does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import helios
+from helios.errors import UsageError
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.distributed.test_elastic import Interrupt
+from tests.support.ranks import run_ranks
+
+NAMES = ("first", "second", "third")
+
+
+class Ordered(helios.Model):
+    """Gives its optimizer parameters of one shape, in the order of names."""
+
+    unsaved = ("order",)
+
+    def __init__(self, kind: str, order: tuple[str, ...]) -> None:
+        super().__init__("ordered")
+        self.kind = kind
+        self.order = order
+
+    def setup(self, fast_init: bool = False) -> None:
+        torch.manual_seed(4)
+        layers = {name: nn.Linear(4, 4) for name in NAMES}
+        self.net = nn.ModuleDict(layers)
+        self.scales = {name: nn.Parameter(torch.ones(4)) for name in NAMES}
+        own = {"net": [layers[name].weight for name in self.order]}
+        own["loose"] = [self.scales[name] for name in self.order]
+        self.optimizer = torch.optim.SGD(own[self.kind], lr=0.1, momentum=0.9)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        x: Tensor = batch[0]
+        for number, name in enumerate(NAMES):
+            x = torch.tanh(self.net[name](x) * self.scales[name] + number)
+        return x.square().mean()
+
+    def weights(self) -> str:
+        tensors = [*self.net.state_dict().values(), *(self.scales[name] for name in NAMES)]
+        return "".join(part.detach().numpy().tobytes().hex() for part in tensors)
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        data = TensorDataset(torch.arange(64.0).reshape(16, 4).sin())
+        self._train_dataset = self._create_dataset(data, helios.DataLoaderParams(batch_size=2))
+
+
+def _fit(model: helios.Model, folder: Path, *plugins: Plugin) -> bool:
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=4,
+        num_replicas=2,
+        chkpt_root=folder,
+        chkpt_frequency=1,
+        clip_norm=0.01,
+        use_cpu=True,
+        print_banner=False,
+        plugins=list(plugins),
+    )
+    return trainer.fit(model, Data())
+
+
+def _train(rank: int, kind: str, orders: list[tuple[str, ...]], folder: Path) -> str:
+    model = Ordered(kind, orders[rank])
+    assert _fit(model, folder)
+    return model.weights()
+
+
+def _refuse(rank: int, kind: str, orders: list[tuple[str, ...]], folder: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        _fit(Ordered(kind, orders[rank]), folder)
+    return str(caught.value)
+
+
+def _cut(rank: int, kind: str, orders: list[tuple[str, ...]], folder: Path) -> None:
+    _fit(Ordered(kind, orders[rank]), folder, Interrupt(2, 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "here", "there"),
+    [
+        ("net", "net.third.weight", "net.first.weight"),
+        ("loose", "scales.third", "scales.first"),
+    ],
+)
+def test_an_order_of_each_process_is_refused_before_the_first_step(
+    kind: str, here: str, there: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(_refuse, 2, kind, [NAMES, NAMES[::-1]], tmp_path)
+    assert first == second
+    assert first == (
+        "All processes must give optimizer its parameters in the same order, but rank 1 has "
+        f"{here} where rank 0 has {there}. Build optimizers in setup() in a fixed order: sort what "
+        "comes from a set, whose order differs between processes."
+    )
+    assert not list(tmp_path.rglob("*.pth"))
+
+
+@pytest.mark.parametrize("kind", ["net", "loose"])
+def test_a_resume_brings_all_processes_into_the_order_that_was_saved(
+    kind: str, tmp_path: Path
+) -> None:
+    (whole,) = run_ranks(_train, 1, kind, [NAMES], tmp_path / "whole")
+    run_ranks(_cut, 1, kind, [NAMES], tmp_path / "cut")
+    orders = [NAMES[::-1], ("second", "third", "first")]
+    assert run_ranks(_train, 2, kind, orders, tmp_path / "cut") == [whole] * 2
+
+
+class Apart(Ordered):
+    """A tensor of no network that is another one in each process."""
+
+    filling = 0.0
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        nn.init.constant_(self.scales["second"], self.filling)
+
+
+def _begin_apart(rank: int, folder: Path) -> str:
+    model = Apart("net", NAMES)
+    model.filling = float(rank)
+    with pytest.raises(UsageError) as caught:
+        _fit(model, folder)
+    return str(caught.value)
+
+
+def test_tensors_of_no_network_that_differ_are_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
+    for text in run_ranks(_begin_apart, 2, tmp_path):
+        assert "but scales.second of rank 1 differ from rank 0's" in text

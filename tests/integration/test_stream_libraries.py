@@ -1,0 +1,217 @@
+"""Streams of Hugging Face `datasets` and torchdata's loader: killed and resumed with equal bits.
+
+Stand-ins with the same protocol always run; where the libraries are installed, they run too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+import helios
+from helios.errors import ArgumentError
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.kills import KillAt, run_in_child
+from tests.support.warned import collect_warnings
+
+NUM_SHARDS, PER_SHARD = 4, 5
+NUM_ROWS = NUM_SHARDS * PER_SHARD
+BATCH_SIZE = 3
+TOTAL = 12
+"""A pass of seven batches, and a part of another."""
+
+
+class StandIn(IterableDataset[Any]):
+    """A stream with the protocol of Hugging Face's, and a buffer that it does not save."""
+
+    def __init__(self, buffer_size: int = 0) -> None:
+        self.buffer_size = buffer_size
+        self.position = 0
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        draw = torch.Generator().manual_seed(self.epoch)
+        buffer: list[dict[str, Any]] = []
+        while self.position < NUM_ROWS:
+            buffer.append({"row": torch.tensor(float(self.position))})
+            self.position += 1
+            if len(buffer) > self.buffer_size:
+                yield buffer.pop(int(torch.randint(len(buffer), (1,), generator=draw)))
+        yield from buffer
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "epoch": self.epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position, self.epoch = state_dict["position"], state_dict["epoch"]
+
+
+def _rows(shards: list[int]) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        for number in range(PER_SHARD):
+            yield {"row": float(shard * PER_SHARD + number)}
+
+
+def _hugging_face(buffer_size: int = 0) -> Any:
+    datasets: Any = importlib.import_module("datasets")
+    options = {"shards": list(range(NUM_SHARDS))}
+    stream = datasets.IterableDataset.from_generator(_rows, gen_kwargs=options)
+    if buffer_size:
+        stream = stream.shuffle(seed=3, buffer_size=buffer_size)
+    return stream.with_format("torch")
+
+
+def _workers_of_torchdata(make: Callable[[], Any]) -> Any:
+    loaders: Any = importlib.import_module("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader(make(), batch_size=BATCH_SIZE, num_workers=2)
+
+
+_MAKERS = {"stand-in": StandIn, "datasets": _hugging_face}
+
+
+class Data(helios.DataModule):
+    """The data of a stream, or of a loader."""
+
+    unsaved = ("made",)
+
+    def __init__(self, made: Any, num_workers: int = 0) -> None:
+        super().__init__()
+        self.made = made
+        self.num_workers = num_workers
+
+    def setup(self) -> None:
+        if not isinstance(self.made, DataLoader):
+            params = helios.DataLoaderParams(batch_size=BATCH_SIZE, num_workers=self.num_workers)
+            self._train_dataset = self._create_dataset(self.made, params)
+
+    def train_dataloader(self) -> Any:
+        if isinstance(self.made, DataLoader):
+            return self.made, None
+        return super().train_dataloader()
+
+
+class Follower(helios.Model):
+    """Follows the rows that it sees, and writes them down with its weight."""
+
+    unsaved = ("log",)
+
+    def __init__(self, log: Path) -> None:
+        super().__init__("follower")
+        self.log = log
+
+    def setup(self, fast_init: bool = False) -> None:
+        torch.manual_seed(2)
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.1)
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        rows = batch["row"]
+        weight = self.net.weight.detach().numpy().tobytes().hex()
+        with self.log.open("a") as file:
+            file.write(json.dumps([state.global_iteration, rows.tolist(), weight]) + "\n")
+        noise = 0.1 * torch.rand(1)
+        loss: Tensor = (self.net(rows.unsqueeze(1) / NUM_ROWS) - noise).square().mean()
+        return loss
+
+
+def _train(folder: Path, data: Data, *plugins: Plugin) -> None:
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=TOTAL,
+        chkpt_root=folder,
+        chkpt_frequency=2,
+        use_cpu=True,
+        print_banner=False,
+        plugins=list(plugins),
+    )
+    trainer.fit(Follower(folder / "log"), data)
+
+
+def _start(folder: Path, make: Callable[[], Any], kill_at: int | None = None) -> int:
+    folder.mkdir(exist_ok=True)
+    plugins = [] if kill_at is None else [KillAt("on_training_batch_end", kill_at)]
+    return run_in_child(lambda: _train(folder, Data(make()), *plugins), folder / "outcome")
+
+
+def _read(folder: Path) -> dict[int, Any]:
+    """Return what was seen by iteration; what was done again must have been the same again."""
+    found: dict[int, Any] = {}
+    for line in (folder / "log").read_text().splitlines():
+        number, *seen = json.loads(line)
+        assert found.setdefault(number, seen) == seen, f"iteration {number} was another one again"
+    return found
+
+
+def _sidecars(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("follower/*.json"))]
+    assert found
+    return found
+
+
+def _check_resumes(make: Callable[[], Any], folder: Path) -> None:
+    (folder / "whole").mkdir()
+    _train(folder / "whole", Data(make()))
+    assert _start(folder / "killed", make, 5) == -9
+    assert _start(folder / "killed", make, 9) == -9
+    assert _start(folder / "killed", make) == 0
+    whole = _read(folder / "whole")
+    assert sorted(whole) == list(range(1, TOTAL + 1))
+    assert _read(folder / "killed") == whole
+
+
+@pytest.fixture(params=_MAKERS)
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return which stream is used; its library is there."""
+    if request.param == "datasets":
+        pytest.importorskip("datasets")
+        # Its progress bars leave a thread.
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    return str(request.param)
+
+
+def test_a_stream_goes_on_after_kills(name: str, tmp_path: Path) -> None:
+    _check_resumes(_MAKERS[name], tmp_path)
+    for sidecar in _sidecars(tmp_path / "killed"):
+        assert sidecar["level"] == "restart"
+        (claim,) = sidecar["claims"]
+        assert claim.startswith("claimed by ")
+        assert claim.endswith(", tried at the first start")
+
+
+def test_a_shuffle_buffer_that_is_not_saved_makes_checkpoints_incomplete(
+    name: str, tmp_path: Path
+) -> None:
+    with collect_warnings() as warnings:
+        _train(tmp_path, Data(_MAKERS[name](6)))
+    assert sum("does not bring back the next batch" in text for text in warnings) == 1
+    for sidecar in _sidecars(tmp_path):
+        assert sidecar["level"] == "incomplete"
+        (reason,) = sidecar["missing"].values()
+        assert reason == "its state does not bring back the next batch"
+
+
+def test_a_stream_behind_workers_names_the_loader_that_resumes(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"torchdata\.stateful_dataloader\.StatefulDataLoader"):
+        _train(tmp_path, Data(_MAKERS[name](), num_workers=2))
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_the_loader_of_torchdata_with_workers_goes_on_after_kills(
+    name: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    _check_resumes(partial(_workers_of_torchdata, _MAKERS[name]), tmp_path)
