@@ -17,7 +17,7 @@ from helios.data.samplers import (
 from helios.data.share import Share
 from helios.data.source import open_source
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from tests.data.datasets import FETCH, Indices, as_lists, join, walk, walk_shares
+from tests.data.datasets import FETCH, Indices, as_lists, join, walk_shares
 
 SPLITS = ("train", "valid", "test", "predict")
 
