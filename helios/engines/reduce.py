@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helios.engines.tree import block_of, blocks, finish, is_power_of_two, subtrees, tree_sum
+from helios.engines.assignment import block_of, blocks, is_power_of_two
+from helios.engines.tree import finish, subtrees, tree_sum
 from helios.errors import UsageError
 
 _Message = tuple[Tensor, int]

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from helios.data import create_dataloader
 from helios.data.share import LONE, NO_BATCH, Share
 from helios.data.source import Source, open_source
-from helios.engines.tree import blocks
+from helios.engines.assignment import blocks
 from tests.data.datasets import FETCH, Lone, join
 
 Opener = Callable[[Share], Source]

@@ -12,8 +12,8 @@ from torch import nn
 
 from helios.core import rng
 from helios.core.group import DistributedInfo
+from helios.engines.assignment import blocks
 from helios.engines.replicated import Replicas
-from helios.engines.tree import blocks
 from helios.engines.turns import Turns, make_turns
 from helios.errors import UsageError
 from tests.engines.joined import replicas_on
