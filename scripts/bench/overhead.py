@@ -58,7 +58,7 @@ def make_data(num_samples: int) -> TensorDataset:
 class Data(DataModule):
     """The data as a data module."""
 
-    def __init__(self, data: TensorDataset, batch_size: int) -> None:
+    def __init__(self, data: torch.utils.data.Dataset[Any], batch_size: int) -> None:
         super().__init__()
         self._data, self._batch_size = data, batch_size
 
@@ -112,7 +112,7 @@ def run_plain(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> 
 
 
 def run_helios(
-    data: TensorDataset, batch_size: int, last: int, clock: Clock, **options: Any
+    data: torch.utils.data.Dataset[Any], batch_size: int, last: int, clock: Clock, **options: Any
 ) -> float:
     """Return the microseconds per iteration of the same training by Helios."""
     model = Timed(last, clock)
@@ -210,12 +210,6 @@ def run_with_plugins(kind: type[Plugin], number: int) -> Mode:
     return run
 
 
-def run_without_keys(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
-    """Return the same with the keyed randomness switched off."""
-    with without_keys():
-        return run_helios(data, batch_size, last, clock)
-
-
 class Pairs(torch.utils.data.Dataset[Any]):
     """The same data as a user's own data set, which may draw random numbers."""
 
@@ -227,6 +221,17 @@ class Pairs(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self._data[index]
+
+
+def run_on_own_data(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
+    """Return the same on a data set of the user's own."""
+    return run_helios(Pairs(data), batch_size, last, clock)
+
+
+def run_without_keys(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
+    """Return the same with the keyed randomness switched off."""
+    with without_keys():
+        return run_helios(data, batch_size, last, clock)
 
 
 class Layers(Timed):
@@ -306,6 +311,7 @@ MODES: dict[str, Mode] = {
     "plain loop": run_plain,
     "Helios without keyed randomness": run_without_keys,
     "Helios": run_helios,
+    "Helios, a data set of the user's own": run_on_own_data,
     "Helios, 1 plugin that hears it": run_with_plugins(Counting, 1),
     "Helios, 10 plugins that hear it": run_with_plugins(Counting, 10),
     "Helios, 10 plugins that do not": run_with_plugins(Deaf, 10),
@@ -342,12 +348,12 @@ def main() -> None:
     for batch_size in arguments.batch_sizes:
         times = measure(batch_size, arguments.iterations, arguments.rounds, clock)
         print(f"\nbatch size {batch_size}: microseconds per iteration, {arguments.rounds} rounds")
-        print(f"  {'':34}{'median':>9}{'min':>9}{'max':>9}{'over plain':>12}{'ratio':>8}")
+        print(f"  {'':38}{'median':>9}{'min':>9}{'max':>9}{'over plain':>12}{'ratio':>8}")
         base = statistics.median(times["plain loop"])
         for name, found in times.items():
             middle = statistics.median(found)
             spread = f"{middle:9.1f}{min(found):9.1f}{max(found):9.1f}"
-            print(f"  {name:34}{spread}{middle - base:+12.1f}{middle / base:8.2f}")
+            print(f"  {name:38}{spread}{middle - base:+12.1f}{middle / base:8.2f}")
 
 
 if __name__ == "__main__":
