@@ -14,7 +14,7 @@ _IMPATIENCE = "no improvement in"
 class Schedule:
     """The options that decide when something happens; checked by the trainer.
 
-    ``is_by_epoch`` says whether the unit is EPOCH.
+    ``is_by_epoch`` says whether the unit is EPOCH, ``logs`` whether there is a print frequency.
 
     A frequency of ``None`` means never. Frequencies and ``total_steps`` count in ``unit``, but
     ``print_frequency`` counts ``current_iteration`` in both units (API section 12).
@@ -29,10 +29,12 @@ class Schedule:
     early_stop_cycles: int | None = None
 
     is_by_epoch: bool = dataclasses.field(init=False)
+    logs: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Asked several times in an iteration, so it is an attribute and no property.
+        # Asked in every iteration, so they are attributes and no properties.
         object.__setattr__(self, "is_by_epoch", self.unit is TrainingUnit.EPOCH)
+        object.__setattr__(self, "logs", self.print_frequency is not None)
 
 
 def ends_window(
@@ -79,6 +81,17 @@ def is_validation_due(schedule: Schedule, state: TrainingState) -> bool:
 def is_save_due(schedule: Schedule, state: TrainingState) -> bool:
     """Whether the counters ask for a checkpoint at this boundary (H20)."""
     return _is_due(schedule, state, schedule.chkpt_frequency)
+
+
+def find_next(schedule: Schedule, state: TrainingState) -> float:
+    """Return the next count of steps at which anything may be due; infinity for none.
+
+    By epochs that is never inside of an epoch, so it is asked by steps only.
+    """
+    done = state.current_iteration
+    frequencies = (schedule.valid_frequency, schedule.chkpt_frequency)
+    counts = (done - done % frequency + frequency for frequency in frequencies if frequency)
+    return min(schedule.total_steps, *counts, float("inf"))
 
 
 def count_saves(schedule: Schedule, state: TrainingState) -> float:

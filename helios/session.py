@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from helios import schedule as due
 from helios.checkpoint.capture import capture
 from helios.checkpoint.level import list_missing
 from helios.checkpoint.live import NoOwners, NoStates, OwnerStates, States
@@ -23,7 +22,7 @@ from helios.core.scalars import as_number, as_numbers
 from helios.data.source import Source
 from helios.engines.engine import Engine
 from helios.engines.replicated import Replicas
-from helios.engines.turns import Turns
+from helios.engines.turns import Turns, make_turns
 from helios.errors import StateError, UsageError
 from helios.hooks.bus import Bus
 from helios.hooks.context import Context
@@ -32,8 +31,9 @@ from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
 from helios.plugins.states import PluginStates
 from helios.protocols import Recorder
-from helios.requests import Requests
+from helios.requests import Agreement, Requests, make_agreement
 from helios.run_state.consistency import check_alike
+from helios.run_state.replica_watch import ReplicaWatch
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 
@@ -69,14 +69,16 @@ class Session:
         claims: whose word the level of the run rests on.
         refuses_incomplete: whether a checkpoint that lacks something is an error.
         note_last_safe_point: called at a safe point that no batch follows, before it saves.
-        requests: what was asked for in this process.
-        agreed: what all processes know that any of them has asked for.
         outside: gives the reason for which the run is to break off, if it came from outside.
         state: the counters that users see.
         cursor: where the next batch lies.
         phase: what the session is doing.
         is_resumed: whether the training goes on from a checkpoint.
         is_manual: whether the model steps its optimizers itself; known after the first step.
+        replicas: the replicas of the run, and who carries them.
+        leaves_batches: whether batches are used where they are, by the model's own rule.
+        is_plain: whether steps run in no context of the engine's.
+        agreement: what this process asks for, and what all of them know.
         turns: whose random numbers and buffers are in place.
         obstacles: what training has found that binds the run to its number of processes.
         unshared: paths of what every replica changes in the model on its own.
@@ -107,8 +109,6 @@ class Session:
     note_last_safe_point: Callable[[], None] = _do_nothing
     state: TrainingState = field(default_factory=TrainingState)
     cursor: Cursor = field(default_factory=Cursor)
-    requests: Requests = field(default_factory=Requests)
-    agreed: Requests = field(default_factory=Requests)
     outside: Callable[[], str] = str
     phase: Phase = Phase.TRAINING
     is_resumed: bool = False
@@ -119,23 +119,45 @@ class Session:
     is_sanity_check: bool = False
     context: Context = field(init=False)
     plugin_states: PluginStates = field(init=False)
+    replicas: Replicas = field(init=False)
+    leaves_batches: bool = field(init=False)
+    is_plain: bool = field(init=False)
+    agreement: Agreement = field(init=False)
     turns: Turns = field(init=False)
     obstacles: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
     _is_logging: bool = False
 
     def __post_init__(self) -> None:
+        # Asked in every iteration, and the same in all of them.
+        self.replicas = self.engine.replicas
+        is_there = self.engine.device.type == "cpu"
+        self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
+        has_own = type(self.engine).autocast is not Engine.autocast
+        self.is_plain = not self.engine.precision.casts and not has_own
         self.context = Context(self)
         # Without a training no plugin that is gone is missed.
         self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
-        self.turns = Turns(self.replicas, self.seed)
-        if self.replicas.is_lone:
-            self.agreed = self.requests
+        self.agreement = make_agreement(self.replicas)
+        watch = ReplicaWatch(self, self.replicas.gather_objects)
+        self.turns = make_turns(self.replicas, self.seed, self.model, watch)
 
     @property
-    def replicas(self) -> Replicas:
-        """The replicas of the run, and who carries them."""
-        return self.engine.replicas
+    def requests(self) -> Requests:
+        """What was asked for in this process."""
+        return self.agreement.asked
+
+    @property
+    def agreed(self) -> Requests:
+        """What all processes know that any of them has asked for."""
+        return self.agreement.agreed
+
+    def add_obstacle(self, text: str) -> bool:
+        """Note what binds the run to its number of processes; returns whether it is new."""
+        is_new = text not in self.obstacles
+        if is_new:
+            self.obstacles.append(text)
+        return is_new
 
     @property
     def training_source(self) -> Source:
@@ -166,8 +188,7 @@ class Session:
 
     def move_batch(self, batch: Any, phase: Phase) -> Any:
         """Return a batch on the device, by the model's rule."""
-        is_there = self.engine.device.type == "cpu"
-        if is_there and type(self.model).batch_to_device is Model.batch_to_device:
+        if self.leaves_batches:
             return batch
         return self.model.batch_to_device(batch, phase)
 
@@ -247,48 +268,30 @@ class Session:
         """Ask for a checkpoint and an early return at the next safe point."""
         self.requests.interruption = self.requests.interruption or reason
 
-    def poll_stop(self) -> None:
-        """Ask plugins and model whether the training should stop (H32, H36)."""
-        if not self.hooks.is_heard("should_training_stop"):
-            return
-        (says_yes,) = self.replicas.agree(self.hooks.ask("should_training_stop"))
-        if says_yes:
-            self.stop("should_training_stop said yes")
-
-    def agree(self) -> None:
+    def agree(self) -> bool:
         """Let every process know what any of them has asked for; all call it at one place.
 
         What is asked for behind it waits for the next time, in all processes.
 
+        Returns:
+            Whether anything is asked for.
+
         Raises:
             Exception: that of a save which has failed since the last time, in all processes.
         """
-        asked, recorder = self.requests, self.recorder
-        from_outside = self.outside()
+        from_outside, recorder = self.outside(), self.recorder
         if from_outside:
             self.interrupt(from_outside)
         has_failed = recorder is not None and recorder.has_failed
-        if self.replicas.is_lone:
-            self.agreed = asked
-        else:
-            has_failed = self.agreed.merge(asked, self.replicas, is_alarm=has_failed)
-        if has_failed and recorder is not None:
+        if self.agreement.settle(is_alarm=has_failed) and recorder is not None:
             recorder.raise_failure()
+        agreed = self.agreement.agreed
+        return bool(agreed.stop_reason or agreed.interruption or agreed.is_checkpoint_wanted)
 
     def stop(self, reason: str) -> None:
         """End the run at the next safe point, for a reason that all processes know."""
         for requests in (self.requests, self.agreed):
             requests.stop_reason = requests.stop_reason or reason
-
-    @property
-    def limit(self) -> str:
-        """Why the options end the run here; empty while they do not."""
-        return due.find_limit(self.schedule, self.state, self.cursor)
-
-    def check_limits(self) -> None:
-        """Ask for the end of the run where the options say so."""
-        if self.limit:
-            self.stop(self.limit)
 
     def log(self, scalars: Mapping[str, Any]) -> None:
         """Log numbers by name, as of the present iteration; reads tensors from their device."""
@@ -318,39 +321,20 @@ class Session:
         """Log the validation scores that are single numbers."""
         self.log({f"valid/{name}": score for name, score in as_numbers(self.model.metrics).items()})
 
-    def move_epoch_schedulers(self) -> None:
-        """Move the schedulers that count epochs, in automatic mode."""
-        if self.schedulers is not None and not self.is_manual:
-            self.schedulers.after_epoch()
-
-    def conclude_validation(self) -> None:
-        """Count a validation, move what follows its metrics, and ask for an improvement (H30)."""
-        if self.schedulers is not None and not self.is_manual:
-            self.schedulers.after_validation(self.model.metrics)
-        self.log_scores()
-        self.state.end_validation()
-        (has_improved,) = self.replicas.agree(bool(self.model.have_metrics_improved()))
-        self.state.record_improvement(has_improved=has_improved)
-
-    def save_if_asked(self, *, is_due: bool) -> None:
-        """The safe point: write a checkpoint if one is due, requested or final (DESIGN R4)."""
-        if self.is_stopping and not self.limit:
-            self.cursor.stop(self.agreed.stop_reason)
-        is_wanted = is_due or self.agreed.is_checkpoint_wanted or self.is_leaving
-        self.agreed.is_checkpoint_wanted = False
-        if not is_wanted or not self.can_save or self.recorder is None:
-            return
+    def save(self) -> None:
+        """Write a checkpoint of this safe point, if any are written and this one is not there."""
         # Where a poll behind the save ends the run, the checkpoint is there already.
-        if not self.recorder.has_saved(self.state):
-            self.check_alike()
-            if self.is_leaving:
-                self.note_last_safe_point()
-            record = self.capture()
-            self._check_complete(record)
-            snapshot = record.snapshot()
-            self.hooks.emit("on_save_checkpoint", snapshot)
-            meters = {**self.model.discovery.values.meters, **self.owner_states.meters}
-            self.recorder.save(snapshot, meters)
+        if not self.can_save or self.recorder is None or self.recorder.has_saved(self.state):
+            return
+        self.check_alike()
+        if self.is_leaving:
+            self.note_last_safe_point()
+        record = self.capture()
+        self._check_complete(record)
+        snapshot = record.snapshot()
+        self.hooks.emit("on_save_checkpoint", snapshot)
+        meters = {**self.model.discovery.values.meters, **self.owner_states.meters}
+        self.recorder.save(snapshot, meters)
 
     def begin_training(self) -> None:
         """Note that the start events are over: what they set up, every start sets up again."""
@@ -364,11 +348,11 @@ class Session:
         With the same message rank 0, which writes, says what takes too long to be saved, so that
         all leave out the same.
         """
-        if self.replicas.is_whole:
-            return
+        self.replicas.compare(self._check_alike)
+
+    def _check_alike(self, gather: Callable[[Any], list[Any]]) -> None:
         costs, owners = self.model.discovery.values.costs, self.owner_states
         too_slow = {_MODEL: costs.too_slow(), **owners.too_slow()}
-        gather = self.replicas.gather_objects
         agreed = check_alike(self.model.discovery, gather, ignored=self.unshared, too_slow=too_slow)
         costs.agree(agreed[_MODEL])
         owners.agree_on_costs(agreed)

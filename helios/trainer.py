@@ -345,10 +345,9 @@ class Trainer:
                     model.eval()
                     on_validation_start(validation_cycle)
                     for each batch of each loader:
-                        if one replica trains: process_validation_batch(batch, step)
                         on_validation_batch_start(step)
                         for each replica of the process that has a batch:
-                            if several replicas train: process_validation_batch(batch, step)
+                            process_validation_batch(batch, step)
                             on_forward_start(context)
                             valid_step(batch, step)
                             on_forward_end(context)

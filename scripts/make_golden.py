@@ -5,9 +5,11 @@ What is in ``tests/golden/today`` is not among them: it is never written again.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,19 +30,23 @@ from tests.support.matrix import cells  # noqa: E402
 GOLDEN = ROOT / "tests" / "golden"
 
 
-def golden_files() -> dict[Path, str]:
-    """Return the text of every golden file, and of the page that is generated."""
-    logs = event_situations.golden_logs()
-    return {
-        GOLDEN / "public_names.txt": house.public_names(),
-        cells.GOLDEN: cells.golden_table(),
-        decisions.GOLDEN: decisions.golden_table(),
+def _in(folder: Path, texts: Mapping[str, str]) -> dict[Path, str]:
+    return {folder / name: text for name, text in texts.items()}
+
+
+MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
+    "names": lambda: {GOLDEN / "public_names.txt": house.public_names()},
+    "matrix": lambda: {cells.GOLDEN: cells.golden_table()},
+    "decisions": lambda: {decisions.GOLDEN: decisions.golden_table()},
+    "events": lambda: _in(GOLDEN / "events", event_situations.golden_logs()),
+    "replicas": lambda: _in(replica_logs.FOLDER, replica_logs.golden_logs()),
+    "help": lambda: {
         GOLDEN / "chkpt_migrator_help.txt": chkpt_migrator.build_parser().format_help(),
-        **{GOLDEN / "events" / name: text for name, text in logs.items()},
-        **{replica_logs.FOLDER / name: text for name, text in replica_logs.golden_logs().items()},
-        **{GOLDEN / "help" / name: text for name, text in helps.help_texts().items()},
-        ROOT / "docs" / "hooks.md": event_page.render(),
-    }
+        **_in(GOLDEN / "help", helps.help_texts()),
+    },
+    "page": lambda: {ROOT / "docs" / "hooks.md": event_page.render()},
+}
+"""What makes each group of golden files, and the page that is generated."""
 
 
 def write_checkpoints() -> None:
@@ -55,12 +61,18 @@ def write_checkpoints() -> None:
 
 def main() -> None:
     """Write each golden file and say which ones changed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("groups", nargs="*", choices=[[], *MAKERS], help="all, if none is named")
+    groups = parser.parse_args().groups or list(MAKERS)
     # Recorded runs would fill the screen; some of them fail on purpose.
     logging.disable(logging.CRITICAL)
-    wanted = golden_files()
-    for path in sorted(set((GOLDEN / "events").glob("*")) - set(wanted)):
-        path.unlink()
-        print(f"{path.relative_to(ROOT)}: removed")
+    wanted: dict[Path, str] = {}
+    for group in groups:
+        wanted |= MAKERS[group]()
+    if "events" in groups:
+        for path in sorted(set((GOLDEN / "events").glob("*")) - set(wanted)):
+            path.unlink()
+            print(f"{path.relative_to(ROOT)}: removed")
     for path, text in wanted.items():
         path.parent.mkdir(exist_ok=True)
         found = path.read_text("utf-8") if path.exists() else ""

@@ -43,6 +43,11 @@ TYPE_ONLY = {
     ("plugins", "model"),
 }
 DEAF_TO = {"plugins": {"data", "engines", "checkpoint", "ledger"}}
+# One replica goes the way of many: what differs is chosen at the start of a run, in engines/.
+ONE_PATH = {"loops", "session", "model", "plugins"}
+QUESTIONS = {"is_lone", "is_whole", "has_one_each"}
+NUMBERS = {"num_replicas", "num_processes", "world_size"}
+STILL_ASKING = {"plugins/metrics.py", "plugins/findings.py"}
 OWNERS_OF_TRAINER = ("data/datamodule.py", "model/model.py", "plugins/plugin.py")
 
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_P90, MAX_PARAMETERS = 400, 60, 8, 30, 7
@@ -258,6 +263,22 @@ def global_faults(path: str, text: str) -> list[str]:
     for node in ast.walk(tree):
         if name := _is_mutation(node, containers):
             faults.append(f"{path}:{getattr(node, 'lineno', 0)}: {name} is changed in place.")
+    return faults
+
+
+def number_faults(path: str, text: str) -> list[str]:
+    """Questions how many replicas or processes there are, where one path serves any number."""
+    if room_of(path) not in ONE_PATH or path in STILL_ASKING:
+        return []
+    faults = []
+    for node in ast.walk(ast.parse(text)):
+        operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        found = [one.attr for one in operands if isinstance(one, ast.Attribute)]
+        if isinstance(node, ast.Attribute) and node.attr in QUESTIONS:
+            found.append(node.attr)
+        for name in QUESTIONS.union(NUMBERS).intersection(found):
+            line = getattr(node, "lineno", 0)
+            faults.append(f"{path}:{line}: {name} is asked for, which is settled at the start.")
     return faults
 
 

@@ -17,6 +17,7 @@ _RULES = {
     "sizes": house.size_faults,
     "bans": house.ban_faults,
     "globals": house.global_faults,
+    "numbers": house.number_faults,
 }
 
 
@@ -143,6 +144,21 @@ _BAD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
     "a number that wants to move": (house.global_faults, "x.py", "counter = 0"),
     "a constant is changed": (house.global_faults, "x.py", "_C = {}\n_C['a'] = 1"),
     "a constant is extended": (house.global_faults, "x.py", "C = [1]\ndef f():\n    C.append(2)"),
+    "a loop asks whether there is one replica": (
+        house.number_faults,
+        "loops/x.py",
+        "if session.replicas.is_lone:\n    pass",
+    ),
+    "a plugin counts the replicas": (
+        house.number_faults,
+        "plugins/x.py",
+        "if context.num_replicas > 1:\n    pass",
+    ),
+    "the session counts the processes": (
+        house.number_faults,
+        "session.py",
+        "x = 1 == self.replicas.num_processes",
+    ),
     "a path of a machine": (house.word_faults, "x.md", "look into " + "/home/" + "me/data"),
     "a note to the writer": (house.word_faults, "x.md", "# TO" + "DO: finish"),
 }
@@ -191,6 +207,8 @@ _GOOD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
         "_LOGGER = logging.getLogger(__name__)\nNAMES = ('a',)\n_BY = {}\nBatch = list[int]\n"
         "P, D = 1, 2\n__all__ = ['x']\nx = _BY['a'] if 0 else 1\n".replace("x = ", "X = "),
     ),
+    "an engine asks, at the start": (house.number_faults, "engines/x.py", "x = replicas.is_lone"),
+    "a loop reads the number": (house.number_faults, "loops/x.py", "x = replicas.num_replicas"),
     "an address": (house.word_faults, "x.md", "https://example.org/home/page ~/work/x ./opt/y"),
 }
 

@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import torch
 
@@ -27,7 +27,13 @@ _RATE_SECONDS = 10.0
 
 
 class Display(ABC):
-    """What shows the progress of a run; loops tell it what happens."""
+    """What shows the progress of a run; loops tell it what happens.
+
+    Attributes:
+        is_shown: whether it shows iterations at all; else nobody needs to tell of them.
+    """
+
+    is_shown: ClassVar[bool] = True
 
     @abstractmethod
     def start_training(
@@ -94,6 +100,8 @@ class Display(ABC):
 
 class NullDisplay(Display):
     """Shows nothing."""
+
+    is_shown: ClassVar[bool] = False
 
     def start_training(self, **position: Any) -> None:
         """Do nothing."""

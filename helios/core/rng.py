@@ -23,6 +23,12 @@ _FIELD_TYPES = frozenset((int, str))
 _MASK64 = (1 << 64) - 1
 _PCG_STATE_FACTOR = 0xD6E8FEB86659FD93
 _PCG_INCREMENT = 0x9E3779B97F4A7C15F39CC0605CEDC835
+# Stands for the counter in the text of a series' fields; as text no field can hold it.
+_COUNTER = "\0"
+# What `random.seed` comes to for an int, without its questions for other types.
+_RANDOM: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+_SEED_RANDOM = super(random.Random, _RANDOM).seed
+_SEED_TORCH = torch.default_generator.manual_seed
 
 
 def key(*fields: int | str) -> int:
@@ -68,19 +74,26 @@ class KeySeries:
     _LENGTH = 64
 
     def __init__(self, *prefix: int | str, suffix: tuple[int | str, ...] = ()) -> None:
-        self._prefix = prefix
-        self._suffix = suffix
+        key(*prefix, *suffix)  # raises
+        marked = ascii((*prefix, _COUNTER, *suffix)).encode()
+        head, _, self._tail = marked.partition(ascii(_COUNTER).encode())
+        self._hash = blake2b(head, digest_size=8)
         self._first = 0
         self._keys: list[int] = []
 
     def at(self, counter: int) -> int:
         """Return the key of a counter."""
         place = counter - self._first
-        if not 0 <= place < len(self._keys):
-            counters = range(counter, counter + self._LENGTH)
-            self._keys = [key(*self._prefix, number, *self._suffix) for number in counters]
-            self._first, place = counter, 0
-        return self._keys[place]
+        if 0 <= place < len(self._keys):
+            return self._keys[place]
+        self._keys = []
+        for number in range(counter, counter + self._LENGTH):
+            # What key() digests, with the fields before the counter digested already.
+            found = self._hash.copy()
+            found.update(b"%d%b" % (number, self._tail))
+            self._keys.append(int.from_bytes(found.digest(), "little"))
+        self._first = counter
+        return self._keys[0]
 
 
 class DefaultNumpyRNG:
@@ -88,17 +101,21 @@ class DefaultNumpyRNG:
 
     Args:
         seed: seed of the generator; the default seed when ``None``.
+
+    Attributes:
+        pending: a key that was only noted; ``None`` once the generator is set from it.
+        is_taken: whether somebody has taken the generator, and may draw from it at any time.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self._generator = np.random.default_rng(_DEFAULT_SEED if seed is None else seed)
-        self._pending: int | None = None
-        self._is_taken = False
+        self.pending: int | None = None
+        self.is_taken = False
 
     @property
     def generator(self) -> np.random.Generator:
         """The wrapped generator."""
-        self._is_taken = True
+        self.is_taken = True
         self._settle()
         return self._generator
 
@@ -109,7 +126,7 @@ class DefaultNumpyRNG:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned."""
-        self._pending = None
+        self.pending = None
         self._generator.bit_generator.state = state_dict
 
     def reseed(self, seed: int) -> None:
@@ -118,8 +135,8 @@ class DefaultNumpyRNG:
         Until somebody has taken the generator nobody can draw from it, so the key is only noted:
         a training without NumPy does not pay for it in every iteration.
         """
-        self._pending = seed
-        if self._is_taken:
+        self.pending = seed
+        if self.is_taken:
             self._settle()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -130,9 +147,9 @@ class DefaultNumpyRNG:
         return _make_from_state, (self.state_dict(),)
 
     def _settle(self) -> None:
-        if self._pending is None:
+        if self.pending is None:
             return
-        seed, self._pending = self._pending, None
+        seed, self.pending = self.pending, None
         # The cached half of a 64-bit draw goes too: left over, it would be the first number drawn.
         self._generator.bit_generator.state = {
             "bit_generator": "PCG64",
@@ -220,13 +237,17 @@ def reseed(seed: int) -> None:
 
     Takes about 6 microseconds on a CPU; ``torch.manual_seed`` alone takes a hundred.
     """
-    torch.default_generator.manual_seed(seed)
-    if _uses_cuda():
+    _SEED_TORCH(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)
-    random.seed(seed)
+    _SEED_RANDOM(seed)
+    _RANDOM.gauss_next = None  # type: ignore[attr-defined]
     if _Default.numpy is None:
         create_default_numpy_rng(seed)
-    get_default_numpy_rng().reseed(seed)
+    numpy = _Default.numpy or get_default_numpy_rng()
+    numpy.pending = seed
+    if numpy.is_taken:
+        numpy.reseed(seed)
 
 
 @contextmanager

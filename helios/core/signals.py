@@ -67,7 +67,7 @@ class Receiver:
         self.numbers = tuple(numbers)
         self._grace = grace
         self._give_up = give_up
-        self._noted: list[int] = []
+        self.noted: list[int] = []
         self._num_taken = 0
         self._presses = 0
         self._answered = 1
@@ -81,11 +81,11 @@ class Receiver:
     @property
     def first(self) -> str:
         """The name of the signal that came first; empty while there was none."""
-        return name_of(self._noted[0]) if self._noted else ""
+        return name_of(self.noted[0]) if self.noted else ""
 
     def take(self) -> list[int]:
         """Return the signals that came since the last time."""
-        new = self._noted[self._num_taken :]
+        new = self.noted[self._num_taken :]
         self._num_taken += len(new)
         return new
 
@@ -120,7 +120,7 @@ class Receiver:
             self._answered = self._presses
             raise KeyboardInterrupt
         else:
-            self._noted.append(number)
+            self.noted.append(number)
 
     @property
     def _is_pressed_again(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from helios.data.drawn import parts_of
-from helios.data.keyed import Keyed, ask_twice, cut
+from helios.data.keyed import Keyed, ask_twice
 from helios.data.loader import KeyedLoader
 from helios.data.order import GlobalOrder, Order, Place
 from helios.data.samplers import has_whole_order
@@ -34,20 +34,6 @@ class Turn(NamedTuple):
 
     hands: list[Any]
     num_samples: int
-
-
-class Entry(NamedTuple):
-    """What the consumer wants to know of an iteration that PyTorch has read ahead.
-
-    Attributes:
-        num_batches: how many replicas of the process have a batch.
-        num_samples: positions that all replicas of the run consume.
-        is_last: whether it ends the pass.
-    """
-
-    num_batches: int
-    num_samples: int
-    is_last: bool
 
 
 @final
@@ -89,6 +75,8 @@ class Deal:
         # one position stands for.
         self._stride = share.num_replicas if is_split else 1
         self._weight = share.num_replicas // self._stride
+        # A window goes to the only replica as it is.
+        self._is_whole = share.num_replicas == 1 and not self._is_single
 
     def turns(self, place: Place, replicas: range | None = None) -> Iterator[Turn]:
         """Iterate over the iterations of a pass.
@@ -98,11 +86,14 @@ class Deal:
             replicas: for whom; the replicas of this process by default.
         """
         replicas = self.share.block if replicas is None else replicas
-        for window in self._windows(place):
+        for window in chain.from_iterable(self._windows(place)):
+            if self._is_whole:
+                yield Turn([window], len(window))
+                continue
             num_items = sum(map(len, window)) if self._is_listed else len(window)
             yield Turn(self._hand_out(window, replicas), num_items * self._weight)
 
-    def walk(self, place: Place, ledger: deque[Entry]) -> Iterator[Keyed]:
+    def walk(self, place: Place, ledger: deque[tuple[int, int, bool]]) -> Iterator[Keyed]:
         """Iterate over the batches of this process, iteration by iteration, each with its key.
 
         An iteration without a batch for this process shows in the ledger only: the step that finds
@@ -110,14 +101,16 @@ class Deal:
 
         Args:
             place: where the pass begins.
-            ledger: filled with an entry for each iteration, ahead of its batches.
+            ledger: filled with an entry for each iteration, ahead of its batches: how many
+                replicas of the process have one, positions that all replicas of the run consume,
+                and whether it ends the pass.
         """
         keys = [replace(place, replica=replica).fetch_keys() for replica in self.share.block]
         turns, batch = self.turns(place), place.batch
         following = next(turns, None)
         while following is not None:
             turn, following = following, next(turns, None)
-            ledger.append(Entry(len(turn.hands), turn.num_samples, following is None))
+            ledger.append((len(turn.hands), turn.num_samples, following is None))
             for series, indices in zip(keys, turn.hands, strict=False):
                 yield Keyed(series.at(batch), indices)
             batch += 1
@@ -173,17 +166,22 @@ class Deal:
         """Return the place as the order counts."""
         return replace(place, batch=place.batch * self._stride, sample=place.sample // self._weight)
 
-    def _windows(self, place: Place) -> Iterator[list[Any]]:
-        """Cut the order into what all replicas get in one iteration."""
+    def _windows(self, place: Place) -> Iterator[list[list[Any]]]:
+        """Cut the order into what all replicas get in one iteration, several at once."""
         width = self._size * self._stride
         num_head = 0 if self._is_cut or not self.share.pads or self._stride == 1 else self._stride
         blocks, head = self.order.blocks_and_head(self._place_in_order(place), num_head)
         # With as many samples or less, not even the first replica's batch is complete.
         too_few = width - self._stride if self._drop_last else 0
-        for window in cut(blocks, width):
-            even = self._even_out(window, head) if len(window) < width else window
-            if len(even) > too_few:
-                yield even
+        rest: list[Any] = []
+        for block in blocks:
+            joined = rest + block if rest else block
+            end = len(joined) - len(joined) % width
+            yield [joined[first : first + width] for first in range(0, end, width)]
+            rest = joined[end:]
+        even = self._even_out(rest, head)
+        if len(even) > too_few:
+            yield [even]
 
     def _even_out(self, window: list[Any], head: Iterable[Any]) -> list[Any]:
         """Pad or cut the end of the order, so that all replicas get as much of it."""
@@ -200,7 +198,8 @@ class Deal:
         if self._is_single:
             items = [window[r % stride] for r in replicas if r % stride < len(window)]
             # Copied: a list may be given to several, or again as padding, and be changed there.
-            return list(map(list, items)) if self._is_listed else items
+            is_copied = self._is_listed and self.share.num_replicas > 1
+            return list(map(list, items)) if is_copied else items
         least = self._size if self._drop_last else 1
         hands = [window[replica % stride :: stride] for replica in replicas]
         return [hand for hand in hands if len(hand) >= least]
@@ -216,7 +215,10 @@ def make_deal(loader: KeyedLoader, share: Share) -> Deal:
     drop_last = params.drop_last
     sampler, is_cut = order.sampler, drop_last
     is_split, is_own = not (share.pads and params.is_distributed is False), False
-    if has_whole_order(sampler):
+    if share.num_replicas == 1:
+        # One replica takes its sampler at its word, also one that gives a part of the data.
+        is_split = True
+    elif has_whole_order(sampler):
         if params.sampler is not None:
             _check_number(sampler, share)
         order, is_split, is_cut = GlobalOrder(sampler), True, sampler.drop_last

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import replace
 from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -22,7 +21,7 @@ from helios.data.loader import WorkerInit, end_workers
 from helios.data.order import Place
 from helios.data.passes import BatchIterator, Source, run_on_one_thread
 from helios.data.samplers import HasEpoch
-from helios.data.share import Share
+from helios.data.share import LONE, Share
 from helios.errors import ArgumentError, StateError, UsageError
 from helios.protocols import Stateful
 
@@ -39,8 +38,7 @@ class ForeignSource(Source):
         sampler: what the user handed over beside it; told the epoch.
         run_seed: seed of the run.
         purpose: name of the fetching streams.
-        share: the part of this process, where replicas share the data: one replica, whose samples
-            the loader gives.
+        share: the part of this process: one replica, whose samples the loader gives.
 
     Raises:
         ArgumentError: where the process carries several replicas.
@@ -53,10 +51,9 @@ class ForeignSource(Source):
         *,
         run_seed: int,
         purpose: str,
-        share: Share | None = None,
+        share: Share = LONE,
     ) -> None:
-        if share is not None:
-            _check_lone(loader, share)
+        _check_lone(loader, share)
         self.loader = loader
         self._share = share
         self._run_seed = run_seed
@@ -110,29 +107,26 @@ class ForeignSource(Source):
     @property
     def ends_together(self) -> bool:
         """Not where each process has a loader of its own (R46)."""
-        return self._share is None
+        return self._share.num_replicas == 1
 
     @property
     def state_is_per_process(self) -> bool:
         """Where each process has a loader of its own, and this one has a state."""
-        return self._share is not None and self.can_resume
+        return not self.ends_together and self.can_resume
 
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
         """Begin a pass where the loader begins it; ``batch`` only numbers what comes."""
         self.release_state()
         for listener in self._listeners:
             listener.set_epoch(epoch)
-        place = Place(self._run_seed, self._purpose, epoch, batch, sample)
-        if self._share is not None:
-            place = replace(place, replica=self._share.block.start)
+        replica = self._share.block.start
+        place = Place(self._run_seed, self._purpose, epoch, batch, sample, replica=replica)
+        if self._share.num_replicas > 1:
             self._seed_workers(place)
         self._watch.begin()
-        batches: BatchIterator
         if self._length is not None:
-            batches = _CountedBatches(self.loader, place, self._watch, self._length)
-        else:
-            batches = _ProbedBatches(self.loader, place, self._watch, self)
-        return batches if self._share is None else _ListedBatches(batches)
+            return _CountedBatches(self.loader, place, self._watch, self._length)
+        return _ProbedBatches(self.loader, place, self._watch, self)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the loader's length, where it can be trusted."""
@@ -321,7 +315,7 @@ class _CountedBatches(_ForeignBatches):
                 f"{self._length}. Correct its __len__, or leave it out."
             )
         self.is_last = self._batch == self._length
-        return batch
+        return [batch]
 
     def close(self) -> None:
         """End the pass; a complete one is let run out, as loaders note only then that it is."""
@@ -360,7 +354,7 @@ class _ProbedBatches(_ForeignBatches):
         self._following = self._fetch()
         self.is_last = self._following is _END
         self._source.note_end(is_over=self.is_last)
-        return batch
+        return [batch]
 
     def close(self) -> None:
         """End the pass; after a cut one the state stays that of the batch that came last."""
@@ -368,20 +362,3 @@ class _ProbedBatches(_ForeignBatches):
         if self.is_last:
             self._source.release_state()
         super().close()
-
-
-@final
-class _ListedBatches(BatchIterator):
-    """A pass that gives lists of one batch, as shared data does where a process has one replica."""
-
-    def __init__(self, batches: BatchIterator) -> None:
-        self._batches = batches
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self.num_samples, self.is_last = self._batches.num_samples, self._batches.is_last
-        return [batch]
-
-    def close(self) -> None:
-        """End the pass."""
-        self._batches.close()

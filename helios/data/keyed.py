@@ -8,7 +8,6 @@ right after it in the same process, so it draws from the same stream.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, final, runtime_checkable
@@ -20,7 +19,6 @@ from helios.core import rng
 from helios.data.legacy import WorkerWatch, legacy_numpy_kept
 from helios.data.order import Order, Place
 
-_END = object()
 _Found = TypeVar("_Found")
 
 
@@ -80,39 +78,29 @@ class KeyedDataset(Dataset[Any]):
         if isinstance(indices, Keyed):
             rng.reseed(indices.key)
             indices = indices.indices
-        samples = self.fetch(indices)
+        if self._getitems is not None:
+            samples = self._getitems(indices)
+        else:
+            samples = [self.dataset[index] for index in indices]
         self._count()
         return samples
-
-    def fetch(self, indices: list[Any]) -> Any:
-        """Return the samples of a batch, without seeding."""
-        if self._getitems is not None:
-            return self._getitems(indices)
-        dataset = self.dataset
-        return [dataset[index] for index in indices]
 
     def _count(self) -> None:
         if self._watch is not None:
             self._watch.count()
 
 
-Walk: TypeAlias = Callable[[Place], Iterator[Keyed]]
+Walk: TypeAlias = Callable[[], Iterator[Keyed]]
 
 
 @final
 class KeyedBatchSampler(Sampler[Keyed]):
-    """The batches of a pass, each with its key, from any place.
-
-    Torch asks for batches ahead of their use, as many as its workers prefetch; ``ledger`` holds
-    what the consumer wants to know of those that are under way.
+    """The batches of a pass, each with its key: those of a run, or of a loop written by hand.
 
     Args:
         order: what comes next.
         batch_size: samples of a batch; ``None`` where each item is fetched on its own.
         drop_last: leave out a last batch that is smaller.
-
-    Attributes:
-        ledger: number of samples and "is the last" of each batch that was handed out, in order.
     """
 
     def __init__(
@@ -120,11 +108,9 @@ class KeyedBatchSampler(Sampler[Keyed]):
     ) -> None:
         super().__init__()
         self.order = order
-        self.ledger: deque[tuple[int, bool]] = deque()
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._place: Place | None = None
-        self._share: Walk | None = None
+        self._walk: Walk | None = None
         self._last_by_hand: Place | None = None
 
     @property
@@ -132,84 +118,42 @@ class KeyedBatchSampler(Sampler[Keyed]):
         """Whether an item is a list of samples."""
         return self.order.yields_batches or self._batch_size is not None
 
-    def seek(self, place: Place | None, share: Walk | None = None) -> None:
-        """Set where the next pass begins.
+    def seek(self, walk: Walk | None) -> None:
+        """Set who gives the batches of the next pass; ``None``: the user's sampler says where."""
+        self._walk = walk
 
-        Args:
-            place: the place; ``None``: where the user's sampler says.
-            share: gives the batches of the pass, where they are a share of the order.
-        """
-        self._place, self._share = place, share
-
-    def lists(self, place: Place) -> Iterator[Any]:
-        """Iterate over the lists of a pass, or over single samples, without keys."""
-        blocks = self.order.blocks(place)
-        if self.order.yields_batches or self._batch_size is None:
-            return chain.from_iterable(blocks)
-        return cut(blocks, self._batch_size, drop_last=self._drop_last)
-
-    def indices_at(self, place: Place, dataset: Any) -> list[Any] | None:
-        """Return the indices of one batch, found on the side: nothing is fetched or moved.
-
-        Args:
-            place: the place of the batch.
-            dataset: the user's data set.
-
-        Returns:
-            The indices; ``None`` where they cannot be known, and where there is no such batch.
-        """
-        order = self.order.twin(dataset)
-        if order is None:
-            return None
-        twin = KeyedBatchSampler(order, batch_size=self._batch_size, drop_last=self._drop_last)
-        found = ask_twice(place, lambda: next(twin.lists(place), None))
-        if found is None:
-            return None
-        return list(found) if self.is_batched else [found]
-
-    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the number of batches of a pass that goes on, or went on, at a place.
-
-        Args:
-            batch: number of the next batch.
-            sample: position of its first sample; with another batch size than before it is
-                no multiple of it.
-
-        Returns:
-            The batches before the place and those from there on; ``None`` if unknown.
-        """
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches of a whole pass; ``None`` if unknown."""
         length = self.order.length
         if length is None or self.order.yields_batches:
             return length
-        rest, size = max(length - sample, 0), self._batch_size or 1
-        return batch + (rest // size if self._drop_last else -(-rest // size))
+        size = self._batch_size or 1
+        return length // size if self._drop_last else -(-length // size)
 
     def __len__(self) -> int:
-        count = self.num_batches()
+        count = self.num_batches
         if count is None:
             raise TypeError(f"{type(self.order.sampler).__name__} has no length.")
         return count
 
     def __iter__(self) -> Iterator[Keyed]:
-        # The place is taken now and all else is done at the first step: torch calls iter() twice
+        # Who walks is settled now and all else is done at the first step: torch calls iter() twice
         # when it starts workers, and steps through the second one only.
-        if self._place is not None and self._share is not None:
-            return self._share(self._place)
-        return self._walk(self._place)
+        return self._walk_by_hand() if self._walk is None else self._walk()
 
-    def _walk(self, place: Place | None) -> Iterator[Keyed]:
-        place = self._place_by_hand() if place is None else place
-        self.ledger.clear()
-        lists = self.lists(place)
+    def _walk_by_hand(self) -> Iterator[Keyed]:
+        place = self._place_by_hand()
         keys = place.fetch_keys()
-        batch, following = place.batch, next(lists, _END)
-        while following is not _END:
-            indices: Any = following
-            following = next(lists, _END)
-            num_samples = len(indices) if self.is_batched else 1
-            self.ledger.append((num_samples, following is _END))
+        for batch, indices in enumerate(self._lists(place), place.batch):
             yield Keyed(keys.at(batch), indices)
-            batch += 1
+
+    def _lists(self, place: Place) -> Iterator[Any]:
+        """Iterate over the lists of a pass, or over single samples, without keys."""
+        blocks = self.order.blocks(place)
+        if self.order.yields_batches or self._batch_size is None:
+            return chain.from_iterable(blocks)
+        return cut(blocks, self._batch_size, drop_last=self._drop_last)
 
     def _place_by_hand(self) -> Place:
         """Return the place of a user's own loop; the same epoch again runs on new streams.

@@ -13,8 +13,12 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeAlias, final, runtime_checkable
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory as pin
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from helios.core import rng
 from helios.core.distributed import is_dist_active
@@ -134,29 +138,20 @@ class KeyedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return super().__iter__() if self.num_workers else self._iterate_here(super().__iter__())
 
-    def start(self, place: Place, share: Walk | None = None) -> Iterator[Any]:
-        """Start PyTorch's own iteration, from a place on; persistent workers are used again.
+    def start(self, place: Place, walk: Walk) -> Iterator[Any]:
+        """Start PyTorch's own iteration; persistent workers are used again.
 
         Args:
             place: where it begins.
-            share: gives the batches, where they are a share of the order.
+            walk: gives the batches from there on, each with its key.
         """
         if self.generator is not None:
             self.generator.manual_seed(rng.key("workers", place.run_seed, place.epoch))
-        self.batches.seek(place, share)
+        self.batches.seek(walk)
         try:
             return super().__iter__()
         finally:
             self.batches.seek(None)
-
-    def make_fetch(self) -> Callable[[Any], Any]:
-        """Return what fetches and collates a batch in this process, without seeding."""
-        dataset = self.keyed_dataset
-        fetch = dataset.fetch if self.batches.is_batched else dataset.dataset.__getitem__
-        collate: Callable[[Any], Any] = self.collate_fn
-        if self.pin_memory:
-            return lambda indices: pin(collate(fetch(indices)))  # type: ignore[no-untyped-call]
-        return lambda indices: collate(fetch(indices))
 
     def end_workers(self) -> None:
         """End persistent workers; the next iteration starts new ones."""
@@ -289,7 +284,7 @@ def build_loader(
     batches = KeyedBatchSampler(order, batch_size=params.batch_size, drop_last=params.drop_last)
     # What many replicas get is checked where they share it: an evaluation pads and cuts nothing.
     is_whole = num_replicas is None or num_replicas == 1
-    if is_whole and order.length is not None and batches.num_batches() == 0:
+    if is_whole and order.length is not None and batches.num_batches == 0:
         raise ArgumentError(
             f"The {name} must give at least one batch, got {order.length} samples for "
             f"batch_size={params.batch_size} with drop_last={params.drop_last}. Lower the batch "

@@ -12,17 +12,17 @@ from helios.errors import UsageError
 
 
 class BatchIterator(ABC):
-    """The batches of one pass.
+    """The batches of one pass: an item is the list of those of one iteration.
 
-    A fetch sets all generators and leaves them set: in training the caller seeds again for the
-    step, and evaluation restores what it found.
+    It has an entry for each replica of the process; :data:`helios.data.share.NO_BATCH` stands for
+    that of one which has none.
 
-    Where replicas share the data, an item is the list of the batches of one iteration, one for each
-    replica of the process, or :data:`helios.data.share.NO_BATCH`.
+    A fetch that may draw sets all generators and leaves them set: in training the caller seeds
+    again for the step, and evaluation restores what it found.
 
     Attributes:
-        num_samples: samples of the batch that came last; 0 if unknown. Where replicas share the
-            data, positions of the order that all of them have consumed in the iteration.
+        num_samples: positions of the order that all replicas of the run have consumed in the
+            iteration that came last; 0 if unknown.
         is_last: whether it ends the pass.
     """
 
@@ -34,7 +34,7 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def __next__(self) -> Any:
-        """Return the next batch."""
+        """Return the batches of the next iteration."""
 
     @abstractmethod
     def close(self) -> None:
@@ -114,8 +114,8 @@ class Source(ABC):
         Args:
             epoch: number of the pass, from 0.
             batch: number of the first batch.
-            sample: position of its first sample in the order of the epoch; where replicas share
-                the data, a multiple of their number.
+            sample: position of its first sample in the order of the epoch; a multiple of the
+                number of replicas.
         """
 
     @abstractmethod
@@ -123,9 +123,9 @@ class Source(ABC):
         """Return the batches of a whole pass that goes on at a place; ``None`` if unknown."""
 
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
-        """Return the indices of one batch's samples; ``None`` where they cannot be known.
+        """Return the indices of the samples of one iteration; ``None`` where nobody knows them.
 
-        Where replicas share the data: of the iteration, those of all replicas, replica by replica.
+        Those of all replicas of the run, replica by replica.
         """
         return None
 

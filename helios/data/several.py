@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from helios.data.limited import LimitedSource
-from helios.data.share import Share
+from helios.data.share import LONE, Share
 from helios.data.source import Source, open_source
 from helios.errors import ArgumentError, ArgumentTypeError
 
@@ -51,7 +51,7 @@ def open_sources(
     run_seed: int,
     purpose: str,
     limit: int | None = None,
-    share: Share | None = None,
+    share: Share = LONE,
 ) -> list[Source]:
     """Return the sources over what a data module returned for a phase, in order.
 
@@ -61,7 +61,7 @@ def open_sources(
         run_seed: seed of the run.
         purpose: name of the fetching streams of the first loader; the others have their own.
         limit: the most batches of each pass; ``None`` for all.
-        share: the part of this process, where replicas share the data.
+        share: the part of this process.
 
     Raises:
         ArgumentError: for a loader without a batch, for no loader at all, for a bad name, and for
@@ -86,9 +86,9 @@ def open_sources(
     return sources
 
 
-def _of_each(share: Share | None) -> str:
-    is_several = share is not None and share.pads and share.num_replicas > 1
-    return f" for each of the {share.num_replicas} replicas" if share and is_several else ""
+def _of_each(share: Share) -> str:
+    is_several = share.pads and share.num_replicas > 1
+    return f" for each of the {share.num_replicas} replicas" if is_several else ""
 
 
 def _entries(found: Any, what: str) -> list[tuple[str, Any, Any]]:

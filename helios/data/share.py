@@ -12,7 +12,7 @@ from typing import Final
 
 from helios.errors import ArgumentError
 
-__all__ = ["NO_BATCH", "NoBatch", "Share"]
+__all__ = ["LONE", "NO_BATCH", "NoBatch", "Share"]
 
 
 class NoBatch(Enum):
@@ -66,3 +66,7 @@ class Share:
                 f"Share(pads=...) must be True or False, got {self.pads!r}. Pass True for "
                 "training, False for evaluation."
             )
+
+
+LONE: Final = Share(num_replicas=1, block=range(1), pads=True)
+"""The part of a run's only replica: everything."""

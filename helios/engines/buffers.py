@@ -24,9 +24,13 @@ class ReplicaBuffers:
 
     Args:
         replicas: the replicas of the run.
+
+    Attributes:
+        is_exchanged: whether there are buffers, and several replicas of this process.
     """
 
     def __init__(self, replicas: Replicas) -> None:
+        self.is_exchanged = False
         self._replicas = replicas
         self._places: list[tuple[nn.Module, str]] = []
         self._committed: _Values | None = None
@@ -42,11 +46,12 @@ class ReplicaBuffers:
         self._places = [
             (module, name) for module in seen.values() for name in vars(module)["_buffers"]
         ]
+        self.is_exchanged = len(self._replicas.block) > 1 and bool(self._places)
 
     def begin_window(self) -> None:
         """Remember what was committed; before the first replica's first micro-batch."""
         self._own.clear()
-        self._committed = self._copies() if self._is_exchanged else None
+        self._committed = self._copies() if self.is_exchanged else None
 
     def enter(self, replica: int) -> None:
         """Give a replica its buffers: those of the window so far, or what was committed."""
@@ -56,7 +61,7 @@ class ReplicaBuffers:
 
     def leave(self, replica: int) -> None:
         """Keep the buffers of a replica, whose turn is over."""
-        if self._is_exchanged:
+        if self.is_exchanged:
             self._own[replica] = self._copies()
 
     def commit(self) -> None:
@@ -79,10 +84,6 @@ class ReplicaBuffers:
                     values[place] = None if shape is None else replicas.make_empty(*shape)
             self._put(values)
         replicas.copy_from_first([value for value in self._present() if value is not None])
-
-    @property
-    def _is_exchanged(self) -> bool:
-        return len(self._replicas.block) > 1 and bool(self._places)
 
     def _present(self) -> _Values:
         return [getattr(module, name, None) for module, name in self._places]

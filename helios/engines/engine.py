@@ -6,7 +6,7 @@ decides nothing: the optimizer loop calls it in the order of DESIGN section 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,22 +19,13 @@ from helios.core import codec
 from helios.engines import components, wrapping
 from helios.engines.clipping import Clipping
 from helios.engines.device import device_of_rank, select_gpus
-from helios.engines.gradients import GradientSum, parameters_of
+from helios.engines.gradients import FindNetworks, divide, make_gradients, parameters_of
 from helios.engines.launch import Launch
 from helios.engines.numerics import numerics as numerics
 from helios.engines.peer import Peer
-from helios.engines.precision import Precision
+from helios.engines.precision import Precision, check_precision
 from helios.engines.replicated import Replicas
 from helios.engines.scaler import LossScaler
-from helios.errors import ArgumentTypeError, UsageError
-
-
-def _check_precision(precision: object) -> None:
-    if not isinstance(precision, Precision):
-        raise ArgumentTypeError(
-            f"Engine(precision=...) must be a Precision, got {precision!r}. Pass e.g. "
-            'Precision.from_str("bf16").'
-        )
 
 
 class Engine(Peer):
@@ -51,7 +42,7 @@ class Engine(Peer):
 
     Attributes:
         device: where the training runs.
-        replicas: the replicas of the run; the trainer sets them.
+        clips: whether :meth:`clip_gradients` does anything.
         unsaved: names of attributes that training changes and that no checkpoint needs.
 
     Raises:
@@ -60,7 +51,9 @@ class Engine(Peer):
         ArgumentTypeError: for something else than a device, and than a precision.
     """
 
-    _internals: ClassVar[str] = "_clipping _open_micro_batches _precision _scaler _sums replicas"
+    _internals: ClassVar[str] = (
+        "_clipping _gradients _is_scaled _open_micro_batches _precision _replicas _scaler clips"
+    )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -72,13 +65,26 @@ class Engine(Peer):
         precision: Precision = Precision.FP32,
     ) -> None:
         super().__init__(device)
-        _check_precision(precision)
+        check_precision(precision)
         self._precision = precision
+        is_own = type(self).unscale_gradients is not Engine.unscale_gradients
+        self._is_scaled = precision.scaler is not None or is_own
         self._clipping = Clipping(clip_norm, clip_value)
+        is_own = type(self).clip_gradients is not Engine.clip_gradients
+        self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         self.replicas = Replicas()
         self._open_micro_batches = 0
-        self._sums: dict[int, GradientSum] = {}
         self._scaler: LossScaler | None = None
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas of the run; the trainer sets them."""
+        return self._replicas
+
+    @replicas.setter
+    def replicas(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._gradients = make_gradients(replicas)
 
     @property
     def precision(self) -> Precision:
@@ -107,7 +113,8 @@ class Engine(Peer):
         self._open_micro_batches = 0
         if self._scaler is not None:
             self._scaler.close_window()
-        self._sums = {key: known for key, known in self._sums.items() if not known.is_open}
+        if self._gradients.is_open:
+            self._gradients.close_window()
 
     def backward_loss(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
         """Add a micro-batch's gradients to those of the window; scaled in fp16 (E21, E22).
@@ -116,7 +123,7 @@ class Engine(Peer):
             loss: the loss.
             inputs: the only parameters that get gradients; ``None`` for all.
         """
-        scaler = self._find_scaler()
+        scaler = self._find_scaler() if self._is_scaled else None
         scaled = loss if scaler is None else scaler.scale(loss)
         scaled.backward(inputs=inputs)  # type: ignore[no-untyped-call]
 
@@ -126,7 +133,7 @@ class Engine(Peer):
         replica: int,
         *,
         ends_window: bool,
-        find_networks: Callable[[], Mapping[str, nn.Module]] = dict,
+        find_networks: FindNetworks = dict,
     ) -> None:
         """Take the gradients of one of several replicas away, so that the next one begins anew.
 
@@ -139,31 +146,30 @@ class Engine(Peer):
         Raises:
             UsageError: if the optimizer has got or lost parameters inside of the window.
         """
-        known = self._sums.get(id(optimizer))
-        if known is None or not known.is_for(optimizer):
-            if known is not None and known.is_open:
-                raise UsageError(
-                    f"{type(optimizer).__name__} must get or lose parameters between two steps, "
-                    "and did so inside of one. Call add_param_group in on_training_step_start."
-                )
-            known = GradientSum(optimizer, self.replicas, find_networks())
-            self._sums[id(optimizer)] = known
-        known.collect(replica, ends_window=ends_window)
+        self._gradients.collect(optimizer, replica, find_networks, ends_window=ends_window)
+
+    def drop_old_gradients(self, optimizer: Optimizer) -> None:
+        """Drop gradients that are older than the run, or than the optimizer's parameters.
+
+        With several replicas only, whose sum they would enter.
+
+        Args:
+            optimizer: whose parameters have them.
+        """
+        self._gradients.drop_old(optimizer)
 
     def average_gradients(self, optimizer: Optimizer) -> None:
         """Make the mean of a window's gradients: over its micro-batches and all replicas.
 
         Sums are divided once, after the last addition (DESIGN R3), and unscaled after that.
         """
-        known = self._sums.get(id(optimizer))
-        if known is not None and known.is_open:
-            known.finish()
-        count = self._open_micro_batches * self.replicas.num_replicas
+        if self._gradients.is_open:
+            self._gradients.finish(optimizer)
+        count = self._open_micro_batches * self._replicas.num_replicas
         if count > 1:
-            gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-            if gradients:
-                torch._foreach_div_(gradients, float(count))
-        self.unscale_gradients(optimizer)
+            divide(optimizer, count)
+        if self._is_scaled:
+            self.unscale_gradients(optimizer)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale of fp16; once in a window, however often it is called.
@@ -189,7 +195,7 @@ class Engine(Peer):
 
         In fp16 it is not where a gradient is infinite or NaN: the scale was too large (E26, R26).
         """
-        scaler = self._find_scaler()
+        scaler = self._find_scaler() if self._is_scaled else None
         if scaler is not None:
             scaler.unscale(optimizer)
             if not scaler.is_finite(optimizer):
@@ -204,7 +210,7 @@ class Engine(Peer):
     def teardown(self) -> None:
         """Release what the engine holds; called on every exit path, before everything else."""
         self._open_micro_batches = 0
-        self._sums = {}
+        self._gradients = make_gradients(self._replicas)
         self._scaler = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -104,7 +104,9 @@ class FlatGradients:
         parameters = self._parameters
         found = {n: g for n in self._trained if (g := parameters[n].grad) is not None}
         for number, gradient in found.items():
-            self._check_gradient(number, gradient)
+            is_alike = gradient.dtype is parameters[number].dtype
+            if gradient.layout is not torch.strided or not is_alike:
+                raise self._make_gradient_error(number, gradient)
         missing = set(self._trained).difference(found)
         is_first = buffer is None
         if buffer is None:
@@ -146,18 +148,17 @@ class FlatGradients:
             sizes[kind] = size + math.ceil(parameter.numel() / _ALIGNMENT) * _ALIGNMENT
         return [_Group(offsets[kind], sizes[kind], kind) for kind in offsets]
 
-    def _check_gradient(self, number: int, gradient: Tensor) -> None:
+    def _make_gradient_error(self, number: int, gradient: Tensor) -> UsageError:
         name, dtype = self._names[number], self._parameters[number].dtype
         if gradient.layout is not torch.strided:
-            raise UsageError(
+            return UsageError(
                 f"The gradient of {name!r} must be dense where several replicas are added, got "
                 f"{gradient.layout}. Build the layer with sparse=False, or use num_replicas=1."
             )
-        if gradient.dtype is not dtype:
-            raise UsageError(
-                f"The gradient of {name!r} must have the type of its parameter, {dtype}, where "
-                f"several replicas are added, got {gradient.dtype}. Use num_replicas=1."
-            )
+        return UsageError(
+            f"The gradient of {name!r} must have the type of its parameter, {dtype}, where "
+            f"several replicas are added, got {gradient.dtype}. Use num_replicas=1."
+        )
 
     def _take(self) -> FlatBuffer:
         if self._shown is not None:
@@ -218,7 +219,7 @@ class FlatGradients:
         if not self._is_agreed:
             reducer.check_equal("parameters", self._describe())
             self._is_agreed = True
-        first, *others = (sums[node] for node in reducer.nodes)
+        first, *others = map(sums.__getitem__, reducer.nodes)
         for number in range(len(self._groups)):
             reducer.all_reduce({node: buffer.flats[number] for node, buffer in sums.items()})
         for buffer in others:

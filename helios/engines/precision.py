@@ -13,7 +13,7 @@ from typing import ClassVar, final
 
 import torch
 
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, ArgumentTypeError
 
 _AS_IT_IS = nullcontext()
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,10 +135,28 @@ class Precision:
         options = ScalerOptions(init_scale, growth_factor, backoff_factor, growth_interval)
         return cls("fp16", options)
 
+    @property
+    def casts(self) -> bool:
+        """Whether the steps of a model compute in another type than their parameters have."""
+        return _DTYPES[self.value] is not None
+
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
         """Return the context in which the steps of a model run on a device (E22, E23)."""
         dtype = _DTYPES[self.value]
         return _AS_IT_IS if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def check_precision(precision: object) -> None:
+    """Check what was given for a precision.
+
+    Raises:
+        ArgumentTypeError: for something else than a :class:`Precision`.
+    """
+    if not isinstance(precision, Precision):
+        raise ArgumentTypeError(
+            f"Engine(precision=...) must be a Precision, got {precision!r}. Pass e.g. "
+            'Precision.from_str("bf16").'
+        )
 
 
 Precision.FP32 = Precision("fp32")

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helios.engines.tree import block_of, blocks, finish, is_power_of_two, subtrees, tree_sum
+from helios.engines.assignment import block_of, blocks, is_power_of_two
+from helios.engines.tree import finish, subtrees, tree_sum
 from helios.errors import UsageError
 
 _Message = tuple[Tensor, int]
+_Scores = dict[str, tuple[float, float]]
 
 # Measured with scripts/bench/reduce.py over gloo, on 2 and 4 ranks: up to here whole parts are
 # faster than halves, with any partner and with the last one.
@@ -93,6 +95,10 @@ class TreeReducer:
         rank: number of this process in the group, from 0.
         group: the process group; ``None`` for that of all processes.
 
+    Attributes:
+        block: the replicas of this process.
+        nodes: the subtrees of this process, in their order.
+
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
     """
@@ -109,15 +115,11 @@ class TreeReducer:
         self._num_replicas = num_replicas
         self._rank = rank
         self._nodes = [subtrees(b, num_replicas) for b in blocks(num_processes, num_replicas)]
+        self.nodes = self._nodes[rank]
         self._distances = _halving_distances(num_processes)
         self._ranks = _Ranks(num_processes, rank, group)
         self._whole_bytes = (_WHOLE_BYTES, _LAST_WHOLE_BYTES)
         self._received: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    @property
-    def nodes(self) -> list[range]:
-        """The subtrees of this process, in their order."""
-        return self._nodes[self._rank]
 
     def all_reduce(self, sums: Mapping[range, Tensor]) -> Tensor:
         """Return the sum over all replicas; all processes call it with tensors of one size.
@@ -234,6 +236,15 @@ def _describe_difference(what: str, rank: int, found: list[str], first: list[str
     )
 
 
+def _add_scores(left: _Scores, right: _Scores) -> _Scores:
+    """Return sums and weights by name; a name that one side lacks keeps those of the other."""
+    total = dict(left)
+    for name, (value, weight) in right.items():
+        known = total.get(name)
+        total[name] = (value, weight) if known is None else (known[0] + value, known[1] + weight)
+    return total
+
+
 class NumberReducer:
     """Adds a few numbers of each replica, by name, in the order of the tree.
 
@@ -298,7 +309,7 @@ class NumberReducer:
                 f"There must be one table for each of the {len(self._block)} replicas of this "
                 f"process, got {len(tables)}. Pass an empty one for a replica without scores."
             )
-        sums = tree_sum(self._exchange(tables))
+        sums = tree_sum(self._exchange(tables), _add_scores)
         return {name: sums[name] for name in sorted(sums)}
 
     def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -312,11 +323,13 @@ class NumberReducer:
             Tensors without dimensions, of torch's default type, summed in float64.
         """
         pairs = [{name: (loss, 1) for name, loss in table.items()} for table in tables]
-        sums = self.sum_scores(pairs)
         dtype = torch.get_default_dtype()
-        return {name: torch.tensor(sums[name][0] / sums[name][1], dtype=dtype) for name in sums}
+        means = {}
+        for name, (total, weight) in self.sum_scores(pairs).items():
+            means[name] = torch.tensor(total / weight, dtype=dtype)
+        return means
 
-    def _exchange(self, tables: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[dict[str, Any]]:
+    def _exchange(self, tables: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[_Scores]:
         """Return the tables of all replicas; learn the names that another process has."""
         rows = self.gather(self._as_rows(tables))
         if rows[:, 0].any():
@@ -329,8 +342,9 @@ class NumberReducer:
     def _as_rows(self, tables: Sequence[Mapping[str, tuple[Any, Any]]]) -> Tensor:
         """Return "is a name unknown?", then "is it there?", sum and weight for each known name."""
         rows = []
+        known = set(self._names)
         for table in tables:
-            row = [float(any(name not in self._names for name in table))]
+            row = [float(not known.issuperset(table))]
             for name in self._names:
                 row += map(float, (True, *table[name]) if name in table else (False, 0, 0))
             rows.append(row)

@@ -6,7 +6,7 @@ over replicas follows one tree, so its bits do not depend on the number of proce
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from helios.core import transfer
 from helios.core.group import DistributedInfo, collective, control_group
 from helios.engines.reduce import NumberReducer, TreeReducer
+from helios.errors import UsageError
 
 _LONE = DistributedInfo()
 
@@ -32,6 +33,9 @@ class Replicas:
     Attributes:
         num_replicas: as given.
         num_processes: P.
+        is_lone: whether there is one replica, so that nothing is shared or summed.
+        is_whole: whether this process carries all replicas.
+        has_one_each: whether each process carries one replica.
         rank: number of this process, from 0.
         block: the replicas of this process.
         reducer: adds gradients over replicas.
@@ -50,6 +54,9 @@ class Replicas:
         count, rank = info.world_size, info.rank
         self.num_replicas = num_replicas
         self.num_processes = count
+        self.is_lone = num_replicas == 1
+        self.is_whole = count == 1
+        self.has_one_each = count == num_replicas
         self.rank = rank
         self.reducer = TreeReducer(num_replicas, num_processes=count, rank=rank)
         self.block = self.reducer.block
@@ -59,21 +66,6 @@ class Replicas:
             for _ in range(2)
         )
         self._device = torch.device(device)
-
-    @property
-    def is_lone(self) -> bool:
-        """Whether there is one replica, so that nothing is shared or summed."""
-        return self.num_replicas == 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this process carries all replicas."""
-        return self.num_processes == 1
-
-    @property
-    def has_one_each(self) -> bool:
-        """Whether each process carries one replica."""
-        return self.num_processes == self.num_replicas
 
     def agree(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether any process raises it; all processes ask at once."""
@@ -95,6 +87,32 @@ class Replicas:
         with collective("Replicas.gather_objects"):
             dist.all_gather_object(found, transfer.dumps(value), group=control_group())
         return [transfer.loads(data) for data in found]
+
+    def compare(self, check: Callable[[Callable[[Any], list[Any]]], None]) -> None:
+        """Run a check over all processes; with one there is nothing to compare.
+
+        Args:
+            check: is called with :meth:`gather_objects`.
+        """
+        if not self.is_whole:
+            check(self.gather_objects)
+
+    def require_one_each(self, who: str, *, why: str = "", remedy: str = "") -> None:
+        """Check that each process carries one replica.
+
+        Args:
+            who: what needs it.
+            why: the reason, for the message.
+            remedy: what else can be done than to start more processes.
+
+        Raises:
+            UsageError: if a process carries several.
+        """
+        if not self.has_one_each:
+            raise UsageError(
+                f"{who} trains with one process for each replica{why}, but {self.num_processes} "
+                f"carry {self.num_replicas} replicas. Start {self.num_replicas} processes{remedy}."
+            )
 
     def barrier(self) -> None:
         """Wait until all processes are here."""
@@ -121,6 +139,8 @@ class Replicas:
         Args:
             tables: ``{name: (sum, weight)}`` of each replica of this process.
         """
+        if self.is_lone:
+            return dict(tables[0])
         if self.is_whole:
             return self._scores.sum_scores(tables)
         with collective("Replicas.sum_scores"):

@@ -1,122 +1,375 @@
-"""The replicas of a process take turns in an iteration, each on its own random numbers and buffers.
+"""Whose turn it is: each replica of a process trains in turn, as if it were alone (DESIGN R2, R3).
 
-What hooks draw comes from a stream without a replica, the same on all processes, so that it does
-not depend on who carries what (DESIGN R2).
+What is random in a turn depends on the seed, the iteration and the replica; its buffers are its
+own. What comes before the turns and after them is the same on all processes, so that it does not
+depend on who carries what. With one replica there is nothing to take turns for: it has one key an
+iteration, and nothing is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from helios.core import rng
 from helios.engines.buffers import ReplicaBuffers
+from helios.engines.gradients import FindNetworks
 from helios.engines.replicated import Replicas
+from helios.errors import UsageError
 
 
-@final
-class Turns:
+class _Networks(Protocol):
+    def modules(self) -> dict[str, nn.Module]: ...
+
+
+class Trained(Protocol):
+    """What turns see of a model: its losses of the present batch, and its networks, by name."""
+
+    @property
+    def loss_items(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
+    def discovery(self) -> _Networks: ...  # noqa: D102
+
+
+class StepWatch(Protocol):
+    """Sees what one step changes."""
+
+    def conclude(self, *, is_manual: bool) -> None:
+        """Note what has changed."""
+        ...
+
+
+class Watch(Protocol):
+    """Sees what the steps of replicas change that is no replica's own."""
+
+    def begin(self) -> StepWatch | None:
+        """Begin to watch a step; ``None`` where it is not watched."""
+        ...
+
+    def report(self) -> None:
+        """Say what was found in this iteration."""
+        ...
+
+
+class Collector(Protocol):
+    """Collects gradients, as an engine does."""
+
+    def collect_gradients(
+        self,
+        optimizer: Optimizer,
+        replica: int,
+        *,
+        ends_window: bool,
+        find_networks: FindNetworks = ...,
+    ) -> None:
+        """Take the gradients of a replica's backward."""
+        ...
+
+
+Seed = Callable[[int | None], None]
+
+
+class Turns(ABC):
     """The turns of the replicas of this process, iteration by iteration.
-
-    Args:
-        replicas: the replicas of the run.
-        seed: the run's seed.
 
     Attributes:
         replica: whose turn it is, or was last.
-        opens_window: whether the turn is one of the first iteration of a window.
-        is_watched: whether what a turn changes in the model is looked for.
-        changes: what was found in the turns of this iteration, by path.
-        is_manual: whether a turn that was watched made its updates itself.
+        is_first: whether it is the turn of the first replica of this process.
+        is_last: whether it is the turn of the last one.
+        begins_window: whether it is the first turn of a window whose gradients are collected.
+        is_over: whether the last turn of several replicas has ended in this iteration.
     """
 
-    def __init__(self, replicas: Replicas, seed: int) -> None:
-        self.replica = replicas.block.start
-        self.opens_window = False
-        self.is_watched = False
-        self.changes: set[str] = set()
-        self.is_manual = False
-        self._replicas = replicas
-        self._buffers = ReplicaBuffers(replicas)
-        self._seed = seed
-        self._iteration = 0
-        self._num_reopened = 0
-        self._is_over = False
-        lone = replicas.is_lone
-        self._before = rng.KeySeries(seed, "train", suffix=(0,) if lone else ("before",))
-        self._after = rng.KeySeries(seed, "train", suffix=("after",))
-        self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.block}
+    replica: int = 0
+    is_first: bool = True
+    is_last: bool = True
+    begins_window: bool = False
+    is_over: bool = False
 
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the turn of the first replica of this process."""
-        return self.replica == self._replicas.block.start
+    def begin_epoch(self) -> None:
+        """Begin an epoch; hooks may have changed the networks."""
 
-    @property
-    def is_last(self) -> bool:
-        """Whether it is the turn of the last replica of this process."""
-        return self.replica == self._replicas.block.stop - 1
-
-    def find_buffers(self, networks: Iterable[nn.Module]) -> None:
-        """Look for the buffers of networks; before a window opens."""
-        self._buffers.find(networks)
-
+    @abstractmethod
     def begin_iteration(self, iteration: int) -> None:
-        """Set the random numbers of an iteration: one replica's for all of it, or its hooks'."""
-        self._iteration = iteration
-        self._num_reopened = 0
-        self._is_over = False
-        rng.reseed(self._before.at(iteration))
+        """Set the random numbers of what comes before the turns of an iteration."""
 
     def begin(self, replica: int, *, opens_window: bool) -> None:
-        """Begin the turn of one of several replicas.
+        """Begin the turn of a replica.
 
         Args:
             replica: its number.
             opens_window: whether this iteration is the first of a window.
         """
-        self.replica = replica
-        self.opens_window = opens_window
-        if opens_window and self.is_first:
-            self._buffers.begin_window()
-        self._buffers.enter(replica)
-        rng.reseed(self._own[replica].at(self._iteration))
 
-    def end(self) -> None:
-        """End a turn that is not the last of the iteration."""
-        self._buffers.leave(self.replica)
+    def begin_step(self) -> StepWatch | None:
+        """Begin a step of the present turn; a batch may have several.
 
-    def finish(self, *, ends_window: bool) -> None:
-        """End the last turn of an iteration: what follows is the same on all processes.
+        Returns:
+            What watches the changes that the step makes; ``None`` where nobody does.
+
+        Raises:
+            UsageError: for a second one where the turns of other replicas are to follow.
+        """
+        return None
+
+    def end_backward(
+        self,
+        engine: Collector,
+        optimizer: Optimizer,
+        shown: Mapping[str, Any],
+        *,
+        ends_window: bool,
+    ) -> None:
+        """Keep what a backward has brought, before another turn or an update.
+
+        Args:
+            engine: collects the gradients.
+            optimizer: whose parameters have them.
+            shown: the losses that Helios has put into the model's table, which are its own copies.
+            ends_window: whether the iteration is the last of its window.
+        """
+
+    def end_all(self, *, ends_window: bool) -> None:
+        """End the last turn before an update: what follows is the same on all processes.
 
         Args:
             ends_window: whether the iteration is the last of its window.
         """
-        if self._replicas.is_lone or self._is_over:
-            return
-        self._is_over = True
-        self._buffers.leave(self.replica)
-        if ends_window:
-            self._buffers.commit()
-        else:
-            self._buffers.enter(self._replicas.block.start)
-        rng.reseed(self._after.at(self._iteration))
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the last turn of several replicas has ended."""
-        return self._is_over
+    def end(self, *, ends_window: bool) -> None:
+        """End the turn of a replica; after the last one the table holds the mean losses.
 
-    def reopen(self) -> None:
-        """Go on with the last turn, for a batch that is trained on in several updates."""
-        self._is_over = False
-        self._num_reopened += 1
-        fields = ("train", self._iteration, self.replica, self._num_reopened)
-        rng.reseed(rng.key(self._seed, *fields))
+        Args:
+            ends_window: whether the iteration is the last of its window.
+
+        Raises:
+            UsageError: if the losses in the model's table cannot be averaged.
+        """
 
     def drop_window(self) -> None:
         """End a window without an update."""
-        if not self._replicas.is_lone:
+
+    def check_stop(self, error: StopIteration) -> str:
+        """Check that a hook may end the epoch.
+
+        Args:
+            error: what the hook has raised.
+
+        Returns:
+            What binds the run to its number of processes from now on; empty for nothing.
+
+        Raises:
+            UsageError: where others would wait for this process.
+        """
+        return ""
+
+    def begin_share(self, replica: int, seed: Seed) -> None:
+        """Begin the turn of a replica in an evaluation.
+
+        Args:
+            replica: its number.
+            seed: sets the random numbers of a replica; with ``None`` those of the hooks.
+        """
+
+    def end_shares(self, seed: Seed) -> None:
+        """End the turns of an iteration of an evaluation, or of the whole pass.
+
+        Args:
+            seed: as in :meth:`begin_share`.
+        """
+
+
+@final
+class LoneTurns(Turns):
+    """One replica: its turn is the whole iteration, and there is nothing to exchange.
+
+    Args:
+        seed: the run's seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._keys = rng.KeySeries(seed, "train", suffix=(0,))
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Set the random numbers of the iteration."""
+        rng.reseed(self._keys.at(iteration))
+
+
+@final
+class SharedTurns(Turns):
+    """Several replicas, of which this process carries a block.
+
+    Args:
+        replicas: the replicas of the run.
+        seed: the run's seed.
+        model: the model.
+        watch: sees what steps change.
+    """
+
+    def __init__(self, replicas: Replicas, seed: int, model: Trained, watch: Watch) -> None:
+        self._replicas = replicas
+        self._first, self._last = replicas.block.start, replicas.block.stop - 1
+        self._model = model
+        self._find_networks = model.discovery.modules
+        self._table = model.loss_items
+        self._watch = watch
+        self._buffers = ReplicaBuffers(replicas)
+        self._knows_buffers = False
+        self._seed = seed
+        self._iteration = 0
+        self._num_reopened = 0
+        self._has_stepped = False
+        self._losses: list[dict[str, Any]] = []
+        self._before = rng.KeySeries(seed, "train", suffix=("before",))
+        self._after = rng.KeySeries(seed, "train", suffix=("after",))
+        self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.block}
+        self._turn_to(self._first)
+
+    def _turn_to(self, replica: int) -> None:
+        self.replica = replica
+        self.is_first, self.is_last = replica == self._first, replica == self._last
+
+    def begin_epoch(self) -> None:
+        """Look for buffers anew when the next window opens."""
+        self._knows_buffers = False
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Set the random numbers of the hooks before the turns."""
+        self._iteration = iteration
+        self._num_reopened = 0
+        self.is_over = False
+        self._losses = []
+        rng.reseed(self._before.at(iteration))
+
+    def begin(self, replica: int, *, opens_window: bool) -> None:
+        """Begin a turn on random numbers and buffers of its own, with an empty table of losses."""
+        self._turn_to(replica)
+        self._has_stepped = False
+        self.begins_window = opens_window and self.is_first
+        if self.begins_window:
+            if not self._knows_buffers:
+                self._buffers.find(self._find_networks().values())
+                self._knows_buffers = True
+            self._buffers.begin_window()
+        if self._buffers.is_exchanged:
+            self._buffers.enter(replica)
+        rng.reseed(self._own[replica].at(self._iteration))
+        self._table = self._model.loss_items
+        self._table.clear()
+
+    def begin_step(self) -> StepWatch | None:
+        """Seed anew for a further step: what was drawn before the last one is not drawn again."""
+        if self._has_stepped and self._first != self._last:
+            raise UsageError(
+                "A batch loop that runs its optimizer loop several times a batch needs a process "
+                f"for each replica, but this one carries {len(self._replicas.block)}. Start "
+                f"{self._replicas.num_replicas} processes."
+            )
+        self._has_stepped = True
+        if self.is_over:
+            self.is_over = False
+            self._num_reopened += 1
+            fields = ("train", self._iteration, self.replica, self._num_reopened)
+            rng.reseed(rng.key(self._seed, *fields))
+        return self._watch.begin()
+
+    def end_backward(
+        self,
+        engine: Collector,
+        optimizer: Optimizer,
+        shown: Mapping[str, Any],
+        *,
+        ends_window: bool,
+    ) -> None:
+        """Copy the model's own losses, which an update could change; collect the gradients."""
+        table = self._table
+        for name, loss in table.items():
+            if isinstance(loss, Tensor) and loss is not shown.get(name):
+                table[name] = loss.detach().clone()
+        engine.collect_gradients(
+            optimizer, self.replica, ends_window=ends_window, find_networks=self._find_networks
+        )
+
+    def end_all(self, *, ends_window: bool) -> None:
+        """Commit the buffers of replica 0 at a window's end; go on with the hooks' numbers."""
+        self.is_over = True
+        if self._buffers.is_exchanged:
+            self._buffers.leave(self.replica)
+        if ends_window:
             self._buffers.commit()
+        elif self._buffers.is_exchanged:
+            self._buffers.enter(self._first)
+        rng.reseed(self._after.at(self._iteration))
+
+    def end(self, *, ends_window: bool) -> None:
+        """Keep the losses and the buffers of a turn; after the last one put the means in place."""
+        table = self._model.loss_items
+        # What follows may change a tensor that the table holds: another turn, or a commit.
+        losses = {}
+        for name, loss in table.items():
+            losses[name] = loss.detach().clone() if isinstance(loss, Tensor) else loss
+        self._losses.append(losses)
+        if not self.is_last:
+            if self._buffers.is_exchanged:
+                self._buffers.leave(self.replica)
+            return
+        if not self.is_over:
+            self.end_all(ends_window=ends_window)
+        self._watch.report()
+        for losses in self._losses:
+            _check_losses(losses)
+        table.clear()
+        table.update(self._replicas.mean_losses(self._losses))
+
+    def drop_window(self) -> None:
+        """Commit the buffers of replica 0."""
+        self._buffers.commit()
+
+    def check_stop(self, error: StopIteration) -> str:
+        """Refuse it on several processes, which do not know of each other's hooks."""
+        if self._replicas.is_whole:
+            return "a hook ends epochs by StopIteration"
+        raise UsageError(
+            "StopIteration must not be raised in a hook where several processes train: the others "
+            "would wait for this one. End the run with Context.request_stop(...), on which they "
+            "agree, or train in one process."
+        ) from error
+
+    def begin_share(self, replica: int, seed: Seed) -> None:
+        """Begin a turn on random numbers of its own."""
+        self._turn_to(replica)
+        seed(replica)
+
+    def end_shares(self, seed: Seed) -> None:
+        """Go on with the numbers of the hooks: a process may have had fewer turns than others."""
+        seed(None)
+
+
+def make_turns(replicas: Replicas, seed: int, model: Trained, watch: Watch) -> Turns:
+    """Return the turns of a run; chosen once, at its start.
+
+    Args:
+        replicas: the replicas of the run.
+        seed: the run's seed.
+        model: the model.
+        watch: sees what steps change that is no replica's own.
+    """
+    if replicas.is_lone:
+        return LoneTurns(seed)
+    return SharedTurns(replicas, seed, model, watch)
+
+
+def _check_losses(losses: Mapping[str, Any]) -> None:
+    for name, loss in losses.items():
+        is_tensor = isinstance(loss, Tensor)
+        if not (loss.numel() == 1 if is_tensor else isinstance(loss, int | float)):
+            shown = tuple(loss.shape) if is_tensor else type(loss).__name__
+            raise UsageError(
+                f"Model._loss_items[{name!r}] must be a number or a tensor of one element "
+                f"with several replicas, whose mean stands there, got {shown}. Keep it in "
+                "an attribute of another name."
+            )

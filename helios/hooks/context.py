@@ -378,7 +378,8 @@ class Context:
             UsageError: if a skip was asked for after the update that it was meant for.
         """
         self._is_window_open = False
-        if self.take_skip():
+        if self._skip_reason:
+            self._skip_reason = ""
             raise UsageError(
                 "Context.skip_step() must be called before the update that it leaves out: in "
                 "on_optimizer_step_start at the latest. This window's update was made already."

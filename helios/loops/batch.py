@@ -1,4 +1,4 @@
-"""One iteration: the batch of each replica of this process goes through its optimizer loop."""
+"""The batch of one replica: it goes to the device, and through the optimizer loop."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from helios.state import Phase
 
 
 class BatchLoop(Loop):
-    """The default batch loop; this process carries one replica."""
+    """The default batch loop."""
 
     _internals: ClassVar[str] = "_is_done optimizer_loop"
 
+    advances_once = True
     roles = ("optimizer_loop",)
     role_types: ClassVar = {"optimizer_loop": OptimizerLoop}
 
@@ -24,7 +25,7 @@ class BatchLoop(Loop):
 
     @property
     def done(self) -> bool:
-        """Whether every replica had its batch."""
+        """Whether the replica had its batch."""
         return self._is_done
 
     def reset(self) -> None:
@@ -34,7 +35,8 @@ class BatchLoop(Loop):
     def advance(self, batch: Any) -> None:
         """Train on the batch of one replica."""
         self._is_done = True
-        require(self.optimizer_loop).run(self.prepare(batch))
+        child = self.optimizer_loop or require(self.optimizer_loop)
+        child.enter(self.prepare(batch))
 
     def prepare(self, batch: Any) -> Any:
         """Return a batch on the device, as the owner of ``process_training_batch`` maps it.
@@ -46,7 +48,10 @@ class BatchLoop(Loop):
         """
         session = self.session
         try:
-            batch = session.move_batch(batch, Phase.TRAINING)
+            if not session.leaves_batches:
+                batch = session.move_batch(batch, Phase.TRAINING)
+            if "process_training_batch" not in session.hooks.heard:
+                return batch
             return session.hooks.transform("process_training_batch", batch, session.state)
         except StopIteration as error:
             raise make_stray_stop(error) from error

@@ -1,24 +1,19 @@
-"""One epoch, from the cursor to its end, batch by batch.
-
-A boundary is the line after a window's last batch. Everything that may follow one (validation, the
-safe point, the checks for an end) stands here once, for both units; a resume enters behind the
-safe point, so that exactly those events follow that an undisturbed run has (DESIGN R4).
-"""
+"""One epoch, from the cursor to its end, batch by batch; what may follow is the boundary's."""
 
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from helios import schedule as due
 from helios.core.utils import AverageTimer
 from helios.data.source import BatchIterator
 from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
+from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
+from helios.loops.even import EvenBatches
 from helios.loops.loop import Loop, make_stray_stop, require
-from helios.loops.replicas import EvenBatches, ReplicaTurns, add_obstacle
-from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -27,7 +22,8 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _internals: ClassVar[str] = (
-        "_batches _has_left _is_complete _is_over _num_done _timer _turns batch_loop val_loop"
+        "_batches _boundary _has_left _is_complete _is_over _kind _num_done _timer batch_loop "
+        "val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
@@ -38,7 +34,8 @@ class EpochLoop(Loop):
         self.batch_loop = batch_loop
         self.val_loop = val_loop
         self._batches: BatchIterator | None = None
-        self._turns: ReplicaTurns | None = None
+        self._boundary: Boundary | None = None
+        self._kind = STEP
         self._timer = AverageTimer()
         self._is_over = False
         self._is_complete = False
@@ -75,59 +72,46 @@ class EpochLoop(Loop):
             total = None
         self._is_over = self._has_left = False
         self._num_done = 0
+        self._kind = WINDOW if session.schedule.is_by_epoch else STEP
         self._is_complete = total == cursor.batch
         self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
-        if not session.replicas.is_lone:
-            self._turns = self._turns or ReplicaTurns(session)
-            self._turns.look_again()
+        session.turns.begin_epoch()
         session.display.start_epoch(cursor.epoch, total, cursor.batch)
         self._timer.start()
+
+    @property
+    def boundary(self) -> Boundary:
+        """What may follow a step or an epoch of this run."""
+        if self._boundary is None:
+            self._boundary = Boundary(self.session, self._validate)
+        return self._boundary
 
     def on_run_start(self) -> None:
         """Begin the epoch, or go on behind the safe point of a checkpoint taken inside it."""
         session = self.session
         if session.is_in_epoch:
-            has_validated = self._has_validated_before_resume()
-            session.check_limits()
-            self.leave_safe_point(has_validated=has_validated)
+            if self.boundary.resume(self._kind):
+                self._leave()
         else:
             session.state.begin_epoch(session.cursor.epoch)
             session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
 
     def advance(self) -> None:
-        """Train on one batch (DESIGN section 5, "A batch")."""
-        session, state, hooks = self.session, self.session.state, self.session.hooks
-        batches = self.batches
-        batch = next(batches)
-        found = (state.is_step_boundary, state.is_step_committed)
-        self._begin_iteration(is_last=batches.is_last)
-        session.turns.begin_iteration(state.global_iteration)
-        opens_window = found[0] or state.global_iteration == 1
-        try:
-            if opens_window:
-                session.context.open_window()
-                hooks.emit("on_training_step_start", state)
-            session.context.begin_batch(batch if self._turns is None else batch[0])
-            hooks.emit("on_training_batch_start", state)
-        except StopIteration as error:
-            if not session.replicas.is_whole:
-                raise _make_lonely_stop() from error
-            if not session.replicas.is_lone:
-                add_obstacle(session, "a hook ends epochs by StopIteration")
-            # The batch was not trained on: a count of it would end runs and windows too early.
-            was_boundary, was_committed = found
-            state.withdraw_iteration(
-                session.schedule.unit, was_boundary=was_boundary, was_committed=was_committed
-            )
-            raise
-        if self._turns is None:
-            require(self.batch_loop).run(batch)
-        else:
-            self._turns.run(batch, require(self.batch_loop).run, opens_window=opens_window)
-        if state.is_step_boundary:
-            session.context.close_window()
+        """Train on the batches of one iteration (DESIGN section 5, "A batch")."""
+        session = self.session
+        state, context, turns = session.state, session.context, session.turns
+        batches = self._batches or self.batches
+        found = next(batches)
+        opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
+        train = (self.batch_loop or require(self.batch_loop)).enter
+        for replica, batch in zip(session.replicas.block, found, strict=True):
+            turns.begin(replica, opens_window=opens_window)
+            if batch is not found[0]:
+                context.begin_batch(batch)
+            train(batch)
+            turns.end(ends_window=state.is_step_boundary)
         try:
             self._end_iteration(batches.num_samples)
         except StopIteration as error:
@@ -135,23 +119,22 @@ class EpochLoop(Loop):
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary do what is due there."""
+        session = self.session
         try:
-            self._follow_batch()
+            if "should_training_stop" in session.hooks.heard:
+                self.boundary.poll()
+            self._is_complete = self._is_over = (self._batches or self.batches).is_last
+            if not session.state.is_step_boundary:
+                return
+            if self._is_complete and self._kind is WINDOW:
+                session.agree()  # The epoch's end takes the place of its last boundary.
+            elif (self._boundary or self.boundary).follow(self._kind):
+                self._leave()
         except StopIteration as error:
             raise make_stray_stop(error) from error
 
-    def _follow_batch(self) -> None:
-        session = self.session
-        session.poll_stop()
-        self._is_complete = self._is_over = self.batches.is_last
-        if not session.state.is_step_boundary:
-            return
-        session.agree()
-        if not session.schedule.is_by_epoch:
-            self._close_step()
-        elif not self._is_complete:
-            session.save_if_asked(is_due=False)
-            self._leave()
+    def _leave(self) -> None:
+        self._has_left = self._is_over = True
 
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
@@ -164,41 +147,30 @@ class EpochLoop(Loop):
             session.display.end_epoch()
             return
         self._warn_of_lost_steps()
-        is_cut = self._has_left and not self._is_complete
-        if not is_cut:
-            session.move_epoch_schedulers()
-        has_validated = session.schedule.is_by_epoch and self._validate_if_due()
+        is_by_epoch = session.schedule.is_by_epoch
+        if self._has_left and not self._is_complete:
+            if is_by_epoch:
+                self.boundary.validate_if_due()
+            self._tell_end()
+            return
+        if session.schedulers is not None and not session.is_manual:
+            session.schedulers.after_epoch()
+        if is_by_epoch:
+            if self.boundary.follow(EPOCH, self._end_epoch):
+                self._leave()
+        else:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._tell_end()
+        self.session.cursor.next_epoch()
+        self.session.state.end_epoch()
+
+    def _tell_end(self) -> None:
+        session = self.session
         session.hooks.emit("on_training_epoch_end", session.state.global_epoch)
         session.agree()
         session.display.end_epoch()
-        if is_cut:
-            return
-        session.cursor.next_epoch()
-        session.state.end_epoch()
-        if session.schedule.is_by_epoch:
-            session.check_limits()
-            session.save_if_asked(is_due=due.is_save_due(session.schedule, session.state))
-            self.leave_safe_point(has_validated=has_validated, polls_always=True)
-
-    def leave_safe_point(self, *, has_validated: bool, polls_always: bool = False) -> None:
-        """Do what follows a safe point: the last poll, and the end if one is due (H30-H33).
-
-        Args:
-            has_validated: whether a validation took place at this boundary.
-            polls_always: whether the stop poll follows without one too, as at an epoch's end.
-        """
-        session = self.session
-        before = (session.is_stopping, session.is_leaving)
-        if has_validated or polls_always:
-            session.poll_stop()
-            session.agree()
-            if (session.is_stopping, session.is_leaving) != before:
-                session.save_if_asked(is_due=False)
-        self._leave()
-
-    def _leave(self) -> None:
-        self._has_left |= self.session.is_leaving
-        self._is_over |= self._has_left
 
     @property
     def _is_left_unfinished(self) -> bool:
@@ -212,7 +184,7 @@ class EpochLoop(Loop):
     def teardown(self) -> None:
         """End the workers of an epoch that an error has left open."""
         self._close_batches()
-        self._turns = None
+        self._boundary = None
         super().teardown()
 
     def _refuse_empty_epoch(self) -> None:
@@ -248,8 +220,7 @@ class EpochLoop(Loop):
         """
         session, state = self.session, self.session.state
         if not session.schedule.is_by_epoch:
-            if session.is_leaving and state.is_step_boundary:
-                session.save_if_asked(is_due=False)
+            if session.is_leaving and state.is_step_boundary and self.boundary.follow(CUT):
                 self._leave()
         elif not state.is_step_boundary and state.global_iteration > 0:
             _LOGGER.warning(
@@ -265,9 +236,11 @@ class EpochLoop(Loop):
             session.context.close_window()
             state.drop_window()
 
-    def _begin_iteration(self, *, is_last: bool) -> None:
-        session, state = self.session, self.session.state
-        is_boundary = due.ends_window(
+    def _begin_iteration(self, batch: Any, *, is_last: bool) -> bool:
+        """Count an iteration and tell that it begins; returns whether it opens a window."""
+        session, state, hooks = self.session, self.session.state, self.session.hooks
+        found = (state.is_step_boundary, state.is_step_committed)
+        is_boundary = session.schedule.accumulation_steps == 1 or due.ends_window(
             session.schedule,
             iteration=state.global_iteration + 1,
             batch=session.cursor.batch,
@@ -275,69 +248,60 @@ class EpochLoop(Loop):
             is_manual=bool(session.is_manual),
         )
         state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
+        session.turns.begin_iteration(state.global_iteration)
+        opens_window = found[0] or state.global_iteration == 1
+        try:
+            if opens_window:
+                session.context.open_window()
+                if "on_training_step_start" in hooks.heard:
+                    hooks.emit("on_training_step_start", state)
+            session.context.begin_batch(batch)
+            if "on_training_batch_start" in hooks.heard:
+                hooks.emit("on_training_batch_start", state)
+        except StopIteration as error:
+            obstacle = session.turns.check_stop(error)
+            if obstacle:
+                session.add_obstacle(obstacle)
+            # The batch was not trained on: a count of it would end runs and windows too early.
+            was_boundary, was_committed = found
+            state.withdraw_iteration(
+                session.schedule.unit, was_boundary=was_boundary, was_committed=was_committed
+            )
+            raise
+        return opens_window
 
     def _end_iteration(self, num_samples: int) -> None:
         session, state, hooks = self.session, self.session.state, self.session.hooks
-        should_log = due.is_log_due(session.schedule, state)
-        session.context.show_raw_batch()
-        hooks.emit("on_training_batch_end", state, should_log)
+        if state.is_step_boundary:
+            session.context.close_window()
+        should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
+        if "on_training_batch_end" in hooks.heard:
+            session.context.show_raw_batch()
+            hooks.emit("on_training_batch_end", state, should_log)
         session.context.end_batch()
         if state.is_step_boundary:
-            hooks.emit("on_training_step_end", state, state.is_step_committed)
+            if "on_training_step_end" in hooks.heard:
+                hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.end_step()
             if state.is_step_committed:
                 session.cursor.end_step()
         if should_log:
             session.log_losses()
         has_stepped = state.is_step_boundary and state.is_step_committed
-        session.display.advance(session.model.loss_items, num_samples, has_stepped)
+        if session.display.is_shown:
+            session.display.advance(session.model.loss_items, num_samples, has_stepped)
         session.cursor.advance(num_samples)
         self._num_done += 1
         state.end_iteration()
         state.average_iter_time = self._timer.record()
 
-    def _close_step(self) -> None:
-        session = self.session
-        is_due = not session.is_stopping
-        has_validated = is_due and self._validate_if_due()
-        if has_validated:
-            session.agree()
-        session.check_limits()
-        is_due = is_due and due.is_save_due(session.schedule, session.state)
-        session.save_if_asked(is_due=is_due)
-        self.leave_safe_point(has_validated=has_validated)
-
-    def _validate_if_due(self) -> bool:
-        session = self.session
-        if not due.is_validation_due(session.schedule, session.state):
-            return False
+    def _validate(self) -> bool:
         try:
-            has_run = require(self.val_loop).run()
+            return bool(require(self.val_loop).run())
         except StopIteration as error:
             raise make_stray_stop(error) from error
-        if not has_run:
-            return False
-        session.conclude_validation()
-        return True
-
-    def _has_validated_before_resume(self) -> bool:
-        session = self.session
-        return (
-            not session.schedule.is_by_epoch
-            and not session.is_stopping
-            and Phase.VALIDATION in session.sources
-            and due.is_validation_due(session.schedule, session.state)
-        )
 
     def _close_batches(self) -> None:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
-
-
-def _make_lonely_stop() -> UsageError:
-    return UsageError(
-        "StopIteration must not be raised in a hook where several processes train: the others "
-        "would wait for this one. End the run with Context.request_stop(...), on which they "
-        "agree, or train in one process."
-    )

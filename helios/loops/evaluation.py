@@ -6,23 +6,25 @@ settings that it found, also after an error: training never notices it (DESIGN R
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
 
 from helios.core.cuda import DisableCuDNNBenchmarkContext
+from helios.core.scalars import as_numbers
 from helios.data.share import NO_BATCH
 from helios.data.source import BatchIterator, Source
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.replicas import compare_scores
 from helios.loops.step import end_forward, take_step
 from helios.model.processor import Processed
 from helios.state import Phase
 
+_LOGGER = logging.getLogger(__name__)
 _END = object()
 
 
@@ -98,19 +100,11 @@ class EvaluationLoop(Loop):
             return
         which = (self._loader,) if len(self._sources) > 1 else ()
         try:
-            if self._is_shared:
-                self._process_shares(batch, self._step, *which)
-            else:
-                self._process(batch, self._step, *which)
+            self._process(batch, self._step, *which)
         except StopIteration as error:
             raise make_stray_stop(error) from error
         self.session.display.advance_evaluation()
         self._step += 1
-
-    @property
-    def _is_shared(self) -> bool:
-        """Whether each replica evaluates a part of the data; predictions are made whole."""
-        return self.phase is not Phase.PREDICTION and not self.session.replicas.is_lone
 
     def _count_batches(self) -> int | None:
         """Return the batches of the whole pass, all loaders together; ``None`` if unknown."""
@@ -144,45 +138,34 @@ class EvaluationLoop(Loop):
         self._step = 0
         self._open_batches()
 
-    def _process(self, batch: Any, step: int, *which: int) -> None:
-        session, hooks, noun = self.session, self.session.hooks, self.noun
-        session.seed_evaluation(self._pass_number, step, *which)
-        batch = session.move_batch(batch, self.phase)
-        batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
-        session.context.begin_batch(batch)
-        hooks.emit(f"on_{noun}_batch_start", step, *which)
-        result = take_step(session, self.step_name, batch, step, *which)
-        end_forward(session, result, result.loss if isinstance(result, Processed) else None)
-        self._take(result)
-        session.context.show_raw_batch()
-        hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
-        session.context.end_batch()
+    def _seed(self, replica: int | None = None) -> None:
+        """Set the random numbers of a replica, or, without one, of the hooks."""
+        self.session.seed_evaluation(self._pass_number, self._step, self._loader, replica)
 
-    def _process_shares(self, batches: Sequence[Any], step: int, *which: int) -> None:
+    def _process(self, batches: Sequence[Any], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one set of events (R3)."""
         session, hooks, noun = self.session, self.session.hooks, self.noun
-        turns = [
+        shares = [
             (replica, batch)
             for replica, batch in zip(session.replicas.block, batches, strict=True)
             if batch is not NO_BATCH
         ]
-        if not turns:
+        if not shares:
             return
-        session.seed_evaluation(self._pass_number, step, *which)
-        session.context.begin_batch(turns[0][1])
+        self._seed()
+        session.context.begin_batch(shares[0][1])
         hooks.emit(f"on_{noun}_batch_start", step, *which)
-        for replica, batch in turns:
-            session.turns.replica = replica
-            session.seed_evaluation(self._pass_number, step, self._loader, replica)
+        for replica, batch in shares:
+            session.turns.begin_share(replica, self._seed)
             batch = session.move_batch(batch, self.phase)
             batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
             session.context.begin_batch(batch)
             result = take_step(session, self.step_name, batch, step, *which)
             end_forward(session, result, result.loss if isinstance(result, Processed) else None)
             self._take(result, replica)
-        session.seed_evaluation(self._pass_number, step, *which)
+        session.turns.end_shares(self._seed)
         session.context.show_raw_batch()
-        hooks.emit(f"on_{noun}_batch_end", step, *which)
+        hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
         session.context.end_batch()
 
     def _shown(self, result: Any) -> tuple[Any, ...]:
@@ -193,9 +176,8 @@ class EvaluationLoop(Loop):
         """Restore modes, then tell the end of the pass; returns its result."""
         result = self._conclude()
         self._modes.close()
-        if self._is_shared:
-            # A process whose replicas had no batch at the end has drawn less than the others.
-            self.session.seed_evaluation(self._pass_number, self._step, self._loader)
+        # A process whose replicas had no batch at the end has drawn less than the others.
+        self.session.turns.end_shares(self._seed)
         self._tell_end()
         self._compare()
         self._randomness.close()
@@ -294,13 +276,28 @@ class ScoringLoop(EvaluationLoop):
         self._totals[replica].add(result, suffix)
 
     def _compare(self) -> None:
-        if not self.session.replicas.is_whole and not self.session.is_sanity_check:
-            compare_scores(self.session, self.scores, self.step_name)
+        if not self.session.is_sanity_check:
+            self.session.replicas.compare(self._compare_scores)
+
+    def _compare_scores(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Warn of scores that are not the same on all processes: they were not summed."""
+        first, *others = (
+            {name: repr(value) for name, value in table.items()}
+            for table in gather(as_numbers(self.scores))
+        )
+        names = {n for table in others for n in table | first if table.get(n) != first.get(n)}
+        shown = ", ".join(sorted(names))
+        if names and self.session.add_obstacle(f"scores that differ between processes: {shown}"):
+            _LOGGER.warning(
+                "The scores %s differ between processes, though each sees a part of the data only. "
+                "Return {name: (sum, weight)} from %s: they are added over all.",
+                shown,
+                self.step_name,
+            )
 
     def _conclude(self) -> bool:
         tables = [totals.sums for totals in self._totals.values()]
-        replicas = self.session.replicas
-        write_scores(tables[0] if replicas.is_lone else replicas.sum_scores(tables), self.scores)
+        write_scores(self.session.replicas.sum_scores(tables), self.scores)
         return True
 
 

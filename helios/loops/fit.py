@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import ClassVar
 
-from helios import schedule as due
 from helios.errors import RunMismatchError
+from helios.loops.boundary import EPOCH, STEP
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.trial import trying
@@ -64,10 +64,11 @@ class FitLoop(Loop):
         session.begin_training()
         session.agree()
         session.check_alike()
-        if not session.is_in_epoch:
-            session.check_limits()
+        boundary = require(self.epoch_loop).boundary
         if session.is_resumed and not session.is_in_epoch:
-            self._leave_epoch_boundary()
+            boundary.resume(EPOCH if session.schedule.is_by_epoch else STEP)
+        elif not session.is_resumed:
+            boundary.check_limits()
 
     def _check_length(self) -> None:
         """Compare the data with that of the epoch in which the checkpoint was taken.
@@ -97,15 +98,6 @@ class FitLoop(Loop):
         )
         session.cursor.restart_epoch()
         session.state.end_epoch()
-
-    def _leave_epoch_boundary(self) -> None:
-        session = self.session
-        has_validated = Phase.VALIDATION in session.sources and due.is_validation_due(
-            session.schedule, session.state
-        )
-        require(self.epoch_loop).leave_safe_point(
-            has_validated=has_validated, polls_always=session.schedule.is_by_epoch
-        )
 
     def _check_sanity(self) -> None:
         """Run a few batches of validation before a first start, if a plugin asks for it (C17)."""

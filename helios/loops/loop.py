@@ -15,6 +15,7 @@ from helios.session import Session
 
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
+_CYCLE = (*_HOOKS, "on_skip", "done", "advance", "on_run_end")
 
 
 def require(loop: Child | None) -> Child:
@@ -62,6 +63,8 @@ class Loop(ABC):
             may take any role.
         unsaved: names of attributes that training changes and that no checkpoint needs.
         session: what the loop may see; before it is attached, a ``UsageError`` (L7).
+        advances_once: whether a run is one advance and nothing else. A subclass that redefines any
+            method of the cycle gets the whole cycle.
     """
 
     _internals: ClassVar[str] = "_is_made session"
@@ -70,6 +73,7 @@ class Loop(ABC):
     roles: ClassVar[tuple[str, ...]] = ()
     role_types: ClassVar[Mapping[str, type[Loop]]] = {}
     session: Session = _Unattached()  # type: ignore[assignment]
+    advances_once: ClassVar[bool] = False
     _overridden: ClassVar[frozenset[str]] = frozenset()
     _is_made = False
 
@@ -85,6 +89,11 @@ class Loop(ABC):
         cls._overridden = frozenset(
             name for name in _HOOKS if getattr(cls, name) is not getattr(Loop, name)
         )
+        says_so = (base for base in cls.__mro__ if "advances_once" in vars(base))
+        said: type[Loop] = next(says_so)
+        is_same = all(getattr(cls, name) is getattr(said, name) for name in _CYCLE)
+        cls.advances_once = said.advances_once and is_same
+        cls.enter = cls.advance if cls.advances_once else cls.run  # type: ignore[method-assign]
 
     @final
     def children(self) -> dict[str, Loop]:
@@ -194,6 +203,14 @@ class Loop(ABC):
             except StopIteration:
                 break
         return self.on_run_end()
+
+    def enter(self, *args: Any) -> Any:
+        """Run the loop as a parent does in every iteration; one advance costs no more than that.
+
+        Not to be overridden: it is ``advance`` itself where a class says ``advances_once``, and
+        :meth:`run` everywhere else.
+        """
+        return self.run(*args)
 
     @property
     def skip(self) -> bool:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.replicas import TurnWatch
 from helios.loops.step import end_forward, loss_of, take_step
 
 _LOGGER = logging.getLogger(__name__)
@@ -38,9 +37,9 @@ def refuse_closures(optimizer: Optimizer) -> None:
 class OptimizerLoop(Loop):
     """The default optimizer loop: automatic or manual, as ``train_step`` returns (C12)."""
 
-    _internals: ClassVar[str] = (
-        "_attribute _collected _has_begun _is_done _num_moved _optimizer _shown _updated_in"
-    )
+    _internals: ClassVar[str] = "_attribute _has_begun _is_done _optimizer _shown _updated_in"
+
+    advances_once = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +49,6 @@ class OptimizerLoop(Loop):
         self._has_begun = False
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
-        self._collected = (0, 0)
-        self._num_moved = 0
 
     @property
     def done(self) -> bool:
@@ -69,8 +66,6 @@ class OptimizerLoop(Loop):
             UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
         """
         self._is_done = True
-        if self.session.turns.is_over:
-            self.session.turns.reopen()
         if not self._has_begun:
             # A resume brings back the table as the last batch before it left it.
             items = self.session.model.loss_items.items()
@@ -82,71 +77,32 @@ class OptimizerLoop(Loop):
 
     def _train(self, batch: Any) -> None:
         session = self.session
-        watch = self._watch_turn()
-        if not session.replicas.is_lone:
-            self._drop_old_gradients()
-        result = take_step(session, "train_step", batch, session.state)
+        state, turns, engine = session.state, session.turns, session.engine
+        watch = turns.begin_step()
+        if turns.begins_window and session.is_manual is False:
+            engine.drop_old_gradients(self._find_optimizer())
+        result = take_step(session, "train_step", batch, state)
         if type(result) is GeneratorType:
             raise self._make_generator_error()
         loss = loss_of(result)
         if watch is not None:
             watch.conclude(is_manual=loss is None)
         end_forward(session, result, loss)
-        self._settle_mode(is_manual=loss is None)
+        if not self._has_begun or session.is_manual is not (loss is None):
+            self._settle_mode(is_manual=loss is None)
         if loss is None:
             return
-        if not session.replicas.is_lone:
-            self._hold_losses()
-        self._show({"loss": loss})
-        if session.turns.is_first:
-            session.engine.count_micro_batch()
+        self._show({"loss": loss.detach()})
+        if turns.is_first:
+            engine.count_micro_batch()
         self._backward(loss)
-        if not session.replicas.is_lone:
-            self._collect(self._find_optimizer())
-        if session.state.is_step_boundary and session.turns.is_last:
-            session.turns.finish(ends_window=True)
-            self._note_update(is_committed=self._update(self._find_optimizer()))
-            session.engine.close_window()
-
-    def _drop_old_gradients(self) -> None:
-        """Drop what parameters had of gradients when the optimizer got them, or when a run begins.
-
-        Each process has summed these up over the replicas that it carries, so they would depend on
-        the number of processes.
-        """
-        turns = self.session.turns
-        if not (turns.opens_window and turns.is_first) or self.session.is_manual is not False:
-            return
         optimizer = self._find_optimizer()
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        if size != self._num_moved:
-            self._num_moved = size
-            optimizer.zero_grad()
-
-    def _watch_turn(self) -> TurnWatch | None:
-        return TurnWatch(self.session) if self.session.turns.is_watched else None
-
-    def _collect(self, optimizer: Optimizer) -> None:
-        """Take away the gradients of one of several replicas.
-
-        Raises:
-            UsageError: if the replica has had its turn, and others of this process come after it.
-        """
-        session = self.session
-        turn = (session.state.global_iteration, session.turns.replica)
-        if turn == self._collected and len(session.replicas.block) > 1:
-            raise UsageError(
-                "A batch loop that runs its optimizer loop several times a batch needs a process "
-                f"for each replica, but this one carries {len(session.replicas.block)}. Start "
-                f"{session.replicas.num_replicas} processes."
-            )
-        self._collected = turn
-        session.engine.collect_gradients(
-            optimizer,
-            session.turns.replica,
-            ends_window=session.state.is_step_boundary,
-            find_networks=session.model.discovery.modules,
-        )
+        ends_window = state.is_step_boundary
+        turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window)
+        if ends_window and turns.is_last:
+            turns.end_all(ends_window=True)
+            self._note_update(is_committed=self._update(optimizer))
+            engine.close_window()
 
     def _note_update(self, *, is_committed: bool) -> None:
         """Count the window's step if one of its updates was made (R26).
@@ -156,26 +112,20 @@ class OptimizerLoop(Loop):
         state, unit = self.session.state, self.session.schedule.unit
         if is_committed:
             self._updated_in = state.global_iteration
-            state.restore_step(unit)
+            if not state.is_step_committed:
+                state.restore_step(unit)
         elif self._updated_in != state.global_iteration:
             state.withdraw_step(unit)
 
     def _show(self, losses: dict[str, Tensor]) -> None:
-        """Put losses into the table, if the model has put nothing there in this batch."""
+        """Put detached losses into the table, if the model has put nothing there in this batch."""
         table, shown = self.session.model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
         if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):
             return
-        self._shown = {name: loss.detach() for name, loss in losses.items()}
+        self._shown = losses
         table.clear()
-        table.update(self._shown)
-
-    def _hold_losses(self) -> None:
-        """Keep the losses that the model has put into its table as they are before the update."""
-        table = self.session.model.loss_items
-        for name, loss in table.items():
-            if isinstance(loss, Tensor) and loss is not self._shown.get(name):
-                table[name] = loss.detach().clone()
+        table.update(losses)
 
     def _settle_mode(self, *, is_manual: bool) -> None:
         """Know the mode from the first step on.
@@ -195,10 +145,12 @@ class OptimizerLoop(Loop):
             loss: the loss.
             inputs: the only parameters that get gradients; ``None`` for all.
         """
-        session = self.session
-        session.hooks.emit("on_backward_start", loss)
-        session.engine.backward_loss(loss, inputs)
-        session.hooks.emit("on_backward_end")
+        engine, hooks = self.session.engine, self.session.hooks
+        if "on_backward_start" in hooks.heard:
+            hooks.emit("on_backward_start", loss)
+        engine.backward_loss(loss, inputs)
+        if "on_backward_end" in hooks.heard:
+            hooks.emit("on_backward_end")
 
     def _make_generator_error(self) -> UsageError:
         name = type(self.session.model).__name__
@@ -222,7 +174,9 @@ class OptimizerLoop(Loop):
             session.is_manual = is_manual
             session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch
         if is_manual:
-            self._refuse_manual_blocks()
+            session.replicas.require_one_each(
+                "A train_step that returns None", remedy=", or return the loss"
+            )
             self._warn_of_automatic_options()
 
     def _warn_of_automatic_options(self) -> None:
@@ -236,15 +190,6 @@ class OptimizerLoop(Loop):
                 "%s has no effect: train_step returns None, so the model clips and steps itself. "
                 "Return the loss to let Helios do it.",
                 " and ".join(ignored),
-            )
-
-    def _refuse_manual_blocks(self) -> None:
-        replicas = self.session.replicas
-        if not replicas.has_one_each:
-            raise UsageError(
-                f"A train_step that returns None trains with one process for each replica, but "
-                f"{replicas.num_processes} carry {replicas.num_replicas} replicas. Start "
-                f"{replicas.num_replicas} processes, or return the loss."
             )
 
     def _find_optimizer(self) -> Optimizer:
@@ -277,22 +222,27 @@ class OptimizerLoop(Loop):
             schedules_of: the optimizer whose schedulers move; ``None`` for all of them.
         """
         session, context = self.session, self.session.context
-        engine, hooks = session.engine, session.hooks
+        engine, hooks, heard = session.engine, session.hooks, session.hooks.heard
         engine.average_gradients(optimizer)
         context.stepping_optimizer = optimizer
-        hooks.emit("on_optimizer_step_start", optimizer)
+        if "on_optimizer_step_start" in heard:
+            hooks.emit("on_optimizer_step_start", optimizer)
         (is_skipped,) = session.replicas.agree(bool(context.take_skip()))
         if is_skipped:
             is_committed = False
         else:
-            engine.clip_gradients(optimizer)
+            if engine.clips:
+                engine.clip_gradients(optimizer)
             is_committed = engine.optimizer_step(optimizer)
         context.is_optimizer_step_committed = is_committed
-        if session.schedulers is not None and is_committed:
-            session.schedulers.after_step(schedules_of)
-        hooks.emit("on_before_zero_grad", optimizer)
+        schedulers = session.schedulers
+        if is_committed and schedulers is not None and not schedulers.is_empty:
+            schedulers.after_step(schedules_of)
+        if "on_before_zero_grad" in heard:
+            hooks.emit("on_before_zero_grad", optimizer)
         engine.zero_grad(optimizer)
-        hooks.emit("on_optimizer_step_end", optimizer, is_committed)
+        if "on_optimizer_step_end" in heard:
+            hooks.emit("on_optimizer_step_end", optimizer, is_committed)
         context.stepping_optimizer = None
         return is_committed
 
@@ -302,6 +252,4 @@ class OptimizerLoop(Loop):
         self._has_begun = False
         self._shown = {}
         self._updated_in = 0
-        self._collected = (0, 0)
-        self._num_moved = 0
         super().teardown()

@@ -26,6 +26,8 @@ def take_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
         args: what the step gets besides the batch.
     """
     batch = begin_forward(session, batch)
+    if session.is_plain:
+        return session.hooks.heard[step](batch, *args)
     with session.engine.autocast():
         return session.hooks.call(step, batch, *args)
 
@@ -36,7 +38,8 @@ def begin_forward(session: Session, batch: Any) -> Any:
     if processor is not None:
         batch = processor.transform(batch)
     context.batch = batch
-    session.hooks.emit("on_forward_start", context)
+    if "on_forward_start" in session.hooks.heard:
+        session.hooks.emit("on_forward_start", context)
     return batch
 
 
@@ -45,7 +48,8 @@ def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
     context = session.context
     context.model_outputs = result.outputs if isinstance(result, Processed) else result
     context.attached_loss = loss
-    session.hooks.emit("on_forward_end", context)
+    if "on_forward_end" in session.hooks.heard:
+        session.hooks.emit("on_forward_end", context)
 
 
 def loss_of(result: Any) -> Tensor | None:

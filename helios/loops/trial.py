@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from helios.core import logging as log
 from helios.core import rng
@@ -26,7 +25,7 @@ def trying(session: Session, *others: object) -> Iterator[None]:
     sources = session.sources[Phase.VALIDATION]
     with rng.stream(rng.key(session.seed, "sanity")):
         session.hooks.emit("on_sanity_check_start")
-        requests = replace(session.requests)
+        requests = session.agreement.remember()
         loaders = [source.loader for source in sources]
         plugins = session.plugins.values()
         trace = Trace([session.model, session.engine, *plugins, *loaders, *others])
@@ -40,6 +39,6 @@ def trying(session: Session, *others: object) -> Iterator[None]:
         for source in sources:
             source.close()
         trace.erase()
-        session.requests = requests
+        session.agreement.take_back(requests)
         session.agree()
         session.hooks.emit("on_sanity_check_end")

@@ -58,12 +58,14 @@ class YieldLoop(OptimizerLoop):
     def _train(self, batch: Any) -> None:
         session = self.session
         is_boundary, engine = session.state.is_step_boundary, session.engine
-        self._refuse_blocks()
+        session.replicas.require_one_each(
+            "A YieldLoop", why=", since an update between two yields needs the gradients of all"
+        )
         turns = self._find_turns()
         self._hold_skip(*turns)
         losses: dict[str, Tensor] = {}
         is_committed = False
-        watch = self._watch_turn()
+        watch = session.turns.begin_step()
         with closing(self._start(batch)) as generator:
             self._settle_mode(is_manual=False)
             engine.count_micro_batch()
@@ -79,15 +81,6 @@ class YieldLoop(OptimizerLoop):
         if is_boundary:
             engine.close_window()
             self._note_update(is_committed=is_committed)
-
-    def _refuse_blocks(self) -> None:
-        replicas = self.session.replicas
-        if not replicas.has_one_each:
-            raise UsageError(
-                "A YieldLoop trains with one process for each replica, since an update between two "
-                f"yields needs the gradients of all, but {replicas.num_processes} carry "
-                f"{replicas.num_replicas} replicas. Start {replicas.num_replicas} processes."
-            )
 
     def _start(self, batch: Any) -> Losses:
         """Call the step, which runs nothing of it yet.
@@ -143,8 +136,13 @@ class YieldLoop(OptimizerLoop):
                 )
             raise
         is_reached = any(parameter.grad is not None for parameter in inputs)
-        if not self.session.replicas.is_lone:
-            self._collect(self._turns[path])
+        session = self.session
+        session.turns.end_backward(
+            session.engine,
+            self._turns[path],
+            self._shown,
+            ends_window=session.state.is_step_boundary,
+        )
         if not is_reached and path not in self._unreached:
             self._unreached.add(path)
             _LOGGER.warning(

@@ -57,6 +57,9 @@ class Schedulers:
     Raises:
         ArgumentError: for an interval of an unknown scheduler, an unknown interval, or a metric
             for a scheduler that takes none.
+
+    Attributes:
+        is_empty: whether there is nothing to move.
     """
 
     def __init__(self, schedulers: Mapping[str, LRScheduler], intervals: Mapping[str, str]) -> None:
@@ -64,6 +67,7 @@ class Schedulers:
         self._schedulers = {
             path: scheduler for path, scheduler in schedulers.items() if id(scheduler) not in inner
         }
+        self.is_empty = not self._schedulers
         self._check_names(intervals)
         self._intervals = {path: intervals.get(path, "step") for path in self._schedulers}
         for path, interval in self._intervals.items():

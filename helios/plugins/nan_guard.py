@@ -139,27 +139,18 @@ class NaNGuard(Plugin):
         self._window.append(_Note(context.place, context.replica, loss.detach().reshape(())))
 
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
-        """Check the window; nothing but one number is read while all is well.
-
-        Raises:
-            UsageError: if something is not finite, as ``action`` says.
-        """
+        """Check the window; nothing but one number is read while all is well."""
         if self._seems_finite(optimizer):
             return
         found = self._find(optimizer)
         if found.is_empty:
             return
-        if self.context.num_replicas == 1:
-            text = self._describe(found)
-            self._act(text)
-            self.context.skip_step(text)
-        else:
-            # Other processes may have found nothing. That the update is left out they will know.
-            self._found = found
-            self.context.skip_step(f"plugin {self.plug_id!r}: a loss or gradient is not finite")
+        # Other processes may have found nothing. That the update is left out they will know.
+        self._found = found
+        self.context.skip_step(f"plugin {self.plug_id!r}: a loss or gradient is not finite")
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Act on what was found in any of several replicas, on all processes alike.
+        """Act on what was found in any replica, on all processes alike.
 
         An update is left out on all of them or on none, so this costs no exchange of its own where
         it was made.
@@ -168,7 +159,7 @@ class NaNGuard(Plugin):
             UsageError: if something is not finite, as ``action`` says.
         """
         context = self.context
-        if context.num_replicas == 1 or context.is_optimizer_step_committed:
+        if context.is_optimizer_step_committed:
             return
         found = join(context.gather(self._found))
         self._found = None

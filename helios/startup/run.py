@@ -334,22 +334,16 @@ class Run(ABC):
                 f"a {type(found).__name__} of {len(found)}. Join the data sets, or use a "
                 "batch_sampler that mixes them."
             )
+        replicas = self.replicas
         self.sources[phase] = open_sources(
             found,
             label=phase.value,
             run_seed=self.arguments.seed,
             purpose=_PURPOSES[phase],
             limit=self._limit_of(phase),
-            share=self._share_of(phase),
+            share=Share(replicas.num_replicas, replicas.block, pads=phase is Phase.TRAINING),
         )
         return self.sources[phase][0]
-
-    def _share_of(self, phase: Phase) -> Share | None:
-        """Return which part of the data this process fetches; ``None`` for all of it."""
-        replicas = self.replicas
-        if replicas.is_lone:
-            return None
-        return Share(replicas.num_replicas, replicas.block, pads=phase is Phase.TRAINING)
 
     def _limit_of(self, phase: Phase) -> int | None:
         """Return the most batches of a pass that plugins ask for; ``None`` for no limit."""

@@ -104,7 +104,7 @@ class Listener:
         Args:
             saves: whether checkpoints are written, for the message.
         """
-        if self.receiver is None or not self.receiver.first:
+        if self.receiver is None or not self.receiver.noted:
             return ""
         reason = f"{self.receiver.first} was received"
         if not self._has_told:

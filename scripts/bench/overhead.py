@@ -5,11 +5,15 @@ Both train ``Linear(32, 32)`` with SGD from equal loaders, in one process and on
 count processor time with ``--cpu-time``::
 
     .venv/bin/python scripts/bench/overhead.py
+
+``--calls`` counts, in place of the time, how often an iteration enters a function of the package: a
+number that is the same on every machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import logging
 import os
@@ -28,6 +32,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+import helios
 from helios.core import rng
 from helios.data.datamodule import DataLoaderParams, DataModule
 from helios.model.model import Model
@@ -53,7 +58,7 @@ def make_data(num_samples: int) -> TensorDataset:
 class Data(DataModule):
     """The data as a data module."""
 
-    def __init__(self, data: TensorDataset, batch_size: int) -> None:
+    def __init__(self, data: torch.utils.data.Dataset[Any], batch_size: int) -> None:
         super().__init__()
         self._data, self._batch_size = data, batch_size
 
@@ -107,7 +112,7 @@ def run_plain(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> 
 
 
 def run_helios(
-    data: TensorDataset, batch_size: int, last: int, clock: Clock, **options: Any
+    data: torch.utils.data.Dataset[Any], batch_size: int, last: int, clock: Clock, **options: Any
 ) -> float:
     """Return the microseconds per iteration of the same training by Helios."""
     model = Timed(last, clock)
@@ -205,16 +210,108 @@ def run_with_plugins(kind: type[Plugin], number: int) -> Mode:
     return run
 
 
+class Pairs(torch.utils.data.Dataset[Any]):
+    """The same data as a user's own data set, which may draw random numbers."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._data[index]
+
+
+def run_on_own_data(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
+    """Return the same on a data set of the user's own."""
+    return run_helios(Pairs(data), batch_size, last, clock)
+
+
 def run_without_keys(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
     """Return the same with the keyed randomness switched off."""
     with without_keys():
         return run_helios(data, batch_size, last, clock)
 
 
+class Layers(Timed):
+    """A model of many small parameters."""
+
+    def __init__(self, last: int, number: int) -> None:
+        super().__init__(last, time.perf_counter)
+        self._number = number
+
+    def setup(self, fast_init: bool = False) -> None:
+        layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(self._number)]
+        self.network = torch.nn.Sequential(*layers)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=1e-3)
+
+
+def count_calls(
+    *, num_replicas: int = 1, num_layers: int = 1, is_own: bool = False, iterations: int = 256
+) -> collections.Counter[str]:
+    """Return how often an iteration enters each function of the package, by file and name.
+
+    Args:
+        num_replicas: replicas, all in this process.
+        num_layers: layers of the model, with two parameters each.
+        is_own: whether the data set is a user's own.
+        iterations: how many are counted, in steady state.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    package = Path(helios.__file__).parent
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(package)):
+            counts[f"{Path(code.co_filename).relative_to(package)} {code.co_qualname}"] += 1
+
+    class Counted(Layers):
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            if state.global_iteration == first:
+                sys.setprofile(note)
+            if state.global_iteration == first + iterations:
+                sys.setprofile(None)
+            super().on_training_batch_start(state)
+
+    # What steps change is looked for in iterations at powers of two, so none of these is counted.
+    first = 2 * iterations + 1
+    last = first + iterations + 1
+    data: Any = make_data(last * num_replicas)
+    model = Counted(last, num_layers)
+    trainer = Trainer(
+        train_unit="iteration",
+        total_steps=last,
+        use_cpu=True,
+        print_banner=False,
+        num_replicas=num_replicas,
+    )
+    trainer.fit(model, Data(Pairs(data) if is_own else data, 1))
+    return collections.Counter({name: round(n / iterations, 2) for name, n in counts.items()})
+
+
+def print_calls() -> None:
+    """Print how many calls an iteration makes, and where."""
+    for text, options in (
+        ("one replica", {}),
+        ("one replica, a data set of the user's own", {"is_own": True}),
+        ("one replica, 100 parameters", {"num_layers": 50}),
+        ("two replicas", {"num_replicas": 2}),
+        ("two replicas, 100 parameters", {"num_replicas": 2, "num_layers": 50}),
+        ("four replicas", {"num_replicas": 4}),
+    ):
+        counts = count_calls(**options)
+        print(f"{text}: {sum(counts.values()):.1f} calls an iteration")
+        if options in ({}, {"num_replicas": 2}):
+            for name, number in sorted(counts.items()):
+                print(f"  {number:7.2f}  {name}")
+
+
 MODES: dict[str, Mode] = {
     "plain loop": run_plain,
     "Helios without keyed randomness": run_without_keys,
     "Helios": run_helios,
+    "Helios, a data set of the user's own": run_on_own_data,
     "Helios, 1 plugin that hears it": run_with_plugins(Counting, 1),
     "Helios, 10 plugins that hear it": run_with_plugins(Counting, 10),
     "Helios, 10 plugins that do not": run_with_plugins(Deaf, 10),
@@ -240,19 +337,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--cpu-time", action="store_true", help="count processor time")
+    parser.add_argument("--calls", action="store_true", help="count calls, and no time")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu_time else time.perf_counter
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
+    if arguments.calls:
+        print_calls()
+        return
     for batch_size in arguments.batch_sizes:
         times = measure(batch_size, arguments.iterations, arguments.rounds, clock)
         print(f"\nbatch size {batch_size}: microseconds per iteration, {arguments.rounds} rounds")
-        print(f"  {'':34}{'median':>9}{'min':>9}{'max':>9}{'over plain':>12}{'ratio':>8}")
+        print(f"  {'':38}{'median':>9}{'min':>9}{'max':>9}{'over plain':>12}{'ratio':>8}")
         base = statistics.median(times["plain loop"])
         for name, found in times.items():
             middle = statistics.median(found)
             spread = f"{middle:9.1f}{min(found):9.1f}{max(found):9.1f}"
-            print(f"  {name:34}{spread}{middle - base:+12.1f}{middle / base:8.2f}")
+            print(f"  {name:38}{spread}{middle - base:+12.1f}{middle / base:8.2f}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from helios.core import rng
-from helios.data.source import Source
+from helios.data.source import BatchIterator, Source
 
 FETCH = "fetch"
 
@@ -50,10 +50,37 @@ def collate_noisily(samples: list[Any]) -> torch.Tensor:
     return torch.cat([batch, noise], dim=1)
 
 
-def walk(
+class Lone(Iterator[Any]):
+    """A pass of one replica, without the list around each of its batches."""
+
+    def __init__(self, batches: BatchIterator) -> None:
+        self.inner = batches
+
+    def __next__(self) -> Any:
+        (batch,) = next(self.inner)
+        return batch
+
+    @property
+    def is_last(self) -> bool:
+        return self.inner.is_last
+
+    @property
+    def num_samples(self) -> int:
+        return self.inner.num_samples
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def walk(source: Source, epoch: int, **where: int | None) -> list[Any]:
+    """Return the batches of one replica, as :func:`walk_shares` does."""
+    return [batch for (batch,) in walk_shares(source, epoch, **where)]
+
+
+def walk_shares(
     source: Source, epoch: int, *, batch: int = 0, sample: int = 0, limit: int | None = None
 ) -> list[Any]:
-    """Return the batches of a pass from a place on, at most ``limit``."""
+    """Return what the iterations of a pass give from a place on, at most ``limit``."""
     found = []
     batches = source.batches(epoch, batch=batch, sample=sample)
     try:

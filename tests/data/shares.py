@@ -9,12 +9,12 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from helios.data import create_dataloader
-from helios.data.share import NO_BATCH, Share
+from helios.data.share import LONE, NO_BATCH, Share
 from helios.data.source import Source, open_source
-from helios.engines.tree import blocks
-from tests.data.datasets import FETCH, join
+from helios.engines.assignment import blocks
+from tests.data.datasets import FETCH, Lone, join
 
-Opener = Callable[[Share | None], Source]
+Opener = Callable[[Share], Source]
 Turns = list[list[Any]]
 
 SPLITS = [(p, v) for v in range(1, 7) for p in range(1, v + 1)]
@@ -24,7 +24,7 @@ SPLITS = [(p, v) for v in range(1, 7) for p in range(1, v + 1)]
 def opener(dataset: Any, *, run_seed: int = 6691, **options: Any) -> Opener:
     """Return what opens new sources over a data set; a function as sampler is called for each."""
 
-    def open_one(share: Share | None) -> Source:
+    def open_one(share: Share) -> Source:
         made = {
             name: value() if name in ("sampler", "batch_sampler") and callable(value) else value
             for name, value in options.items()
@@ -42,8 +42,8 @@ def plain(batch: Any) -> Any:
 
 def order_of(length: int, epoch: int = 0, **options: Any) -> list[int]:
     """Return the order of an epoch as one replica without a share sees it."""
-    source = opener(range(length), batch_size=None, **options)(None)
-    return [plain(item) for item in source.batches(epoch)]
+    source = opener(range(length), batch_size=None, **options)(LONE)
+    return [plain(item) for item in Lone(source.batches(epoch))]
 
 
 class Run:

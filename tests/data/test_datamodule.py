@@ -17,7 +17,7 @@ from helios.data.samplers import (
 from helios.data.share import Share
 from helios.data.source import open_source
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from tests.data.datasets import FETCH, Indices, as_lists, join, walk
+from tests.data.datasets import FETCH, Indices, as_lists, join, walk_shares
 
 SPLITS = ("train", "valid", "test", "predict")
 
@@ -119,8 +119,8 @@ def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | 
             pair = getattr(module, f"{split}_dataloader")()
             share = Share(2, range(1, 2), pads)
             source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
-            first = next(iter(walk(source, 0)))
-            assert first == [0 if is_distributed is False and pads else 1]
+            (first,) = walk_shares(source, 0)[0]
+            assert first.tolist() == [0 if is_distributed is False and pads else 1]
 
 
 def test_the_pair_gives_the_arguments_of_a_loader() -> None:

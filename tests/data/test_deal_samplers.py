@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import BatchSampler
 
 from helios.data.samplers import ResumableDistributedSampler
-from helios.data.share import Share
+from helios.data.share import LONE, Share
 from helios.errors import ArgumentError
 from tests.data.datasets import as_lists, join, walk
 from tests.data.shares import Run, dealt, opener, order_of
@@ -73,7 +73,7 @@ _OWN: dict[str, Callable[[int], dict[str, Any]]] = {
 def test_a_sampler_that_splits_by_rank_itself_is_used_where_each_process_has_one_replica(
     kind: str,
 ) -> None:
-    def open_rank(share: Share | None) -> Any:
+    def open_rank(share: Share) -> Any:
         assert share is not None
         return opener(range(12), **_OWN[kind](share.block.start))(share)
 
@@ -128,7 +128,7 @@ def test_a_sampler_with_state_is_put_back_and_left_where_it_stood(num_workers: i
     def open_run(num_processes: int) -> Run:
         return Run(opener(range(1_103), batch_size=7, **how), num_processes, 3)
 
-    alone = opener(range(1_103), batch_size=21, **how)(None)
+    alone = opener(range(1_103), batch_size=21, **how)(LONE)
     walk(alone, 0, limit=2)
     following = dealt(join(as_lists(walk(alone, 1))), 3, 7)
     for num_processes in (1, 3):

@@ -16,7 +16,7 @@ from helios.data.samplers import ResumableRandomSampler
 from helios.data.share import Share
 from helios.data.source import Source, open_source
 from helios.errors import ArgumentError, StateError, UsageError
-from tests.data.datasets import FETCH, Augmented, Indices, as_lists, draw, walk
+from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, draw, walk
 
 
 class Stream(IterableDataset):
@@ -87,7 +87,7 @@ def open_foreign(loader: Any, sampler: Any = None) -> Source:
 
 def test_a_stream_is_walked_and_its_last_batch_is_known() -> None:
     source = open_foreign(*create_dataloader(Stream(), batch_size=2))
-    batches = source.batches(0)
+    batches = Lone(source.batches(0))
     told = [(batch.tolist(), batches.is_last, batches.num_samples) for batch in batches]
     assert told == [([0, 1], False, 0), ([2, 3], False, 0), ([4], True, 0)]
     assert source.num_batches() is None
@@ -97,7 +97,7 @@ def test_a_stream_is_walked_and_its_last_batch_is_known() -> None:
 def test_a_loader_of_known_length_is_not_asked_ahead() -> None:
     data = Indices(5)
     source = open_foreign(DataLoader(data, batch_size=2))
-    batches = source.batches(0)
+    batches = Lone(source.batches(0))
     next(batches)
     assert data.counts.sum() == 2
     assert not batches.is_last
@@ -145,7 +145,7 @@ def test_a_loader_with_state_goes_on_from_every_batch(kind: type[Rewinding]) -> 
             source = open_foreign(kind())
             for earlier in range(epoch):
                 walk(source, earlier)
-            batches = source.batches(epoch)
+            batches = Lone(source.batches(epoch))
             for _ in range(batch):
                 next(batches)
             states = [source.state_dict()]
@@ -180,7 +180,7 @@ def test_a_stream_with_state_goes_on_from_every_batch(size: int | None) -> None:
             source = make()
             for earlier in range(epoch):
                 walk(source, earlier)
-            batches = source.batches(epoch)
+            batches = Lone(source.batches(epoch))
             found = [next(batches) for _ in range(batch)]
             states = [source.state_dict()]
             batches.close()
@@ -216,7 +216,7 @@ def test_what_cannot_resume_says_what_would() -> None:
 def test_a_loop_that_stops_at_the_last_batch_lets_the_loader_run_out() -> None:
     for kind in (Rewinding, SizedRewinding):
         loader = kind()
-        batches = open_foreign(loader).batches(0)
+        batches = Lone(open_foreign(loader).batches(0))
         while not batches.is_last:
             next(batches)
         batches.close()
@@ -310,7 +310,7 @@ def test_opening_a_pass_draws_from_no_generator() -> None:
     rng.seed_rngs(3)
     expected = draw()
     rng.seed_rngs(3)
-    batches = open_foreign(DataLoader(Indices(5), shuffle=True)).batches(0)
+    batches = Lone(open_foreign(DataLoader(Indices(5), shuffle=True)).batches(0))
     assert draw() == expected
     batches.close()
 
@@ -354,7 +354,7 @@ def test_the_state_of_a_foreign_loader_is_one_of_each_process(kind: type[Rewindi
     batches.close()
     resumed = open_rank(kind(), 1)
     resumed.load_state_dict(state)
-    assert walk(resumed, 0, batch=2) == [[2], [3], [4], [5]]
+    assert walk(resumed, 0, batch=2) == [2, 3, 4, 5]
 
 
 class Drawing(Stream):

@@ -19,7 +19,7 @@ from helios.data.samplers import (
     ResumableSampler,
 )
 from helios.data.source import Source, open_source
-from tests.data.datasets import FETCH, Indices, as_lists, draw, walk
+from tests.data.datasets import FETCH, Indices, Lone, as_lists, draw, walk
 from tests.data.test_order import Lazy, Remembering, Reusing
 
 LENGTH = 11
@@ -91,7 +91,7 @@ def test_the_indices_are_those_that_are_fetched(case: str, num_workers: int) -> 
             item.tolist() if isinstance(item, torch.Tensor) else item
             for item in walk(undisturbed, epoch)
         ]
-        batches, sample, seen = source.batches(epoch), 0, []
+        batches, sample, seen = Lone(source.batches(epoch)), 0, []
         for number, batch in enumerate(batches):
             seen.append(batch.tolist() if isinstance(batch, torch.Tensor) else batch)
             found = source.indices(epoch, batch=number, sample=sample)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,26 +12,33 @@ import torch
 
 from helios.core import rng
 from helios.data import create_dataloader
+from helios.data.deal import Deal
 from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset
 from helios.data.order import Place, PositionalOrder
 from helios.data.samplers import ResumableRandomSampler, ResumableSequentialSampler
+from helios.data.share import LONE
 from helios.data.source import open_source
-from tests.data.datasets import Augmented, Indices, draw, join
+from tests.data.datasets import Augmented, Indices, Lone, draw, join
 
 
-def make_batches(
-    length: int, batch_size: int | None, *, drop_last: bool = False, shuffle: bool = False
-) -> KeyedBatchSampler:
+def make_order(length: int, *, shuffle: bool = False) -> PositionalOrder:
     kind = ResumableRandomSampler if shuffle else ResumableSequentialSampler
-    order = PositionalOrder(kind(range(length)))
-    return KeyedBatchSampler(order, batch_size=batch_size, drop_last=drop_last)
+    return PositionalOrder(kind(range(length)))
 
 
-def pull(batches: KeyedBatchSampler, place: Place) -> list[Keyed]:
-    batches.seek(place)
-    found = list(batches)
-    batches.seek(None)
-    return found
+def make_batches(length: int, batch_size: int | None, **options: Any) -> KeyedBatchSampler:
+    return KeyedBatchSampler(make_order(length), batch_size=batch_size, **options)
+
+
+def make_deal(
+    length: int, batch_size: int | None, *, drop_last: bool = False, shuffle: bool = False
+) -> Deal:
+    order = make_order(length, shuffle=shuffle)
+    return Deal(order, LONE, batch_size=batch_size, drop_last=drop_last)
+
+
+def pull(deal: Deal, place: Place) -> list[Keyed]:
+    return list(deal.walk(place, deque()))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -37,16 +46,18 @@ def pull(batches: KeyedBatchSampler, place: Place) -> list[Keyed]:
 def test_lists_are_those_of_the_order_cut_by_the_batch_size(length: int, drop_last: bool) -> None:
     whole = list(range(length))
     for size in (1, 3, 5_000):
-        batches = make_batches(length, size, drop_last=drop_last)
+        deal = make_deal(length, size, drop_last=drop_last)
         expected = [whole[first : first + size] for first in range(0, length, size)]
         if drop_last and len(expected[-1]) < size:
             expected.pop()
-        assert list(batches.lists(Place())) == expected
-        assert len(batches) == len(expected)
+        assert [turn.hands for turn in deal.turns(Place())] == [[item] for item in expected]
+        by_hand = make_batches(length, size, drop_last=drop_last)
+        assert [item.indices for item in by_hand] == expected
+        assert len(by_hand) == deal.num_batches() == len(expected)
 
 
 def test_a_pass_goes_on_from_any_place() -> None:
-    batches = make_batches(23, 4, shuffle=True)
+    batches = make_deal(23, 4, shuffle=True)
     for epoch in range(3):
         full = pull(batches, Place(run_seed=5, epoch=epoch))
         assert sorted(join(item.indices for item in full)) == list(range(23))
@@ -57,20 +68,20 @@ def test_a_pass_goes_on_from_any_place() -> None:
 
 def test_a_changed_batch_size_goes_on_at_the_stored_sample() -> None:
     # DESIGN section 6: batches are numbered on, samples follow the position.
-    order = join(item.indices for item in pull(make_batches(23, 4, shuffle=True), Place()))
+    order = join(item.indices for item in pull(make_deal(23, 4, shuffle=True), Place()))
     place = Place(batch=2, sample=8)
-    rest = pull(make_batches(23, 6, shuffle=True), place)
+    rest = pull(make_deal(23, 6, shuffle=True), place)
     assert [item.indices for item in rest] == [order[8:14], order[14:20], order[20:]]
     assert [item.key for item in rest] == [place.fetch_keys().at(batch) for batch in (2, 3, 4)]
 
 
 def test_the_number_of_batches_counts_those_before_and_behind_the_place() -> None:
     for drop_last, whole, resumed in ((False, 6, 5), (True, 5, 4)):
-        assert make_batches(23, 4, drop_last=drop_last).num_batches() == whole
-        changed = make_batches(23, 6, drop_last=drop_last)
+        assert make_deal(23, 4, drop_last=drop_last).num_batches() == whole
+        changed = make_deal(23, 6, drop_last=drop_last)
         assert changed.num_batches(batch=2, sample=8) == resumed
-    assert make_batches(8, 4).num_batches(batch=2, sample=8) == 2
-    assert make_batches(5, None).num_batches(batch=3, sample=3) == 5
+    assert make_deal(8, 4).num_batches(batch=2, sample=8) == 2
+    assert make_deal(5, None).num_batches(batch=3, sample=3) == 5
 
 
 def test_the_key_depends_on_everything_that_names_a_batch() -> None:
@@ -87,14 +98,16 @@ def test_the_key_depends_on_everything_that_names_a_batch() -> None:
 
 
 def test_the_ledger_tells_of_each_batch_though_torch_reads_ahead() -> None:
-    batches = make_batches(10, 4)
+    batches, deal = make_batches(10, 4), make_deal(10, 4)
+    ledger: deque[tuple[int, int, bool]] = deque()
+    batches.seek(partial(deal.walk, Place(), ledger))
     iter(batches)  # torch calls iter() twice, and steps through the second only
     steps = iter(batches)
     next(steps)
     next(steps)
-    assert list(batches.ledger) == [(4, False), (4, False)]
+    assert list(ledger) == [(1, 4, False), (1, 4, False)]
     next(steps)
-    assert list(batches.ledger) == [(4, False), (4, False), (2, True)]
+    assert list(ledger) == [(1, 4, False), (1, 4, False), (1, 2, True)]
 
 
 class TwoWays(Indices):
@@ -190,6 +203,6 @@ def test_a_held_generator_is_the_one_that_is_seeded_also_in_spawned_workers() ->
     for workers in ({}, {"num_workers": 1}, {"num_workers": 1, "multiprocessing_context": "spawn"}):
         loader, sampler = create_dataloader(HoldsGenerator(), batch_size=4, **workers)
         source = open_source(loader, sampler, run_seed=1, purpose="fetch")
-        found.append([batch.tolist() for batch in source.batches(0)])
+        found.append([batch.tolist() for batch in Lone(source.batches(0))])
         source.close()
     assert found[0] == found[1] == found[2]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from helios.data import create_dataloader
 from helios.data.source import Source, open_source
-from tests.data.datasets import FETCH, Indices, walk
+from tests.data.datasets import FETCH, Indices, Lone, walk
 
 
 class Careless(Indices):
@@ -70,7 +70,7 @@ def test_a_collate_function_in_a_worker_is_watched_too(caplog: pytest.LogCapture
 
 
 def test_a_training_step_that_moves_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    batches = open_with(Indices(4)).batches(0)
+    batches = Lone(open_with(Indices(4)).batches(0))
     next(batches)
     np.random.rand()
     assert warnings_of(caplog) == []

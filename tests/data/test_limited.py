@@ -11,7 +11,7 @@ import pytest
 from helios.data import create_dataloader
 from helios.data.limited import LimitedSource
 from helios.data.source import Source, open_source
-from tests.data.datasets import FETCH, Augmented, Indices, as_lists, walk
+from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, walk
 from tests.data.test_order import Remembering
 
 LENGTH = 11
@@ -39,12 +39,12 @@ def test_a_limited_pass_is_the_head_of_the_whole_one(limit: int, num_workers: in
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_iterator_tells_samples_and_the_last_batch(num_workers: int) -> None:
     source = LimitedSource(open_with(batch_size=4, num_workers=num_workers), 2)
-    batches = source.batches(0)
+    batches = Lone(source.batches(0))
     told = [(batches.num_samples, batches.is_last) for _ in batches]
     assert told == [(4, False), (4, True)]
     with pytest.raises(StopIteration):
         next(batches)
-    uncut = LimitedSource(open_with(batch_size=4, num_workers=num_workers), 3).batches(0)
+    uncut = Lone(LimitedSource(open_with(batch_size=4, num_workers=num_workers), 3).batches(0))
     assert [(uncut.num_samples, uncut.is_last) for _ in uncut] == [
         *((4, False), (4, False), (3, True))
     ]
@@ -81,7 +81,7 @@ def test_the_length_of_what_has_none_stays_unknown() -> None:
     source = LimitedSource(open_source(Endless(), run_seed=0, purpose=FETCH), 3)
     assert source.num_batches() is None
     for _ in range(2):
-        batches = source.batches(0)
+        batches = Lone(source.batches(0))
         assert [(batch, batches.is_last) for batch in batches] == [
             *((0, False), (1, False), (2, True))
         ]

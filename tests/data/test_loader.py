@@ -32,7 +32,7 @@ from helios.data.samplers import (
 from helios.data.share import NO_BATCH, Share
 from helios.data.source import open_source
 from helios.errors import ArgumentError, ArgumentTypeError
-from tests.data.datasets import FETCH, Indices, as_lists, walk
+from tests.data.datasets import FETCH, Indices, as_lists, walk, walk_shares
 
 LOADER_LOGGER = "helios.data.params"
 
@@ -152,7 +152,7 @@ def test_an_evaluation_of_fewer_samples_than_replicas_is_not_refused() -> None:
     share = Share(4, range(4), pads=False)
     source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
     assert source.num_batches() == 1
-    assert walk(source, 0) == [[torch.tensor([i]) for i in range(3)] + [NO_BATCH]]
+    assert walk_shares(source, 0) == [[torch.tensor([i]) for i in range(3)] + [NO_BATCH]]
 
 
 def test_data_without_a_batch_is_refused() -> None:

@@ -15,7 +15,7 @@ from helios.data import create_dataloader
 from helios.data.samplers import ResumableRandomSampler, ResumableSampler
 from helios.data.source import Source, open_source
 from helios.errors import StateError
-from tests.data.datasets import FETCH, Indices, as_lists, join, walk
+from tests.data.datasets import FETCH, Indices, Lone, as_lists, join, walk
 
 LENGTH = 3_000
 
@@ -103,7 +103,8 @@ def test_a_user_sampler_gets_the_epoch_and_a_start_of_zero() -> None:
 def test_what_a_user_sampler_draws_and_what_training_draws_do_not_shift_each_other() -> None:
     quiet = as_lists(walk(open_with(sampler=Lazy(LENGTH), batch_size=100), 0))
     loud = []
-    for number, batch in enumerate(open_with(sampler=Lazy(LENGTH), batch_size=100).batches(0)):
+    batches = Lone(open_with(sampler=Lazy(LENGTH), batch_size=100).batches(0))
+    for number, batch in enumerate(batches):
         loud.append(batch.tolist())
         torch.rand(number)
         random.random()
@@ -112,7 +113,7 @@ def test_what_a_user_sampler_draws_and_what_training_draws_do_not_shift_each_oth
 
 def test_a_user_sampler_leaves_the_generators_as_it_finds_them() -> None:
     loader, _ = create_dataloader(Indices(LENGTH), sampler=Lazy(LENGTH))
-    place = open_source(loader, run_seed=0, purpose=FETCH).batches(0)
+    place = Lone(open_source(loader, run_seed=0, purpose=FETCH).batches(0))
     rng.seed_rngs(5)
     before = rng.get_rng_state_dict()
     list(iter(loader.batches))
@@ -133,7 +134,7 @@ def test_a_user_batch_sampler_goes_on_exactly_and_its_list_is_copied() -> None:
 def test_a_batch_sampler_without_length_still_knows_its_last_batch() -> None:
     source = open_with(100, batch_sampler=Reusing())
     assert source.num_batches() is None
-    batches = source.batches(0)
+    batches = Lone(source.batches(0))
     assert [(batches.is_last, batches.num_samples) for _ in batches] == [(False, 2)] * 4 + [
         (True, 2)
     ]
@@ -169,7 +170,7 @@ def test_a_sampler_with_state_is_put_back_to_the_start_of_its_epoch(workers: int
         source = open_fresh()
         for earlier in range(epoch):
             walk(source, earlier)
-        batches = source.batches(epoch)
+        batches = Lone(source.batches(epoch))
         for _ in range(batch):
             next(batches)
         state = source.state_dict()
@@ -195,7 +196,7 @@ def test_a_state_taken_behind_an_epoch_leads_into_the_next_one() -> None:
 
 def test_a_state_is_a_copy() -> None:
     source = open_with(20, sampler=Remembering(20), batch_size=6)
-    batches = source.batches(0)
+    batches = Lone(source.batches(0))
     state = source.state_dict()
     list(batches)
     assert state == {"epoch": 0, "state": {"first": [0]}}
@@ -238,11 +239,11 @@ def test_a_pass_that_is_cut_leaves_the_sampler_where_it_was_left(
         return open_with(sampler=Remembering(LENGTH), batch_size=7, num_workers=num_workers)
 
     undisturbed = make()
-    walk(undisturbed, 0, limit=cut) if cut else undisturbed.batches(0).close()
+    walk(undisturbed, 0, limit=cut) if cut else Lone(undisturbed.batches(0)).close()
     state = undisturbed.state_dict()
     following = as_lists(walk(undisturbed, 1))
     here = open_with(sampler=Remembering(LENGTH), batch_size=7)
-    walk(here, 0, limit=cut) if cut else here.batches(0).close()
+    walk(here, 0, limit=cut) if cut else Lone(here.batches(0)).close()
     assert as_lists(walk(here, 1)) == following
     resumed = make()
     resumed.load_state_dict(state)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helios.core import rng
-from helios.data.share import NO_BATCH, Share
+from helios.data.share import LONE, NO_BATCH, Share
 from helios.errors import UsageError
 from tests.data.datasets import (
     FETCH,
@@ -19,7 +19,7 @@ from tests.data.datasets import (
     collate_noisily,
     draw,
     join,
-    walk,
+    walk_shares,
 )
 from tests.data.shares import Opener, Run, Turns, opener, order_of
 from tests.data.test_source import Failing, TwoWays
@@ -104,23 +104,20 @@ def test_single_samples_and_data_sets_that_fetch_batches_are_shared_too(num_work
 def test_only_what_the_replicas_of_a_process_get_is_fetched(num_workers: int) -> None:
     data = Indices(24)
     source = opener(data, batch_size=2, num_workers=num_workers)(Share(4, range(1, 3), pads=True))
-    assert len(walk(source, 0, batch=1, sample=8)) == 2
+    assert len(walk_shares(source, 0, batch=1, sample=8)) == 2
     assert data.counts.nonzero().flatten().tolist() == [9, 10, 13, 14, 17, 18, 21, 22]
     assert data.counts.sum() == 8
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_share_of_one_replica_is_the_data_without_a_share(num_workers: int) -> None:
+def test_one_replica_gets_the_same_data_in_training_and_evaluation(num_workers: int) -> None:
     open_one = augmented(num_workers=num_workers)
-    alone, shared = (open_one(share) for share in (None, Share(1, range(1), pads=True)))
+    alone, shared = (open_one(share) for share in (LONE, Share(1, range(1), pads=False)))
     for epoch in (0, 1):
-        expected = [[batch] for batch in walk(alone, epoch)]
-        assert same(walk(shared, epoch), expected)
+        assert same(walk_shares(shared, epoch), walk_shares(alone, epoch))
     assert shared.num_batches() == alone.num_batches()
     assert shared.indices(1, batch=2, sample=4) == alone.indices(1, batch=2, sample=4)
-    rest = shared.description
-    assert rest.pop("is_distributed")
-    assert rest == alone.description
+    assert shared.description == alone.description
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -128,7 +125,7 @@ def test_a_fetch_that_would_end_the_epoch_is_an_error(num_workers: int) -> None:
     how = {"batch_size": 1, "num_workers": num_workers}
     source = opener(Failing(StopIteration()), **how)(Share(2, range(2), pads=True))
     with pytest.raises(UsageError, match="must not raise StopIteration, but did in batch 1"):
-        walk(source, 0)
+        walk_shares(source, 0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -146,9 +143,9 @@ def test_a_pass_that_is_closed_gives_nothing_more_and_leaves_no_worker(num_worke
 def test_persistent_workers_live_from_pass_to_pass() -> None:
     how = {"batch_size": 2, "num_workers": 1, "persistent_workers": True}
     source = opener(range(9), **how)(Share(2, range(1), pads=True))
-    first = as_lists(join(walk(source, 0)))
+    first = as_lists(join(walk_shares(source, 0)))
     (worker,) = multiprocessing.active_children()
-    assert as_lists(join(walk(source, 1))) == first
+    assert as_lists(join(walk_shares(source, 1))) == first
     assert multiprocessing.active_children() == [worker]
     source.close()
     assert not multiprocessing.active_children()
@@ -158,7 +155,7 @@ def test_a_fetch_runs_under_one_thread() -> None:
     torch.set_num_threads(2)
     try:
         source = opener(Threads(), batch_size=1)(Share(2, range(2), pads=True))
-        assert walk(source, 0) == [[torch.tensor([1])] * 2]
+        assert walk_shares(source, 0) == [[torch.tensor([1])] * 2]
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from helios.core import rng
 from helios.data import create_dataloader
@@ -17,6 +17,7 @@ from tests.data.datasets import (
     FETCH,
     Augmented,
     Indices,
+    Lone,
     as_lists,
     collate_noisily,
     draw,
@@ -92,7 +93,7 @@ def test_what_is_drawn_between_fetches_changes_nothing() -> None:
     how = {"batch_size": 3, "shuffle": True, "collate_fn": collate_noisily}
     quiet = walk(open_with(Augmented(LENGTH), **how), 0)
     loud = []
-    for number, batch in enumerate(open_with(Augmented(LENGTH), **how).batches(0)):
+    for number, batch in enumerate(Lone(open_with(Augmented(LENGTH), **how).batches(0))):
         loud.append(batch)
         torch.rand(number + 1)
         draw()
@@ -122,7 +123,7 @@ def test_nothing_before_the_place_is_fetched(num_workers: int) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_iterator_tells_samples_and_the_last_batch(num_workers: int) -> None:
     source = open_with(Indices(LENGTH), batch_size=4, num_workers=num_workers)
-    batches = source.batches(0, batch=1, sample=4)
+    batches = Lone(source.batches(0, batch=1, sample=4))
     told = [(batches.num_samples, batches.is_last) for _ in batches]
     assert told == [(4, False), (3, True)]
     with pytest.raises(StopIteration):
@@ -136,7 +137,7 @@ def test_single_samples_are_not_collated(num_workers: int) -> None:
     assert source.num_batches() == 4
     full = walk(source, 0)
     assert [item.shape for item in full] == [(4,)] * 4
-    batches = source.batches(0, batch=2, sample=2)
+    batches = Lone(source.batches(0, batch=2, sample=2))
     told = [(item.tolist(), batches.num_samples, batches.is_last) for item in batches]
     assert told == [(full[2].tolist(), 1, False), (full[3].tolist(), 1, True)]
     alone = walk(open_with(Augmented(4), batch_size=1, shuffle=True), 0)
@@ -213,7 +214,7 @@ def test_a_stop_iteration_from_the_data_set_does_not_end_the_epoch(num_workers: 
 def test_no_worker_is_left_on_any_way_out(is_persistent: bool) -> None:
     how = {"num_workers": 1, "persistent_workers": is_persistent}
     source = open_with(Failing(ZeroDivisionError()), **how)
-    batches = source.batches(0)
+    batches = Lone(source.batches(0))
     next(batches)
     workers = multiprocessing.active_children()
     batches.close()
@@ -259,7 +260,7 @@ def test_opening_a_pass_draws_from_no_generator() -> None:
     for num_workers in (0, 1):
         rng.seed_rngs(3)
         source = open_with(Indices(5), shuffle=True, num_workers=num_workers)
-        batches = source.batches(0)
+        batches = Lone(source.batches(0))
         assert draw() == expected
         batches.close()
 
@@ -292,7 +293,45 @@ def test_the_description_names_what_defines_the_data() -> None:
 
 
 def test_a_closed_pass_gives_nothing_more() -> None:
-    batches = open_with(Indices(4)).batches(0)
+    batches = Lone(open_with(Indices(4)).batches(0))
     next(batches)
     batches.close()
     assert list(batches) == []
+
+
+class Noisy(TensorDataset):
+    """Derives from the data set that cannot draw, and draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), *draw())
+
+
+class Marked(torch.Tensor):
+    """A tensor whose indexing may do anything."""
+
+
+_ROWS = torch.arange(12.0).view(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "is_seeded"),
+    [
+        (TensorDataset(_ROWS, _ROWS), {}, False),
+        (TensorDataset(_ROWS), {"shuffle": True}, False),
+        (TensorDataset(_ROWS), {"batch_size": None}, True),
+        (TensorDataset(_ROWS), {"collate_fn": list}, True),
+        (TensorDataset(_ROWS.as_subclass(Marked)), {}, True),
+        (Noisy(_ROWS), {}, True),
+        (Indices(6), {}, True),
+    ],
+)
+def test_a_fetch_is_seeded_unless_it_cannot_draw(
+    dataset: Any, options: dict[str, Any], is_seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    rng.seed_rngs(0)
+    monkeypatch.setattr("helios.data.fetching.rng.reseed", seeds.append)
+    batches = open_with(dataset, **{"batch_size": 2, **options}).batches(0)
+    next(batches)
+    batches.close()
+    assert bool(seeds) is is_seeded

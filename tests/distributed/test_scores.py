@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from helios.engines.assignment import block_of, blocks
 from helios.engines.reduce import NumberReducer
-from helios.engines.tree import block_of, blocks
 from helios.errors import UsageError
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits, by_definition

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helios.engines.assignment import blocks
 from helios.engines.buffers import ReplicaBuffers
 from helios.engines.replicated import Replicas
-from helios.engines.tree import blocks
 from tests.engines.joined import replicas_on
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits

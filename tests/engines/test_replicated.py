@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from helios.core.group import DistributedInfo
+from helios.engines.assignment import blocks
 from helios.engines.replicated import Replicas
-from helios.engines.tree import blocks
 from helios.errors import ArgumentError, UsageError
 from tests.engines.joined import replicas_on
 from tests.support.ranks import run_ranks

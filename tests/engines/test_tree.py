@@ -11,16 +11,8 @@ import random
 import pytest
 import torch
 
-from helios.engines.tree import (
-    TreeStack,
-    add_values,
-    block_of,
-    blocks,
-    children,
-    finish,
-    subtrees,
-    tree_sum,
-)
+from helios.engines.assignment import block_of, blocks, waves
+from helios.engines.tree import TreeStack, add_values, children, finish, subtrees, tree_sum
 from helios.errors import ArgumentError, UsageError
 from tests.support.sums import by_definition
 
@@ -137,6 +129,37 @@ def test_any_division_gives_the_bits_of_the_definition() -> None:
             nodes.update(sums)
         assert torch.equal(finish(nodes, num_replicas), expected)
         assert tree_sum(columns[0]).hex() == by_definition(columns[0]).hex()
+
+
+def test_waves_give_every_replica_to_one_process_and_neighbours_to_one_turn() -> None:
+    for num_processes, num_replicas in _SIZES:
+        found = waves(num_processes, num_replicas)
+        assert sorted(itertools.chain(*found)) == list(range(num_replicas))
+        for rank, replicas in enumerate(found):
+            for turn, replica in enumerate(replicas):
+                assert replica == turn * num_processes + rank
+        assert {len(replicas) for replicas in found} <= {len(found[0]), len(found[0]) - 1}
+
+
+def test_waves_that_are_added_turn_by_turn_give_the_bits_of_the_definition() -> None:
+    """A turn has a block of neighbours, whose subtrees are added as those of a process are."""
+    for num_processes, num_replicas in _SIZES:
+        leaves = spread_numbers(num_replicas, seed=num_replicas)
+        found = waves(num_processes, num_replicas)
+        sums: dict[range, float] = {}
+        for turn in range(len(found[0])):
+            wave = [replicas[turn] for replicas in found if turn < len(replicas)]
+            stack: TreeStack[float] = TreeStack(range(wave[0], wave[-1] + 1), num_replicas)
+            for replica in wave:
+                stack.push(leaves[replica])
+            sums |= stack.take()
+        assert finish(sums, num_replicas) == tree_sum(leaves)
+
+
+@pytest.mark.parametrize("num_processes", [0, -1, 5])
+def test_waves_of_more_processes_than_replicas_are_refused(num_processes: int) -> None:
+    with pytest.raises(ArgumentError, match=r"num_processes must be between 1 and num_replicas"):
+        waves(num_processes, 4)
 
 
 def test_the_order_is_seen_in_the_bits() -> None:

@@ -56,21 +56,21 @@ on_training_epoch_end      PM*E  current_epoch | on_epoch
 on_save_checkpoint         PDME  checkpoint
 on_training_end            PME   | on_loop
 on_validation_start        PME   validation_cycle
-process_validation_batch   P     batch step [dataloader_idx]
 on_validation_batch_start  PME   step [dataloader_idx] | on_batch
+process_validation_batch   P     batch step [dataloader_idx]
 valid_step                 M     batch step [dataloader_idx]
 on_validation_batch_end    PME   step [dataloader_idx] | on_batch
 on_validation_end          PM*E  validation_cycle
 have_metrics_improved      M
 on_testing_start           PME   | on_loop
-process_testing_batch      P     batch step [dataloader_idx]
 on_testing_batch_start     PME   step [dataloader_idx] | on_batch
+process_testing_batch      P     batch step [dataloader_idx]
 test_step                  M     batch step [dataloader_idx]
 on_testing_batch_end       PME   step [dataloader_idx] | on_batch
 on_testing_end             PME   | on_loop
 on_predicting_start        PME   | on_loop
-process_predicting_batch   P     batch step [dataloader_idx]
 on_predicting_batch_start  PME   step [dataloader_idx] | on_batch
+process_predicting_batch   P     batch step [dataloader_idx]
 predict_step               M     batch step [dataloader_idx]
 on_predicting_batch_end    PME   step prediction [dataloader_idx] | on_batch
 on_predicting_end          PME   | on_loop

@@ -186,7 +186,8 @@ def test_an_error_that_passes_through_unlogged_waits_for_the_save_too(
         print_banner=False,
         plugins=[
             Do("on_training_batch_end", _PER_EPOCH + 2, throw(ValueError)),
-            Do("on_exception", 0, gate.open),
+            # Late enough that a fit which does not wait has returned before.
+            Do("on_exception", 0, threading.Timer(0.5, gate.open).start),
         ],
     )
     trainer.train_exceptions.append(ValueError)

@@ -164,8 +164,8 @@ PM on_log 2/1
 PM should_training_stop
 M eval
 PME on_validation_start 0
-P process_validation_batch 0
 PME on_validation_batch_start 0
+P process_validation_batch 0
 PM on_forward_start
 M valid_step 0
 PM on_forward_end
@@ -203,8 +203,8 @@ PM on_log 4/2
 PM should_training_stop
 M eval
 PME on_validation_start 1
-P process_validation_batch 0
 PME on_validation_batch_start 0
+P process_validation_batch 0
 PM on_forward_start
 M valid_step 0
 PM on_forward_end
@@ -263,8 +263,8 @@ PM on_training_step_end 2/2 True
 PM should_training_stop
 M eval
 PME on_validation_start 0
-P process_validation_batch 0
 PME on_validation_batch_start 0
+P process_validation_batch 0
 PM on_forward_start
 M valid_step 0
 PM on_forward_end
@@ -286,14 +286,14 @@ D prepare_data
 PDM setup
 M eval
 PME on_testing_start
-P process_testing_batch 0
 PME on_testing_batch_start 0
+P process_testing_batch 0
 PM on_forward_start
 M test_step 0
 PM on_forward_end
 PME on_testing_batch_end 0
-P process_testing_batch 1
 PME on_testing_batch_start 1
+P process_testing_batch 1
 PM on_forward_start
 M test_step 1
 PM on_forward_end

@@ -117,9 +117,7 @@ def source_of(
     """Return the part of the data that the replicas of this process evaluate on."""
     data = [100.0 * number + index for index in range(length)]
     loader, sampler = create_dataloader(data, batch_size=batch_size)
-    share = None
-    if not replicas.is_lone:
-        share = Share(replicas.num_replicas, replicas.block, pads=False)
+    share = Share(replicas.num_replicas, replicas.block, pads=False)
     source = open_source(loader, sampler, run_seed=0, purpose=f"valid-{number}", share=share)
     source.name = name
     return source
@@ -396,8 +394,8 @@ def test_totals_begin_anew_in_each_pass() -> None:
 
 def test_predictions_are_made_whole() -> None:
     """By every process alike: they come in the order of the data, in batches that are no lists."""
-    rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-    found = evaluate(PredictionLoop(), Scorer(), Replicas(3), [ListSource(rows)])
+    rows = [[torch.tensor([1.0, 2.0])], [torch.tensor([3.0])]]
+    found = evaluate(PredictionLoop(), Scorer(), Replicas(), [ListSource(rows)])
     assert [part.tolist() for part in found] == [[10.0, 20.0], [30.0]]
     assert PredictionLoop.phase is Phase.PREDICTION
 
@@ -406,7 +404,7 @@ def test_one_replica_draws_by_step_alone() -> None:
     """The numbers of a run of one replica are what they were before there were several."""
     model, lone, watcher = Scorer(), Replicas(), Watcher()
     evaluate(ValidationLoop(), model, lone, [source_of(lone, 3)], watcher)
-    # Process, start and step draw one after the other from the key of the batch.
+    # Start, process and step draw one after the other from the key of the batch.
     for step in (0, 1):
         with rng.stream(rng.key(0, _VALIDATION, 0, step)):
             expected = [draw() for _ in range(4)]

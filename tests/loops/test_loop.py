@@ -839,3 +839,40 @@ def test_an_update_behind_one_that_was_left_out_counts_the_step_again(unit: Trai
     loop.run(1.0)
     assert session.state.is_step_committed
     assert session.state.current_iteration == 1
+
+
+class _Again(OptimizerLoop):
+    """Redefines one method of the cycle, and so has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def on_run_start(self, batch: Any) -> None:
+        self.told.append("start")
+
+    def on_run_end(self) -> str:
+        self.told.append("end")
+        return "result"
+
+
+class _Counting(OptimizerLoop):
+    """Redefines what a micro-batch is, and nothing of the cycle."""
+
+    def _train(self, batch: Any) -> None:
+        super()._train(batch)
+
+
+def test_a_loop_that_advances_once_has_the_cycle_as_soon_as_a_subclass_redefines_it() -> None:
+    assert OptimizerLoop.advances_once
+    assert BatchLoop.advances_once
+    assert _Counting.advances_once
+    assert _Counting.enter is OptimizerLoop.advance
+    assert not _Again.advances_once
+    assert not EpochLoop.advances_once
+    loop = _Again()
+    session = make_session(Stepper())
+    BatchLoop(attached(loop, session)).attach(session)
+    assert train_on(loop, session, 2.0)
+    assert loop.told == ["start", "end"]
+    assert loop.done

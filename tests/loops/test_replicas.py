@@ -17,10 +17,12 @@ from helios.core import rng
 from helios.engines.replicated import Replicas
 from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
+from helios.loops.boundary import Boundary
+from helios.loops.evaluation import ValidationLoop
+from helios.loops.even import EvenBatches
 from helios.loops.fit import FitLoop
 from helios.loops.loop import require
 from helios.loops.optimizer import OptimizerLoop
-from helios.loops.replicas import EvenBatches, compare_scores
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.model.processor import Processed
@@ -425,7 +427,7 @@ def test_what_is_declared_or_never_changes_is_not_named(caplog: pytest.LogCaptur
 
 def test_one_replica_is_not_watched(caplog: pytest.LogCaptureFixture) -> None:
     session = make_session(
-        Counting(), sources={Phase.TRAINING: [ListSource([1.0, 2.0])]}, total_steps=2
+        Counting(), sources={Phase.TRAINING: [ListSource([[1.0], [2.0]])]}, total_steps=2
     )
     fit(session)
     assert (session.obstacles, session.unshared, caplog.records) == ([], [], [])
@@ -972,9 +974,9 @@ def _improve(rank: int) -> int:
             return rank == 1
 
     with replicas_on(rank, 2, 2) as here:
-        session = make_session(Judging(), replicas=here)
-        session.state.early_stop_count = 3
-        session.conclude_validation()
+        session = make_session(Judging(), replicas=here, unit=EPOCH, valid_frequency=1)
+        session.state.early_stop_count, session.state.global_epoch = 3, 1
+        assert Boundary(session, lambda: True).validate_if_due()
         return session.state.early_stop_count
 
 
@@ -1070,14 +1072,16 @@ def _compare(rank: int, tables: list[dict[str, Any]]) -> tuple[list[str], list[s
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
-    logger, handler = logging.getLogger("helios.loops.replicas"), Listening()
+    logger, handler = logging.getLogger("helios.loops.evaluation"), Listening()
     logger.addHandler(handler)
     try:
         with replicas_on(rank, len(tables), len(tables)) as here:
             session = make_session(Sums(), replicas=here)
             session.model.metrics.update(tables[rank])
+            loop = ValidationLoop()
+            loop.attach(session)
             for _ in range(2):
-                compare_scores(session, session.model.metrics, "valid_step")
+                loop._compare()
     finally:
         logger.removeHandler(handler)
     return session.obstacles, messages

@@ -53,10 +53,8 @@ class Situation:
     def facts(self) -> dict[str, bool]:
         """What is known of the whole of the last call, in the words of the pseudocode."""
         has_raised = self.call.error is not None
-        is_lone = self.call.options.get("num_replicas", 1) == 1
-        replicas = {"one replica trains": is_lone, "several replicas train": not is_lone}
         if self.call.verb != "fit":
-            return {RAISED: has_raised, "there is data": self.call.evaluation > 0, **replicas}
+            return {RAISED: has_raised, "there is data": self.call.evaluation > 0}
         unit, evaluation = self.call.options["train_unit"], self.call.evaluation
         return {
             "the run has ended before": self.is_over,
@@ -69,7 +67,6 @@ class Situation:
             "on_fit_start was told": not self.is_over,
             RAISED: has_raised,
             "nothing was raised": not has_raised,
-            **replicas,
             **dict.fromkeys(self._never, False),
             **dict.fromkeys(self._always, True),
         }

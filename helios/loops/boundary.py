@@ -1,0 +1,147 @@
+"""What may follow a step or an epoch, in one order; a resume enters it behind the safe point.
+
+Exactly those events follow a resume that follow the safe point of an undisturbed run (DESIGN R4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from helios import schedule as due
+from helios.session import Session
+from helios.state import Phase
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A place at which a run may validate, save and end.
+
+    Attributes:
+        agrees: whether all processes first agree on what was asked for. Where an epoch ends they
+            have at its last step, and do so again behind its last event.
+        validates: whether a validation may be due.
+        is_counted: whether ``total_steps`` and the frequencies count it.
+        polls_late: whether a stop poll always follows the safe point, not only a validation.
+    """
+
+    agrees: bool = True
+    validates: bool = False
+    is_counted: bool = False
+    polls_late: bool = False
+
+
+STEP = Kind(validates=True, is_counted=True)
+"""A window's end where steps are counted."""
+WINDOW = Kind()
+"""A window's end inside an epoch where epochs are counted."""
+EPOCH = Kind(agrees=False, validates=True, is_counted=True, polls_late=True)
+"""The end of an epoch where epochs are counted."""
+CUT = Kind(agrees=False)
+"""The end of an epoch that a hook has ended early, behind a window's end; steps are counted."""
+
+
+@final
+class Boundary:
+    """Carries out what follows a step or an epoch.
+
+    Args:
+        session: the run.
+        validate: runs a validation; returns whether there is data for one.
+    """
+
+    def __init__(self, session: Session, validate: Callable[[], bool]) -> None:
+        self._session = session
+        self._validate = validate
+        self._next_due = 0.0
+
+    def follow(self, kind: Kind, end_epoch: Callable[[], None] | None = None) -> bool:
+        """Do what follows a step or an epoch; returns whether the run leaves here.
+
+        Args:
+            kind: which of them.
+            end_epoch: moves the counters behind the validation of an epoch's end.
+        """
+        session, schedule, state = self._session, self._session.schedule, self._session.state
+        if kind.agrees and not session.agree():
+            is_quiet = not kind.is_counted or state.current_iteration < self._next_due
+            if is_quiet:
+                return False
+        # At the end of a run by steps nothing more is validated or saved because it is due.
+        is_open = kind is EPOCH or not session.is_stopping
+        has_validated = kind.validates and is_open and self.validate_if_due()
+        if end_epoch is not None:
+            end_epoch()
+        elif has_validated:
+            session.agree()
+        if kind.is_counted:
+            self.check_limits()
+            self._next_due = due.find_next(schedule, state)
+        is_due = kind.is_counted and is_open and due.is_save_due(schedule, state)
+        self._pass_safe_point(is_due=is_due)
+        return self._leave(kind, has_validated=has_validated)
+
+    def resume(self, kind: Kind) -> bool:
+        """Enter behind the safe point at which the checkpoint was taken; returns as above."""
+        session = self._session
+        is_open = kind is EPOCH or not session.is_stopping
+        has_validated = (
+            kind.validates
+            and is_open
+            and Phase.VALIDATION in session.sources
+            and due.is_validation_due(session.schedule, session.state)
+        )
+        self.check_limits()
+        return self._leave(kind, has_validated=has_validated)
+
+    def poll(self) -> None:
+        """Ask plugins and model whether the training should stop (H32, H36)."""
+        session = self._session
+        (says_yes,) = session.replicas.agree(session.hooks.ask("should_training_stop"))
+        if says_yes:
+            session.stop("should_training_stop said yes")
+
+    def check_limits(self) -> None:
+        """Ask for the end of the run where the options say so."""
+        session = self._session
+        limit = due.find_limit(session.schedule, session.state, session.cursor)
+        if limit:
+            session.stop(limit)
+
+    def validate_if_due(self) -> bool:
+        """Run a validation where one is due, and count it; returns whether it took place."""
+        session = self._session
+        if not due.is_validation_due(session.schedule, session.state) or not self._validate():
+            return False
+        if session.schedulers is not None and not session.is_manual:
+            session.schedulers.after_validation(session.model.metrics)
+        session.log_scores()
+        session.state.end_validation()
+        (has_improved,) = session.replicas.agree(bool(session.model.have_metrics_improved()))
+        session.state.record_improvement(has_improved=has_improved)
+        return True
+
+    def _pass_safe_point(self, *, is_due: bool) -> None:
+        """Write a checkpoint if one is due, requested or final (DESIGN R4)."""
+        session = self._session
+        if session.is_stopping:
+            limit = due.find_limit(session.schedule, session.state, session.cursor)
+            if not limit:
+                session.cursor.stop(session.agreed.stop_reason)
+        is_wanted = is_due or session.agreed.is_checkpoint_wanted or session.is_leaving
+        session.agreed.is_checkpoint_wanted = False
+        if is_wanted:
+            session.save()
+
+    def _leave(self, kind: Kind, *, has_validated: bool) -> bool:
+        """Do what follows a safe point: the last poll, and the end if one is due (H30-H33)."""
+        session = self._session
+        if has_validated or kind.polls_late:
+            before = (session.is_stopping, session.is_leaving)
+            if session.hooks.is_heard("should_training_stop"):
+                self.poll()
+            session.agree()
+            if (session.is_stopping, session.is_leaving) != before:
+                self._pass_safe_point(is_due=False)
+        return session.is_leaving

@@ -1,0 +1,137 @@
+"""What the steps of several replicas change that is no replica's own: it is named, once (R3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, final
+
+from torch.nn.parameter import is_lazy
+
+from helios.errors import UsageError
+from helios.run_state.discovery import Discovery
+from helios.state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class _Model(Protocol):
+    @property
+    def discovery(self) -> Discovery: ...
+
+
+class _Watch(Protocol):
+    def changed(self) -> list[str]: ...
+
+
+class _Others(Protocol):
+    def watch(self) -> Sequence[tuple[str, _Watch]]: ...
+
+
+class WatchedRun(Protocol):
+    """What is watched, and where the findings go.
+
+    Attributes:
+        state: the counters.
+        unshared: paths of what every replica changes in the model on its own.
+    """
+
+    state: TrainingState
+    unshared: list[str]
+
+    @property
+    def model(self) -> _Model: ...  # noqa: D102
+    @property
+    def owner_states(self) -> _Others: ...  # noqa: D102
+    def add_obstacle(self, text: str) -> bool: ...  # noqa: D102
+
+
+@final
+class ReplicaWatch:
+    """Watches the steps of the first iteration of a start, and of those at powers of two.
+
+    What a step does later on is found, too, at little cost.
+
+    Args:
+        run: the run.
+        gather: returns the values of all processes, in the order of ranks.
+    """
+
+    def __init__(self, run: WatchedRun, gather: Callable[[Any], list[Any]]) -> None:
+        self._run = run
+        self._gather = gather
+        self._has_reported = False
+        self._found: set[str] = set()
+        self._is_manual = False
+
+    def begin(self) -> TurnWatch | None:
+        """Begin to watch the step of a replica; ``None`` where this iteration is not watched."""
+        number = self._run.state.global_iteration
+        if self._has_reported and number & (number - 1):
+            return None
+        return TurnWatch(self._run, self._note)
+
+    def _note(self, found: list[str], *, is_manual: bool) -> None:
+        self._found.update(found)
+        self._is_manual |= is_manual
+
+    def report(self) -> None:
+        """Say once what the steps of this iteration have changed; the same on all processes."""
+        number = self._run.state.global_iteration
+        if self._has_reported and number & (number - 1):
+            return
+        self._has_reported = True
+        run = self._run
+        parts = self._gather(sorted(self._found))
+        self._found.clear()
+        names = sorted({name for part in parts for name in part} - set(run.unshared))
+        run.unshared = sorted({*run.unshared, *names})
+        # In manual steps and yields each replica has a process of its own in any case.
+        if not names or self._is_manual:
+            return
+        run.add_obstacle(f"train_step changes {', '.join(names)}")
+        _LOGGER.warning(
+            "%s.train_step changes %s. Every replica does so on its own, so other numbers of "
+            "processes give other values there: the run is bound to its number of processes. "
+            "Change it in a hook (on_training_batch_end), or make it a buffer of a network.",
+            type(run.model).__name__,
+            ", ".join(names),
+        )
+
+
+@final
+class TurnWatch:
+    """Sees what the step of one replica changes besides gradients and buffers.
+
+    Args:
+        run: the run, before the step.
+        note: takes what was found.
+
+    Raises:
+        UsageError: for a lazy layer, which would get other weights in each process.
+    """
+
+    def __init__(self, run: WatchedRun, note: Callable[..., None]) -> None:
+        self._note = note
+        discovery = run.model.discovery
+        for path, network in discovery.modules().items():
+            if any(map(is_lazy, (*network.parameters(), *network.buffers()))):
+                raise UsageError(
+                    f"The network {path!r} has lazy layers, which draw their weights in the first "
+                    "step: with several replicas each process would draw others. Run a batch "
+                    "through it in Model.setup()."
+                )
+        self._watch = discovery.watch(reads_weights=run.state.global_iteration == 1)
+        self._others = run.owner_states.watch()
+
+    def conclude(self, *, is_manual: bool) -> None:
+        """Note what has changed.
+
+        Args:
+            is_manual: whether the step makes its updates itself, so that weights count as moved on
+                purpose.
+        """
+        found = list(self._watch.changed(counts_parameters=not is_manual))
+        for name, watch in self._others:
+            found += (f"{name}: {path}" for path in watch.changed())
+        self._note(found, is_manual=is_manual)
