@@ -21,6 +21,7 @@ from helios.core.progress import Display
 from helios.core.scalars import as_number, as_numbers
 from helios.data.source import Source
 from helios.engines.engine import Engine
+from helios.engines.peer import redefines
 from helios.engines.replicated import Replicas
 from helios.engines.turns import Turns, make_turns
 from helios.errors import StateError, UsageError
@@ -133,7 +134,7 @@ class Session:
         self.replicas = self.engine.replicas
         is_there = self.engine.device.type == "cpu"
         self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
-        has_own = type(self.engine).autocast is not Engine.autocast
+        has_own = redefines(self.engine, Engine, "autocast")
         self.is_plain = not self.engine.precision.casts and not has_own
         self.context = Context(self)
         # Without a training no plugin that is gone is missed.

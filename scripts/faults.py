@@ -1064,9 +1064,23 @@ FAULTS = (
     Fault(
         "a loop that redefines its cycle advances once",
         "helios/loops/loop.py",
-        "        cls.advances_once = said.advances_once and is_same",
-        "        cls.advances_once = said.advances_once",
+        "            and all(getattr(kind, name) is method for name, method in self._cycle.items())\n",
+        "",
         "tests/loops/test_loop.py",
+    ),
+    Fault(
+        "a method that is put on a loop is not called",
+        "helios/loops/loop.py",
+        "            and vars(self).keys().isdisjoint(_CYCLE)\n",
+        "",
+        "tests/loops/test_loop.py::test_an_advance_that_is_put_in_later_is_called",
+    ),
+    Fault(
+        "a method that is put on an engine is not called",
+        "helios/engines/peer.py",
+        "    return name in vars(owner) or getattr",
+        "    return getattr",
+        "tests/loops/test_loop.py::test_a_method_that_is_put_on_an_engine_is_called",
     ),
     Fault(
         "the keys of a series are not those of their fields",

@@ -23,8 +23,6 @@ _FIELD_TYPES = frozenset((int, str))
 _MASK64 = (1 << 64) - 1
 _PCG_STATE_FACTOR = 0xD6E8FEB86659FD93
 _PCG_INCREMENT = 0x9E3779B97F4A7C15F39CC0605CEDC835
-# Stands for the counter in the text of a series' fields; as text no field can hold it.
-_COUNTER = "\0"
 # What `random.seed` comes to for an int, without its questions for other types.
 _RANDOM: random.Random = random.seed.__self__  # type: ignore[attr-defined]
 _SEED_RANDOM = super(random.Random, _RANDOM).seed
@@ -75,9 +73,11 @@ class KeySeries:
 
     def __init__(self, *prefix: int | str, suffix: tuple[int | str, ...] = ()) -> None:
         key(*prefix, *suffix)  # raises
-        marked = ascii((*prefix, _COUNTER, *suffix)).encode()
-        head, _, self._tail = marked.partition(ascii(_COUNTER).encode())
-        self._hash = blake2b(head, digest_size=8)
+        # The text of a tuple, as key() digests it, before and after the counter.
+        head = "".join(f"{field!a}, " for field in prefix)
+        tail = "".join(f", {field!a}" for field in suffix) or ("" if prefix else ",")
+        self._tail = f"{tail})".encode()
+        self._hash = blake2b(f"({head}".encode(), digest_size=8)
         self._first = 0
         self._keys: list[int] = []
 

@@ -33,6 +33,7 @@ def _is_pure(loader: KeyedLoader) -> bool:
     dataset = loader.keyed_dataset.dataset
     return (
         type(dataset) is TensorDataset
+        and vars(dataset).keys() == {"tensors"}
         and all(type(tensor) is Tensor for tensor in dataset.tensors)
         and loader.collate_fn is default_collate
         and loader.batches.is_batched

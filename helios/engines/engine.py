@@ -22,7 +22,7 @@ from helios.engines.device import device_of_rank, select_gpus
 from helios.engines.gradients import FindNetworks, divide, make_gradients, parameters_of
 from helios.engines.launch import Launch
 from helios.engines.numerics import numerics as numerics
-from helios.engines.peer import Peer
+from helios.engines.peer import Peer, redefines
 from helios.engines.precision import Precision, check_precision
 from helios.engines.replicated import Replicas
 from helios.engines.scaler import LossScaler
@@ -67,11 +67,7 @@ class Engine(Peer):
         super().__init__(device)
         check_precision(precision)
         self._precision = precision
-        is_own = type(self).unscale_gradients is not Engine.unscale_gradients
-        self._is_scaled = precision.scaler is not None or is_own
         self._clipping = Clipping(clip_norm, clip_value)
-        is_own = type(self).clip_gradients is not Engine.clip_gradients
-        self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         self.replicas = Replicas()
         self._open_micro_batches = 0
         self._scaler: LossScaler | None = None
@@ -85,6 +81,11 @@ class Engine(Peer):
     def replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._gradients = make_gradients(replicas)
+        # Asked in every update, so they are settled here, at the start of a run.
+        is_own = redefines(self, Engine, "unscale_gradients")
+        self._is_scaled = self._precision.scaler is not None or is_own
+        is_own = redefines(self, Engine, "clip_gradients")
+        self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
 
     @property
     def precision(self) -> Precision:
@@ -149,12 +150,9 @@ class Engine(Peer):
         self._gradients.collect(optimizer, replica, find_networks, ends_window=ends_window)
 
     def drop_old_gradients(self, optimizer: Optimizer) -> None:
-        """Drop gradients that are older than the run, or than the optimizer's parameters.
+        """Drop gradients that are older than the run, or than the parameters of an optimizer.
 
         With several replicas only, whose sum they would enter.
-
-        Args:
-            optimizer: whose parameters have them.
         """
         self._gradients.drop_old(optimizer)
 

@@ -32,6 +32,11 @@ def _as_device(device: object) -> torch.device:
         raise ArgumentError(f'{rule}, got {device!r}. Pass e.g. "cuda:1". ({error})') from error
 
 
+def redefines(owner: object, base: type, name: str) -> bool:
+    """Return whether a user has redefined a method: in a class that derives, or on an object."""
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
+
+
 class Peer:
     """A process on a device; the base of ``Engine``.
 

@@ -215,7 +215,6 @@ class SharedTurns(Turns):
         self._first, self._last = replicas.block.start, replicas.block.stop - 1
         self._model = model
         self._find_networks = model.discovery.modules
-        self._table = model.loss_items
         self._watch = watch
         self._buffers = ReplicaBuffers(replicas)
         self._knows_buffers = False
@@ -258,8 +257,7 @@ class SharedTurns(Turns):
         if self._buffers.is_exchanged:
             self._buffers.enter(replica)
         rng.reseed(self._own[replica].at(self._iteration))
-        self._table = self._model.loss_items
-        self._table.clear()
+        self._model.loss_items.clear()
 
     def begin_step(self) -> StepWatch | None:
         """Seed anew for a further step: what was drawn before the last one is not drawn again."""
@@ -286,7 +284,7 @@ class SharedTurns(Turns):
         ends_window: bool,
     ) -> None:
         """Copy the model's own losses, which an update could change; collect the gradients."""
-        table = self._table
+        table = self._model.loss_items
         for name, loss in table.items():
             if isinstance(loss, Tensor) and loss is not shown.get(name):
                 table[name] = loss.detach().clone()

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 from helios import schedule as due
 from helios.session import Session
 from helios.state import Phase
+
+Validate: TypeAlias = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,20 @@ class Boundary:
 
     Args:
         session: the run.
-        validate: runs a validation; returns whether there is data for one.
     """
 
-    def __init__(self, session: Session, validate: Callable[[], bool]) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._validate = validate
         self._next_due = 0.0
 
-    def follow(self, kind: Kind, end_epoch: Callable[[], None] | None = None) -> bool:
+    def follow(
+        self, kind: Kind, validate: Validate, end_epoch: Callable[[], None] | None = None
+    ) -> bool:
         """Do what follows a step or an epoch; returns whether the run leaves here.
 
         Args:
             kind: which of them.
+            validate: runs a validation; returns whether there is data for one.
             end_epoch: moves the counters behind the validation of an epoch's end.
         """
         session, schedule, state = self._session, self._session.schedule, self._session.state
@@ -70,7 +73,7 @@ class Boundary:
                 return False
         # At the end of a run by steps nothing more is validated or saved because it is due.
         is_open = kind is EPOCH or not session.is_stopping
-        has_validated = kind.validates and is_open and self.validate_if_due()
+        has_validated = kind.validates and is_open and self.validate_if_due(validate)
         if end_epoch is not None:
             end_epoch()
         elif has_validated:
@@ -98,6 +101,8 @@ class Boundary:
     def poll(self) -> None:
         """Ask plugins and model whether the training should stop (H32, H36)."""
         session = self._session
+        if "should_training_stop" not in session.hooks.heard:
+            return
         (says_yes,) = session.replicas.agree(session.hooks.ask("should_training_stop"))
         if says_yes:
             session.stop("should_training_stop said yes")
@@ -109,10 +114,10 @@ class Boundary:
         if limit:
             session.stop(limit)
 
-    def validate_if_due(self) -> bool:
+    def validate_if_due(self, validate: Validate) -> bool:
         """Run a validation where one is due, and count it; returns whether it took place."""
         session = self._session
-        if not due.is_validation_due(session.schedule, session.state) or not self._validate():
+        if not due.is_validation_due(session.schedule, session.state) or not validate():
             return False
         if session.schedulers is not None and not session.is_manual:
             session.schedulers.after_validation(session.model.metrics)
@@ -139,8 +144,7 @@ class Boundary:
         session = self._session
         if has_validated or kind.polls_late:
             before = (session.is_stopping, session.is_leaving)
-            if session.hooks.is_heard("should_training_stop"):
-                self.poll()
+            self.poll()
             session.agree()
             if (session.is_stopping, session.is_leaving) != before:
                 self._pass_safe_point(is_due=False)

@@ -34,7 +34,6 @@ class EpochLoop(Loop):
         self.batch_loop = batch_loop
         self.val_loop = val_loop
         self._batches: BatchIterator | None = None
-        self._boundary: Boundary | None = None
         self._kind = STEP
         self._timer = AverageTimer()
         self._is_over = False
@@ -54,7 +53,7 @@ class EpochLoop(Loop):
 
     @property
     def batches(self) -> BatchIterator:
-        """The epoch's batches from the cursor on.
+        """The epoch's iterations from the cursor on: lists of a batch for each replica here.
 
         Raises:
             UsageError: outside of a run.
@@ -72,6 +71,7 @@ class EpochLoop(Loop):
             total = None
         self._is_over = self._has_left = False
         self._num_done = 0
+        self._boundary = Boundary(session)
         self._kind = WINDOW if session.schedule.is_by_epoch else STEP
         self._is_complete = total == cursor.batch
         self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
@@ -81,18 +81,11 @@ class EpochLoop(Loop):
         session.display.start_epoch(cursor.epoch, total, cursor.batch)
         self._timer.start()
 
-    @property
-    def boundary(self) -> Boundary:
-        """What may follow a step or an epoch of this run."""
-        if self._boundary is None:
-            self._boundary = Boundary(self.session, self._validate)
-        return self._boundary
-
     def on_run_start(self) -> None:
         """Begin the epoch, or go on behind the safe point of a checkpoint taken inside it."""
         session = self.session
         if session.is_in_epoch:
-            if self.boundary.resume(self._kind):
+            if self._boundary.resume(self._kind):
                 self._leave()
         else:
             session.state.begin_epoch(session.cursor.epoch)
@@ -106,13 +99,13 @@ class EpochLoop(Loop):
         found = next(batches)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         train = (self.batch_loop or require(self.batch_loop)).enter
-        for replica, batch in zip(session.replicas.block, found, strict=True):
-            turns.begin(replica, opens_window=opens_window)
-            if batch is not found[0]:
-                context.begin_batch(batch)
-            train(batch)
-            turns.end(ends_window=state.is_step_boundary)
         try:
+            for replica, batch in zip(session.replicas.block, found, strict=True):
+                turns.begin(replica, opens_window=opens_window)
+                if not turns.is_first:
+                    context.begin_batch(batch)
+                train(batch)
+                turns.end(ends_window=state.is_step_boundary)
             self._end_iteration(batches.num_samples)
         except StopIteration as error:
             raise make_stray_stop(error) from error
@@ -122,13 +115,13 @@ class EpochLoop(Loop):
         session = self.session
         try:
             if "should_training_stop" in session.hooks.heard:
-                self.boundary.poll()
+                self._boundary.poll()
             self._is_complete = self._is_over = (self._batches or self.batches).is_last
             if not session.state.is_step_boundary:
                 return
             if self._is_complete and self._kind is WINDOW:
                 session.agree()  # The epoch's end takes the place of its last boundary.
-            elif (self._boundary or self.boundary).follow(self._kind):
+            elif self._boundary.follow(self._kind, self._validate):
                 self._leave()
         except StopIteration as error:
             raise make_stray_stop(error) from error
@@ -150,13 +143,13 @@ class EpochLoop(Loop):
         is_by_epoch = session.schedule.is_by_epoch
         if self._has_left and not self._is_complete:
             if is_by_epoch:
-                self.boundary.validate_if_due()
+                self._boundary.validate_if_due(self._validate)
             self._tell_end()
             return
         if session.schedulers is not None and not session.is_manual:
             session.schedulers.after_epoch()
         if is_by_epoch:
-            if self.boundary.follow(EPOCH, self._end_epoch):
+            if self._boundary.follow(EPOCH, self._validate, self._end_epoch):
                 self._leave()
         else:
             self._end_epoch()
@@ -184,7 +177,6 @@ class EpochLoop(Loop):
     def teardown(self) -> None:
         """End the workers of an epoch that an error has left open."""
         self._close_batches()
-        self._boundary = None
         super().teardown()
 
     def _refuse_empty_epoch(self) -> None:
@@ -220,7 +212,8 @@ class EpochLoop(Loop):
         """
         session, state = self.session, self.session.state
         if not session.schedule.is_by_epoch:
-            if session.is_leaving and state.is_step_boundary and self.boundary.follow(CUT):
+            is_safe = session.is_leaving and state.is_step_boundary
+            if is_safe and self._boundary.follow(CUT, self._validate):
                 self._leave()
         elif not state.is_step_boundary and state.global_iteration > 0:
             _LOGGER.warning(

@@ -6,7 +6,7 @@ import logging
 from typing import ClassVar
 
 from helios.errors import RunMismatchError
-from helios.loops.boundary import EPOCH, STEP
+from helios.loops.boundary import EPOCH, STEP, Boundary
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.trial import trying
@@ -64,7 +64,7 @@ class FitLoop(Loop):
         session.begin_training()
         session.agree()
         session.check_alike()
-        boundary = require(self.epoch_loop).boundary
+        boundary = Boundary(session)
         if session.is_resumed and not session.is_in_epoch:
             boundary.resume(EPOCH if session.schedule.is_by_epoch else STEP)
         elif not session.is_resumed:

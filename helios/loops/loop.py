@@ -15,7 +15,7 @@ from helios.session import Session
 
 Child = TypeVar("Child", bound="Loop")
 _HOOKS = ("skip", "reset", "on_run_start", "on_advance_start", "on_advance_end")
-_CYCLE = (*_HOOKS, "on_skip", "done", "advance", "on_run_end")
+_CYCLE = (*_HOOKS, "on_skip", "done", "advance", "on_run_end", "run")
 
 
 def require(loop: Child | None) -> Child:
@@ -67,7 +67,7 @@ class Loop(ABC):
             method of the cycle gets the whole cycle.
     """
 
-    _internals: ClassVar[str] = "_is_made session"
+    _internals: ClassVar[str] = "_is_made enter session"
     unsaved: ClassVar[tuple[str, ...]] = ()
 
     roles: ClassVar[tuple[str, ...]] = ()
@@ -75,6 +75,7 @@ class Loop(ABC):
     session: Session = _Unattached()  # type: ignore[assignment]
     advances_once: ClassVar[bool] = False
     _overridden: ClassVar[frozenset[str]] = frozenset()
+    _cycle: ClassVar[Mapping[str, Any]] = {}
     _is_made = False
 
     def __init__(self) -> None:
@@ -89,11 +90,8 @@ class Loop(ABC):
         cls._overridden = frozenset(
             name for name in _HOOKS if getattr(cls, name) is not getattr(Loop, name)
         )
-        says_so = (base for base in cls.__mro__ if "advances_once" in vars(base))
-        said: type[Loop] = next(says_so)
-        is_same = all(getattr(cls, name) is getattr(said, name) for name in _CYCLE)
-        cls.advances_once = said.advances_once and is_same
-        cls.enter = cls.advance if cls.advances_once else cls.run  # type: ignore[method-assign]
+        if "advances_once" in vars(cls):
+            cls._cycle = {name: getattr(cls, name) for name in _CYCLE}
 
     @final
     def children(self) -> dict[str, Loop]:
@@ -128,8 +126,11 @@ class Loop(ABC):
                 "constructor, or replace it by connect(...), which keeps the present ones."
             )
         vars(self).pop("session", None)
+        vars(self).pop("enter", None)
         if session is not None:
             self.session = session
+            if self._has_one_round():
+                self.enter = self.advance  # type: ignore[method-assign]
         for role, child in self.children().items():
             if session is not None:
                 self._check_child(role, child)
@@ -205,12 +206,21 @@ class Loop(ABC):
         return self.on_run_end()
 
     def enter(self, *args: Any) -> Any:
-        """Run the loop as a parent does in every iteration; one advance costs no more than that.
+        """Run the loop, as its parent does in every iteration.
 
-        Not to be overridden: it is ``advance`` itself where a class says ``advances_once``, and
-        :meth:`run` everywhere else.
+        While a trainer runs a loop that ``advances_once``, this is its ``advance`` itself.
         """
         return self.run(*args)
+
+    def _has_one_round(self) -> bool:
+        """Whether a run is one advance: nobody has redefined what the class said that of."""
+        kind = type(self)
+        return (
+            self.advances_once
+            and kind.enter is Loop.enter
+            and vars(self).keys().isdisjoint(_CYCLE)
+            and all(getattr(kind, name) is method for name, method in self._cycle.items())
+        )
 
     @property
     def skip(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD
 
 from helios.engines.engine import Engine
+from helios.engines.replicated import Replicas
 from helios.errors import ArgumentError, HeliosError, StateError, UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
@@ -21,7 +23,16 @@ from helios.loops.loop import Loop, require
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins.plugin import Plugin
 from helios.state import Phase, TrainingState, TrainingUnit
-from tests.loops.sessions import EPOCH, ITERATION, Stepper, attached, make_session, train_on
+from tests.loops.sessions import (
+    EPOCH,
+    ITERATION,
+    ListSource,
+    Stepper,
+    attached,
+    fit,
+    make_session,
+    train_on,
+)
 
 
 class Counted(Loop):
@@ -864,15 +875,130 @@ class _Counting(OptimizerLoop):
 
 
 def test_a_loop_that_advances_once_has_the_cycle_as_soon_as_a_subclass_redefines_it() -> None:
-    assert OptimizerLoop.advances_once
-    assert BatchLoop.advances_once
-    assert _Counting.advances_once
-    assert _Counting.enter is OptimizerLoop.advance
-    assert not _Again.advances_once
-    assert not EpochLoop.advances_once
-    loop = _Again()
     session = make_session(Stepper())
-    BatchLoop(attached(loop, session)).attach(session)
-    assert train_on(loop, session, 2.0)
+    for kind in (OptimizerLoop, _Counting):
+        quick = kind()
+        assert quick.enter.__func__ is Loop.enter
+        quick.attach(session)
+        assert quick.enter.__func__ is OptimizerLoop.advance
+        quick.attach(None)
+        assert quick.enter.__func__ is Loop.enter
+    loop = _Again()
+    parent = BatchLoop(loop)
+    parent.attach(session)
+    assert parent.enter.__func__ is BatchLoop.advance
+    assert loop.enter.__func__ is Loop.enter
+    assert train_on(parent, session, 2.0)
     assert loop.told == ["start", "end"]
     assert loop.done
+
+
+class _Refusing(BatchLoop):
+    """Redefines what is no part of the cycle, and lets a StopIteration out of it."""
+
+    def prepare(self, batch: Any) -> Any:
+        if self.session.state.global_iteration == 2:
+            raise StopIteration
+        return super().prepare(batch)
+
+
+class _Leaking(OptimizerLoop):
+    """Lets a StopIteration out of the end of its run."""
+
+    def on_run_end(self) -> None:
+        raise StopIteration
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: _Refusing(OptimizerLoop()), lambda: BatchLoop(_Leaking())],
+    ids=["own", "below"],
+)
+def test_a_stop_iteration_inside_of_an_iteration_is_an_error(
+    make: Callable[[], BatchLoop], num_replicas: int
+) -> None:
+    """L30: taken for the end of the epoch, it would leave an iteration half done."""
+    items = [[float(number)] * num_replicas for number in range(4)]
+    session = make_session(
+        Stepper(),
+        replicas=Replicas(num_replicas),
+        sources={Phase.TRAINING: [ListSource(items)]},
+        total_steps=4,
+    )
+    with pytest.raises(UsageError, match="StopIteration came out of a step"):
+        fit(session, FitLoop(EpochLoop(make(), ValidationLoop())))
+
+
+class _OwnEpochs(Loop):
+    """An epoch loop that derives from none of Helios' own."""
+
+    has_left = True
+    val_loop = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @property
+    def done(self) -> bool:
+        return self.count == 1
+
+    def advance(self) -> None:
+        self.count += 1
+
+
+def test_an_epoch_loop_may_derive_from_the_base_alone() -> None:
+    session = make_session(
+        Stepper(), sources={Phase.TRAINING: [ListSource([[1.0]])]}, total_steps=1
+    )
+    loop = _OwnEpochs()
+    fit(session, FitLoop(loop))  # type: ignore[arg-type]
+    assert loop.count == 1
+
+
+def _note_calls(owner: Any, name: str, calls: list[str]) -> None:
+    method = getattr(owner, name)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return method(*args, **kwargs)
+
+    setattr(owner, name, noting)
+
+
+@pytest.mark.parametrize("kind", [BatchLoop, OptimizerLoop])
+@pytest.mark.parametrize("is_class", [False, True])
+def test_an_advance_that_is_put_in_later_is_called(
+    kind: type[Loop], is_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    optimizer_loop = OptimizerLoop()
+    batch_loop = BatchLoop(optimizer_loop)
+    if is_class:
+        method = kind.advance
+
+        def noting(self: Loop, batch: Any) -> None:
+            calls.append("advance")
+            method(self, batch)
+
+        monkeypatch.setattr(kind, "advance", noting)
+    else:
+        _note_calls(batch_loop if kind is BatchLoop else optimizer_loop, "advance", calls)
+    session = make_session(
+        Stepper(), sources={Phase.TRAINING: [ListSource([[1.0]] * 3)]}, total_steps=3
+    )
+    fit(session, FitLoop(EpochLoop(batch_loop, ValidationLoop())))
+    assert calls == ["advance"] * 3
+
+
+@pytest.mark.parametrize("name", ["clip_gradients", "unscale_gradients", "autocast"])
+def test_a_method_that_is_put_on_an_engine_is_called(name: str) -> None:
+    engine, calls = Engine("cpu"), list[str]()
+    _note_calls(engine, name, calls)
+    engine.replicas = Replicas()  # as the trainer does at the start of a run
+    session = make_session(
+        Stepper(), engine=engine, sources={Phase.TRAINING: [ListSource([[1.0]] * 3)]}, total_steps=3
+    )
+    fit(session)
+    assert len(calls) >= 3

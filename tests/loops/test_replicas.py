@@ -976,7 +976,7 @@ def _improve(rank: int) -> int:
     with replicas_on(rank, 2, 2) as here:
         session = make_session(Judging(), replicas=here, unit=EPOCH, valid_frequency=1)
         session.state.early_stop_count, session.state.global_epoch = 3, 1
-        assert Boundary(session, lambda: True).validate_if_due()
+        assert Boundary(session).validate_if_due(lambda: True)
         return session.state.early_stop_count
 
 
@@ -1114,3 +1114,27 @@ def test_scores_that_differ_between_processes_are_named_once(
 def _generators() -> Iterator[None]:
     rng.seed_rngs(0)
     return
+
+
+class _Replacing(Sums):
+    """Puts a table of its own in the place of the losses, with a value that the update moves."""
+
+    def train_step(self, batch: Any, state: TrainingState) -> Any:
+        loss = super().train_step(batch, state)
+        self._loss_items = {"loss": loss, "weight": self.net.weight.detach()[0, 0]}
+        return loss
+
+
+def test_a_table_that_a_step_puts_in_place_is_kept_as_it_was_before_the_update() -> None:
+    model = _Replacing()
+    seen: list[float] = []
+    weights = [model.net.weight.item()]
+
+    class Seeing(Quiet):
+        def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+            seen.append(float(self.context.model.loss_items["weight"]))
+            weights.append(model.net.weight.item())
+
+    run_sums(model, Seeing(), rows=[[1.0, 2.0], [4.0, 8.0], [1.0, 1.0]])
+    assert seen == weights[:-1]
+    assert len(set(weights)) == 4

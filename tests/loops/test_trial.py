@@ -126,6 +126,11 @@ def make(replicas: Replicas, *plugins: Plugin, num_rows: int = 4) -> Session:
     )
 
 
+def _asked(session: Session) -> list[dict[str, Any]]:
+    agreement = session.agreement
+    return [dict(vars(requests)) for requests in (agreement.asked, agreement.agreed)]
+
+
 def try_out(session: Session) -> ValidationLoop:
     loop = ValidationLoop()
     loop.attach(session)
@@ -148,10 +153,10 @@ def test_what_a_trial_has_changed_is_put_back(num_replicas: int) -> None:
     source = session.sources[Phase.VALIDATION][0]
     model = session.model
     held = [model.history, model.table, *model.net.parameters(), *model.net.buffers()]
-    before = (model.bits(), greedy.count, session.state.dict(), vars(session.requests).copy())
+    before = (model.bits(), greedy.count, session.state.dict(), _asked(session))
     state = rng.get_rng_state_dict()["torch"]
     try_out(session)
-    assert (model.bits(), greedy.count, session.state.dict(), vars(session.requests)) == before
+    assert (model.bits(), greedy.count, session.state.dict(), _asked(session)) == before
     assert torch.equal(rng.get_rng_state_dict()["torch"], state)
     now = [model.history, model.table, *model.net.parameters(), *model.net.buffers()]
     assert all(one is other for one, other in zip(held, now, strict=True)), "in place"
