@@ -427,3 +427,27 @@ def test_a_state_of_more_accelerators_than_there_are_is_loaded() -> None:
     expected = torch.rand(4, device="cuda").tolist()
     rng.load_rng_state_dict({**state, "cuda": state["cuda"] * 2})
     assert torch.rand(4, device="cuda").tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("prefix", "suffix"),
+    [
+        ((), ()),
+        ((6691, "train"), (0,)),
+        ((6691, "train", 3), ("before", 5)),
+        (("only",), ()),
+        ((), (1, "after")),
+        (("\0'\"\n\\",), ("é", "{0}", "%d")),
+    ],
+)
+def test_a_series_gives_the_keys_of_its_fields(
+    prefix: tuple[int | str, ...], suffix: tuple[int | str, ...]
+) -> None:
+    series = rng.KeySeries(*prefix, suffix=suffix)
+    for counter in (0, 1, 63, 64, 2, 10**12, -5):
+        assert series.at(counter) == rng.key(*prefix, counter, *suffix)
+
+
+def test_a_series_takes_plain_fields_only() -> None:
+    with pytest.raises(ArgumentTypeError, match="int and str fields only"):
+        rng.KeySeries(True)

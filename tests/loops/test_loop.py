@@ -967,29 +967,30 @@ def _note_calls(owner: Any, name: str, calls: list[str]) -> None:
     setattr(owner, name, noting)
 
 
+@pytest.mark.parametrize("name", ["advance", "reset"])
 @pytest.mark.parametrize("kind", [BatchLoop, OptimizerLoop])
 @pytest.mark.parametrize("is_class", [False, True])
-def test_an_advance_that_is_put_in_later_is_called(
-    kind: type[Loop], is_class: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_method_of_the_cycle_that_is_put_in_later_is_called(
+    name: str, kind: type[Loop], is_class: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
     optimizer_loop = OptimizerLoop()
     batch_loop = BatchLoop(optimizer_loop)
     if is_class:
-        method = kind.advance
+        method = getattr(kind, name)
 
-        def noting(self: Loop, batch: Any) -> None:
-            calls.append("advance")
-            method(self, batch)
+        def noting(self: Loop, *args: Any) -> None:
+            calls.append(name)
+            method(self, *args)
 
-        monkeypatch.setattr(kind, "advance", noting)
+        monkeypatch.setattr(kind, name, noting)
     else:
-        _note_calls(batch_loop if kind is BatchLoop else optimizer_loop, "advance", calls)
+        _note_calls(batch_loop if kind is BatchLoop else optimizer_loop, name, calls)
     session = make_session(
         Stepper(), sources={Phase.TRAINING: [ListSource([[1.0]] * 3)]}, total_steps=3
     )
     fit(session, FitLoop(EpochLoop(batch_loop, ValidationLoop())))
-    assert calls == ["advance"] * 3
+    assert calls == [name] * 3
 
 
 @pytest.mark.parametrize("name", ["clip_gradients", "unscale_gradients", "autocast"])
