@@ -176,6 +176,7 @@ def _take_part(seat: _Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> An
         world_size=seat.num_ranks,
         timeout=datetime.timedelta(seconds=seat.timeout),
     )
+    dist.barrier()  # A rank that leaves while another one still connects would fail that one.
     result = fn(seat.rank, *args)
     dist.barrier()
     dist.destroy_process_group()
