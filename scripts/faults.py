@@ -32,6 +32,7 @@ STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
 COMMANDS = "tests/cli/test_commands.py"
+BLOCKS = "tests/run_state/test_blocks.py"
 FORMS = "tests/run_state/test_forms.py"
 OPTIMIZERS = "tests/run_state/test_optimizers.py"
 PARTIAL = "tests/run_state/test_partial_networks.py"
@@ -169,6 +170,48 @@ FAULTS = (
         "        pass",
         "tests/run_state/test_ties.py"
         "::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
+    ),
+    Fault(
+        "tensors that are views of something larger get memory of their own",
+        "helios/run_state/restoring.py",
+        "        restore_blocks(blocks, scene.found, scene.parameters, before)",
+        "        pass",
+        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfABuffer]",
+    ),
+    Fault(
+        "tensors that setup lets overlap, and training parts, are loaded into one memory",
+        "helios/run_state/blocks.py",
+        "        parted |= {name: part for name, part in members.items() if id(part) not in kept}",
+        "        pass",
+        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfABufferParted]",
+    ),
+    Fault(
+        "a view of a tensor whose memory moves counts as unchanged",
+        "helios/run_state/marks.py",
+        "        self.tokens += (_SHARES, *target, *_form_of(held))",
+        "        self.tokens += (_SHARES, *target)",
+        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfAShiftedOne]",
+    ),
+    Fault(
+        "what a value sees beyond a buffer is not saved",
+        "helios/run_state/marks.py",
+        "            self.look.reached.add(storage_of(held))",
+        "            pass",
+        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfATensorSinceSetup]",
+    ),
+    Fault(
+        "an array around the memory of a buffer is saved as its own",
+        "helios/run_state/marks.py",
+        "            self._refuse(obstacles.AROUND.format(within))",
+        "            pass",
+        f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
+    ),
+    Fault(
+        "what a plugin sees beyond a buffer of the model is lost",
+        "helios/run_state/marks.py",
+        "            self._refuse(obstacles.BEYOND.format(target.name))",
+        "            pass",
+        f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "attributes of modules with an extra state are not looked at",

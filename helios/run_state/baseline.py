@@ -118,7 +118,7 @@ def take_baseline(
         shapes={path: shape_of(part, found.networks) for path, part in found.objects.items()},
         forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
-        ties=ties_of(found),
+        ties=ties_of(found, scene.parameters),
         settled=settled_in(found),
         aliases=dict(found.aliases),
         orders=dict(found.orders),
