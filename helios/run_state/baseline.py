@@ -74,8 +74,8 @@ class Baseline:
         return {number: path for number, refer, path in self._known if refer() is not None}
 
     def earlier(self) -> dict[str, object]:
-        """Return the objects of setup that still live, by path."""
-        found = ((path, refer()) for _, refer, path in self._known)
+        """Return the objects of setup that still live, by path, without inner ones."""
+        found = ((path, refer()) for _, refer, path in self._known if path in self.paths)
         return {path: part for path, part in found if part is not None}
 
     def new_containers(self, found: Found) -> set[str]:
