@@ -173,6 +173,22 @@ FAULTS = (
         "::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
     ),
     Fault(
+        "a run that begins in a place where no folder can be made prepares its data first",
+        "helios/startup/launching.py",
+        "        require_writable(call.arguments, model.save_name)",
+        "        pass",
+        "tests/distributed/test_processes.py"
+        "::test_a_folder_that_cannot_be_made_is_refused_by_all_before_the_data_is_prepared",
+    ),
+    Fault(
+        "a run that goes on where nothing can be written trains to its first save",
+        "helios/startup/fit.py",
+        "        on_first(self.replicas, lambda: require_writable(self.arguments, name))",
+        "        pass",
+        "tests/integration/test_disks.py"
+        "::test_a_disk_that_cannot_be_written_to_is_refused_before_the_first_step",
+    ),
+    Fault(
         "a part of a network that an attribute comes to name is a network of its own",
         "helios/run_state/walk.py",
         "                self._paths[identity] = names[identity]",
