@@ -32,6 +32,8 @@ STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
 COMMANDS = "tests/cli/test_commands.py"
+ALIASES = "tests/run_state/test_aliases.py"
+BLOCKS = "tests/run_state/test_blocks.py"
 FORMS = "tests/run_state/test_forms.py"
 OPTIMIZERS = "tests/run_state/test_optimizers.py"
 PARTIAL = "tests/run_state/test_partial_networks.py"
@@ -169,6 +171,78 @@ FAULTS = (
         "        pass",
         "tests/run_state/test_ties.py"
         "::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
+    ),
+    Fault(
+        "a run that begins in a place where no folder can be made prepares its data first",
+        "helios/startup/launching.py",
+        "        require_writable(call.arguments, model.save_name)",
+        "        pass",
+        "tests/distributed/test_processes.py"
+        "::test_a_folder_that_cannot_be_made_is_refused_by_all_before_the_data_is_prepared",
+    ),
+    Fault(
+        "a run that goes on where nothing can be written trains to its first save",
+        "helios/startup/fit.py",
+        "        on_first(self.replicas, lambda: require_writable(self.arguments, name))",
+        "        pass",
+        "tests/integration/test_disks.py"
+        "::test_a_disk_that_cannot_be_written_to_is_refused_before_the_first_step",
+    ),
+    Fault(
+        "a part of a network that an attribute comes to name is a network of its own",
+        "helios/run_state/walk.py",
+        "                self._paths[identity] = names[identity]",
+        "                pass",
+        f"{ALIASES}::test_members_of_a_list_change_places_and_an_attribute_names_one_or_a_part_of_it",
+    ),
+    Fault(
+        "what networks share is looked at in the one that comes first by now",
+        "helios/run_state/walk.py",
+        "        ordered = {path: objects[path] for path in earlier if path in objects} | objects",
+        "        ordered = dict(objects)",
+        f"{ALIASES}::test_a_part_that_members_of_a_list_share_is_looked_at_where_it_was",
+    ),
+    Fault(
+        "tensors that are views of something larger get memory of their own",
+        "helios/run_state/restoring.py",
+        "        restore_blocks(blocks, scene.found, scene.parameters, before)",
+        "        pass",
+        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfABuffer]",
+    ),
+    Fault(
+        "tensors that setup lets overlap, and training parts, are loaded into one memory",
+        "helios/run_state/blocks.py",
+        "        parted |= {name: part for name, part in members.items() if id(part) not in kept}",
+        "        pass",
+        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfABufferParted]",
+    ),
+    Fault(
+        "a view of a tensor whose memory moves counts as unchanged",
+        "helios/run_state/marks.py",
+        "        self.tokens += (_SHARES, *target, *_form_of(held))",
+        "        self.tokens += (_SHARES, *target)",
+        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfAShiftedOne]",
+    ),
+    Fault(
+        "what a value sees beyond a buffer is not saved",
+        "helios/run_state/marks.py",
+        "            self.look.reached.add(storage_of(held))",
+        "            pass",
+        f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfATensorSinceSetup]",
+    ),
+    Fault(
+        "an array around the memory of a buffer is saved as its own",
+        "helios/run_state/marks.py",
+        "            self._refuse(obstacles.AROUND.format(within))",
+        "            pass",
+        f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
+    ),
+    Fault(
+        "what a plugin sees beyond a buffer of the model is lost",
+        "helios/run_state/marks.py",
+        "            self._refuse(obstacles.BEYOND.format(target.name))",
+        "            pass",
+        f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "attributes of modules with an extra state are not looked at",

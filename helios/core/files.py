@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -17,6 +18,7 @@ TEMPORARY_SUFFIX = ".tmp"
 
 # What file systems answer that cannot fsync a folder (some network and user-space ones).
 _NO_FOLDER_FSYNC = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP))
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 def temporary_path(path: Path) -> Path:
@@ -78,6 +80,33 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         fsync_folder(folder.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Try whether a folder takes new files, or can be created; nothing is left there.
+
+    Raises:
+        OSError: if it does not. A full disk is none of the reasons: room may be made.
+    """
+    place = _find_present(path)
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        if error.errno not in _FULL:
+            error.filename = str(place)
+            raise
+
+
+def _find_present(path: Path) -> Path:
+    """Return the first of a path and its parents that is there."""
+    for place in (path, *path.parents):
+        try:
+            place.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        return place
+    return path
 
 
 def write_text_durably(path: Path, text: str) -> None:

@@ -63,6 +63,45 @@ def extent_of(part: Array | Tensor) -> Extent:
     return begin, end + part.itemsize
 
 
+def span_of(tensor: Tensor) -> Extent:
+    """Return the address of a dense tensor's first element, and the one after its last.
+
+    Example:
+        >>> begin, end = span_of(torch.zeros(8)[1:7:2])
+        >>> end - begin
+        20
+    """
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((length - 1) * step for length, step in steps) + 1
+    return begin, begin + reach * tensor.element_size()
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a dense tensor are one in memory, so that none can be written."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(step == 0 and length > 1 for length, step in steps)
+
+
+def fills_its_reach(tensor: Tensor) -> bool:
+    """Return whether a dense tensor sees all bytes between its first and its last element.
+
+    Example:
+        >>> fills_its_reach(torch.zeros(2, 3).t()), fills_its_reach(torch.zeros(8)[::2])
+        (True, False)
+    """
+    if tensor.is_contiguous():
+        return True
+    size = 1
+    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1 and step != size:
+            return False
+        size *= length
+    return True
+
+
 def overlapping(extents: Sequence[Extent]) -> list[list[int]]:
     """Return which extents share memory, directly or through others, as groups of numbers.
 

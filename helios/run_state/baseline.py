@@ -74,8 +74,8 @@ class Baseline:
         return {number: path for number, refer, path in self._known if refer() is not None}
 
     def earlier(self) -> dict[str, object]:
-        """Return the objects of setup that still live, by path."""
-        found = ((path, refer()) for _, refer, path in self._known)
+        """Return the objects of setup that still live, by path, without inner ones."""
+        found = ((path, refer()) for _, refer, path in self._known if path in self.paths)
         return {path: part for path, part in found if part is not None}
 
     def new_containers(self, found: Found) -> set[str]:
@@ -118,7 +118,7 @@ def take_baseline(
         shapes={path: shape_of(part, found.networks) for path, part in found.objects.items()},
         forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
-        ties=ties_of(found),
+        ties=ties_of(found, scene.parameters),
         settled=settled_in(found),
         aliases=dict(found.aliases),
         orders=dict(found.orders),

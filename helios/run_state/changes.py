@@ -46,6 +46,7 @@ class Changes:
         large: plain values beyond the limit.
         costly: attributes and modules that take too long to be looked at.
         others: what no checkpoint can hold.
+        reached: storages of which plain values see more than what is saved with a tensor.
     """
 
     values: dict[str, Any]
@@ -53,6 +54,7 @@ class Changes:
     large: list[Slot] = field(default_factory=list)
     costly: list[str] = field(default_factory=list)
     others: list[Slot] = field(default_factory=list)
+    reached: set[int] = field(default_factory=set)
 
     def drop(self, wheres: Iterable[SlotKey]) -> None:
         """Leave out places of what is saved."""
@@ -260,7 +262,8 @@ class PlainValues:
         begin = self.costs.time()
         values = _payload(kept, _deleted(found, before.digests))
         self._share_out(kept, self.costs.time() - begin)
-        return Changes(values, missing, large, list(costly), others)
+        reached = set[int]().union(*(look.reached for look in looks.values()))
+        return Changes(values, missing, large, list(costly), others, reached)
 
     def _share_out(self, kept: list[_Value], seconds: float) -> None:
         """Count the time of copies, which are made together, for the values by their sizes."""

@@ -22,6 +22,7 @@ from helios.errors import ArgumentTypeError, UsageError
 from helios.run_state import obstacles
 from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators
 from helios.run_state.baseline import Baseline, mark_of_object, take_baseline
+from helios.run_state.blocks import find_blocks
 from helios.run_state.changes import Changes, PlainValues, places_in
 from helios.run_state.coverage import Coverages
 from helios.run_state.data_members import Grown, keep_data_only, large_members
@@ -193,13 +194,12 @@ class Discovery:
             parameter; ``values``: plain values that training changed, by the path of what holds
             them (that of an object ends with a slash) and by key; ``inner``: states of objects
             that only other objects hold and whose ``state_dict`` leaves them out; ``omitted``: see
-            :meth:`Omissions.find`; ``tables``: see :func:`optimizer_tables`;
-            ``ties``: see :func:`changed_ties`;
-            ``generators``: states of generators; ``aliases``, ``orders``: which object a place
-            names, and the order of keys, where training changed it; ``missing``: what training
-            changed and this state lacks, with the reason, by path; ``is_partial``: whether objects
-            may be absent. Before :meth:`take_baseline`, where nothing is known to have changed, no
-            value; ``{}`` where nothing else is there.
+            :meth:`Omissions.find`; ``tables``: see :func:`optimizer_tables`; ``ties``: see
+            :func:`changed_ties`; ``blocks``: see :func:`find_blocks`; ``generators``: states of
+            generators; ``aliases``, ``orders``: which object a place names, and the order of keys,
+            where training changed it; ``missing``: what training changed and this state lacks, with
+            the reason, by path; ``is_partial``: whether objects may be absent. Before
+            :meth:`take_baseline` no value; ``{}`` where nothing else is there.
 
         Raises:
             StateError: if an object fails to give its state.
@@ -222,7 +222,7 @@ class Discovery:
         changes = self.values.changes(found, scene)
         covered.drop_copies(changes)
         leave_to_extra_states(changes, found, baseline.extra, self._identities)
-        ties, untied = changed_ties(baseline.ties, found)
+        ties, untied, overlapping = changed_ties(baseline.ties, found, scene.parameters)
         misfits |= untied | structure_since(baseline.shapes, found)
         new = baseline.new_containers(found)
         aliases, lost = changed_aliases(baseline.aliases, found, new)
@@ -238,11 +238,10 @@ class Discovery:
             misfits |= _come_or_gone(scene, baseline, " ".join(misfits.values()))
         loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
         late = (inner,) if self._is_strict else (inner, objects, loose)
-        lost |= costly | odd | self._leave_out_late(late, changes, scene)
+        generators, strays = self._generators(found, new)
+        lost |= costly | odd | self._leave_out_late(late, changes, scene) | strays
         for where in changes.leave_out(new):
             lost[found.slots[where].path] = IN_NEW
-        generators, strays = self._generators(found, new)
-        lost |= dict.fromkeys(strays, obstacles.STRAY)
         losses = self._name_losses(changes, misfits, lost, scene)
         return {
             "objects": objects,
@@ -250,6 +249,7 @@ class Discovery:
             **moved,
             "forms": changed_forms(baseline.forms, forms_of(found, scene.parameters)),
             "ties": ties,
+            "blocks": find_blocks(scene, overlapping | changes.reached),
             "parameters": loose,
             "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),
@@ -357,18 +357,18 @@ class Discovery:
         changes.drop([where for where, slot in scene.found.slots.items() if slot.path in late])
         return lost
 
-    def _generators(self, found: Found, new: set[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the states of generators, and which of them no resume could put anywhere."""
+    def _generators(self, found: Found, new: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the states of generators, and why some could not be put anywhere, by path."""
         baseline = self._require_baseline()
         homes = homes_of_generators(found, new)
         states: dict[str, Any] = {}
-        strays: list[str] = []
+        strays: dict[str, str] = {}
         for path, part in found.generators.items():
             kind, state = kind_of_generator(part), state_of_generator(part)
             if path in homes or baseline.generators.get(path) == kind:
                 states[path] = {"kind": kind, "state": state, "home": homes.get(path)}
             elif self._mark(state) != baseline.started.get(path):
-                strays.append(path)
+                strays[path] = obstacles.STRAY
         return states, strays
 
     def _name_losses(

@@ -13,12 +13,21 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, final
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
-from helios.core.memory import address_of, root_of, storage_of
+from helios.core.memory import (
+    address_of,
+    extent_of,
+    fills_its_reach,
+    has_plain_bytes,
+    root_of,
+    span_of,
+    storage_of,
+)
 from helios.core.named import Alias
+from helios.run_state import obstacles
 from helios.run_state.bits import array_sum, tensor_sum
-from helios.run_state.values import Storages
+from helios.run_state.values import Storages, Target
 
 # What stands before the tokens of a part. No atom is a bytearray, so nothing else looks like it.
 AGAIN, TUPLE, LIST, DEQUE, OBJECTS, MEMBER, FIELDS, NAMED, NUMBER, OBJECT = (
@@ -64,6 +73,7 @@ class Look:
         aliases: tensors and arrays in it that share memory with what is saved elsewhere.
         memory: arrays and tensors on the host in it.
         lends: whether torch and NumPy may share some of that.
+        reached: storages of which tensors and arrays in it see more than what is saved of them.
     """
 
     obstacle: str = ""
@@ -76,6 +86,7 @@ class Look:
     aliases: list[tuple[Any, Alias]] = field(default_factory=list)
     memory: list[Any] = field(default_factory=list)
     lends: bool = False
+    reached: set[int] = field(default_factory=set)
 
     @property
     def is_plain(self) -> bool:
@@ -161,11 +172,13 @@ class Marks:
         self.tokens.append(array.flags.writeable)
         target = self._storages.find(array)
         if target is not None:
-            self.tokens += (_SHARES, *target)
+            self._add_target(array, target)
             kind = np.lib.format.dtype_to_descr(array.dtype)
             geometry = array.shape, array.strides, target.offset, array.flags.writeable
             self.look.aliases.append((array, Alias(target.name, "array", kind, *geometry)))
             return
+        if (within := self._storages.find_within(array)) is not None:
+            self._refuse(obstacles.AROUND.format(within))
         root = array if array.base is None else root_of(array)
         self.look.parts.add(id(root))
         self.look.lends |= root is not array and not isinstance(root, np.ndarray | bytes)
@@ -187,6 +200,9 @@ class Marks:
             return False
         # Its type and whether it is frozen are saved with its module.
         self.tokens += (_SHARES, name)
+        if not isinstance(part, nn.Parameter):
+            # A resume makes a buffer of another form anew, but lets parameters be what they are.
+            self.tokens += _form_of(part)
         self.look.aliases.append((part, Alias(name, "itself", None, (), (), 0, flag=False)))
         return True
 
@@ -195,7 +211,7 @@ class Marks:
         self.tokens.append(part.stride())
         target = self._storages.find(part)
         if target is not None:
-            self.tokens += (_SHARES, *target)
+            self._add_target(part, target)
             geometry = tuple(part.shape), part.stride(), target.offset, part.requires_grad
             self.look.aliases.append((part, Alias(target.name, "tensor", part.dtype, *geometry)))
             return
@@ -210,8 +226,37 @@ class Marks:
         self.tokens.append(tensor_sum(part))
         self.look.size += part.nbytes
 
+    def _add_target(self, part: Any, target: Target) -> None:
+        """Add what part of which tensor it is, and how that lies in memory, which may move too."""
+        held = self._storages.tensor(target.name)
+        assert held is not None
+        self.tokens += (_SHARES, *target, *_form_of(held))
+        begin, end = extent_of(part) if isinstance(part, np.ndarray) else span_of(part)
+        first, last = span_of(held)
+        is_within = first <= begin and end <= last and fills_its_reach(held)
+        if begin >= end or is_within:
+            return
+        if target.name in self._storages.others:
+            self._refuse(obstacles.BEYOND.format(target.name))
+            self.tokens.append(
+                array_sum(part) if isinstance(part, np.ndarray) else tensor_sum(part)
+            )
+        else:
+            self.look.reached.add(storage_of(held))
+
+    def _refuse(self, obstacle: str) -> None:
+        self.look.obstacle = self.look.obstacle or obstacle
+
     def _name_of(self, dtype: np.dtype[Any]) -> str:
         name = self._dtypes.get(dtype)
         if name is None:
             name = self._dtypes[dtype] = repr(dtype)
         return name
+
+
+def _form_of(tensor: Tensor) -> tuple[Any, ...]:
+    if not has_plain_bytes(tensor):
+        return ()
+    size = tensor.untyped_storage().nbytes()
+    geometry = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return (str(tensor.dtype), *geometry, size)

@@ -28,6 +28,11 @@ IN_SCALAR = "it holds an object in a NumPy scalar: take it out of the array"
 NO_STORAGE = (
     "it holds a tensor without a storage of its own ({}): register it as a buffer of a network"
 )
+AROUND = (
+    "the memory of {} is a part of its own: make a tensor of the whole array by torch.from_numpy, "
+    "and take the part of that"
+)
+BEYOND = "it sees more of the memory that {} lies in than that, which another owner saves: copy it"
 GRAPH = "it holds a tensor that is the result of a computation with gradients: detach() it"
 STRAY_PARAMETER = "it holds a {} that no saved object holds: register it in a network in setup()"
 REFERENCE = "it refers to {}: keep objects in attributes, or in lists and dicts"

@@ -316,7 +316,7 @@ def storages_of(
         for name, part in found.networks.of(module).modules:
             place = f"{path}.{name}"
             named |= {f"{place}.{key}": buffer for key, buffer in _saved_buffers(part)}
-    return Storages(named)
+    return Storages(named, others or ())
 
 
 def flags_of(found: Found, parameters: Parameters) -> dict[str, dict[str, list[str]]]:

@@ -16,6 +16,7 @@ from helios.core.generators import kind_of_generator, load_generator, make_gener
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
+from helios.run_state.blocks import part_memory, restore_blocks
 from helios.run_state.changes import PlainValues
 from helios.run_state.forms import casts, restore_forms
 from helios.run_state.found import Container, path_of
@@ -80,6 +81,9 @@ class Restoring:
             arrange(scene.found, state, scene.parameters)
         restore_forms(state.get("forms", {}), scene.found, scene.parameters, state)
         restore_ties(state.get("ties", {}), scene.found)
+        blocks = state.get("blocks", {})
+        # Files that were written before there were blocks do not tell which are gone.
+        before = part_memory(scene.found, scene.parameters) if "blocks" in state else {}
         if not is_inference:
             self._warn_of_casts(casts(scene.found, state))
         shared = shared_tables(objects)
@@ -91,6 +95,7 @@ class Restoring:
         if not is_inference:
             check_covered(scene.found, state, scene.parameters)
         restore_omitted(omitted, scene.found)
+        restore_blocks(blocks, scene.found, scene.parameters, before)
         if not is_inference:
             restore_tables(state.get("tables", {}), scene.found, scene.parameters)
         self._restore_places(scene, state)

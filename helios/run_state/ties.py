@@ -6,16 +6,18 @@ of its own, fits nothing that ``setup`` makes. Memory is shared again, and so ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from helios.core.memory import has_plain_bytes
+from helios.core.memory import has_plain_bytes, span_of, storage_of
 from helios.run_state.forms import all_tensors
 from helios.run_state.found import Found
+from helios.run_state.parts import Parameters
 
 _Tie: TypeAlias = tuple[str, bool]
 """The name of the first tensor in that memory, and whether it is the same object."""
@@ -35,15 +37,17 @@ class Ties:
 
     Attributes:
         names: all parameters and persistent buffers.
-        tied: those that share the memory of one that comes before them.
+        tied: those that look at the very same elements as one that comes before them.
+        overlapping: the storages in which tensors overlap otherwise.
     """
 
     names: frozenset[str]
     tied: dict[str, _Tie]
+    overlapping: frozenset[int]
 
 
-def ties_of(found: Found) -> Ties:
-    """Return which tensors of all networks are tied now."""
+def ties_of(found: Found, parameters: Parameters) -> Ties:
+    """Return which tensors of all networks, and which parameters beside them, are tied now."""
     first: dict[Any, tuple[str, Tensor]] = {}
     tied: dict[str, _Tie] = {}
     places = _places(found)
@@ -51,21 +55,39 @@ def ties_of(found: Found) -> Ties:
         known = first.setdefault(_key(place.tensor), (name, place.tensor))
         if known[0] != name:
             tied[name] = known[0], known[1] is place.tensor
-    return Ties(frozenset(places), tied)
+    keys = {_key(tensor): tensor for tensor in parameters.loose.values()}
+    keys |= {key: tensor for key, (_, tensor) in first.items()}
+    dense = [tensor for key, tensor in keys.items() if isinstance(key, tuple)]
+    return Ties(frozenset(places), tied, _overlapping(dense))
 
 
-def changed_ties(before: Ties, found: Found) -> tuple[dict[str, Any], dict[str, str]]:
+def _overlapping(tensors: Iterable[Tensor]) -> frozenset[int]:
+    shared: set[int] = set()
+    reached = 0
+    for begin, tensor in sorted(((part.data_ptr(), part) for part in tensors), key=itemgetter(0)):
+        if begin < reached:
+            shared.add(storage_of(tensor))
+        end = begin + tensor.nbytes if tensor.is_contiguous() else span_of(tensor)[1]
+        reached = max(reached, end)
+    return frozenset(shared)
+
+
+def changed_ties(
+    before: Ties, found: Found, parameters: Parameters
+) -> tuple[dict[str, Any], dict[str, str], frozenset[int]]:
     """Return what is tied otherwise than after setup.
 
     Args:
         before: what was tied then.
         found: what is there now.
+        parameters: the tensors that training moves among it.
 
     Returns:
         The tie of each tensor whose memory is shared otherwise, ``None`` for one that has its own;
-        and the parameters that are another object than setup makes, with what has changed.
+        the parameters that are another object than setup makes, with what has changed; and the
+        storages in which tensors overlap.
     """
-    now = ties_of(found)
+    now = ties_of(found, parameters)
     changed: dict[str, Any] = {}
     misfits: dict[str, str] = {}
     places = _places(found) if now.tied != before.tied else {}
@@ -78,7 +100,7 @@ def changed_ties(before: Ties, found: Found) -> tuple[dict[str, Any], dict[str, 
             misfits[name] = f"it was {_text(old)}, now {_text(new)}"
         else:
             changed[name] = new
-    return changed, misfits
+    return changed, misfits, now.overlapping
 
 
 def restore_ties(changed: Mapping[str, Any], found: Found) -> None:
@@ -113,6 +135,11 @@ def _text(tie: _Tie | None) -> str:
     if tie is None:
         return "a tensor of its own"
     return tie[0] if tie[1] else f"another tensor in the memory of {tie[0]}"
+
+
+def tensors_of_networks(found: Found) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers by name, each module's once."""
+    return ((name, place.tensor) for name, place in _walk(found))
 
 
 def _places(found: Found) -> dict[str, _Place]:

@@ -9,7 +9,7 @@ import io
 import weakref
 from bisect import bisect_right
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from helios.core.memory import address_of, is_foreign, root_of, storage_of
+from helios.core.memory import address_of, extent_of, is_foreign, root_of, storage_of
 from helios.core.named import NamedFields
 
 LIMIT = 64 << 20
@@ -76,10 +76,12 @@ class Storages:
 
     Args:
         named: all of them, by name; the first one names a storage that several share.
+        others: the names of those that other owners save.
     """
 
-    def __init__(self, named: Mapping[str, Tensor]) -> None:
+    def __init__(self, named: Mapping[str, Tensor], others: Collection[str] = ()) -> None:
         self._named = named
+        self.others = others
 
     @cached_property
     def _by_address(self) -> dict[int, str]:
@@ -108,6 +110,10 @@ class Storages:
         """Return the tensor of a name; ``None`` if there is none."""
         return self._named.get(name)
 
+    def first_in(self, part: Tensor) -> Tensor | None:
+        """Return the tensor by which what lies in a storage is found; ``None`` if there is none."""
+        return self._named.get(self._by_address.get(storage_of(part), ""))
+
     def find(self, part: Tensor | np.ndarray[Any, Any]) -> Target | None:
         """Return where a tensor or array lies; ``None`` if it shares no memory with any of them."""
         if isinstance(part, Tensor):
@@ -117,16 +123,29 @@ class Storages:
             return Target(name, part.data_ptr() - self._named[name].data_ptr())
         if not self._named or not part.size or not self._may_share(part):
             return None
-        address = address_of(part)
-        number = bisect_right(self._on_host, address) - 1
-        if number < 0:
+        begin, end = extent_of(part)
+        number = bisect_right(self._on_host, begin) - 1
+        if number < 0 or end > self._end_of(number):
             return None
+        name = self._by_address[self._on_host[number]]
+        return Target(name, address_of(part) - self._named[name].data_ptr())
+
+    def find_within(self, array: np.ndarray[Any, Any]) -> str | None:
+        """Return which of them lies in a part of an array's memory; ``None`` if none does."""
+        if not self._named or not array.size or not self._may_share(array):
+            return None
+        begin, end = extent_of(array)
+        number = max(bisect_right(self._on_host, begin) - 1, 0)
+        for near in range(number, len(self._on_host)):
+            if self._on_host[near] >= end:
+                break
+            if begin < self._end_of(near):
+                return self._by_address[self._on_host[near]]
+        return None
+
+    def _end_of(self, number: int) -> int:
         begin = self._on_host[number]
-        name = self._by_address[begin]
-        tensor = self._named[name]
-        if address >= begin + tensor.untyped_storage().nbytes():
-            return None
-        return Target(name, address - tensor.data_ptr())
+        return begin + self._named[self._by_address[begin]].untyped_storage().nbytes()
 
     def _may_share(self, array: np.ndarray[Any, Any]) -> bool:
         # Memory is NumPy's own, unless torch lent it to NumPy or borrowed it from an array.

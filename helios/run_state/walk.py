@@ -67,7 +67,6 @@ def walk_all(
         What was found, and the names of all objects.
     """
     walker = _walk(owner, rules)
-    walker.keep_parts(rules.earlier)
     names = Names(walker.found.objects, walker.name_outside, lambda name: rules.outside().get(name))
     walker.enter_objects(names, settled or {})
     return walker.found, names
@@ -79,6 +78,8 @@ def _walk(owner: object, rules: Rules) -> _Walker:
     names = sorted(attributes.keys() - rules.exclude)
     walker.found.containers[""] = attributes
     walker.enter("", [(name, attributes[name]) for name in names])
+    walker.keep_parts(rules.earlier)
+    walker.add_unknown()
     walker.settle()
     return walker
 
@@ -106,6 +107,7 @@ class _Walker:
         self._entered: set[int] = set()
         self._objects = self.found.objects
         self._late: list[Slot] = []
+        self._unknown: list[Slot] = []
 
     def settle(self) -> None:
         """Take over the slots that were visited."""
@@ -184,6 +186,16 @@ class _Walker:
 
     def _add(self, slot: Slot, table: dict[str, Any]) -> None:
         """Give an object or a generator a path, and note that the place names it."""
+        identity = id(unwrap(slot.value))
+        known = self._rules.known
+        is_known = not known or identity in known or self._paths.get(identity) is not None
+        if is_known or table is not self.found.objects:
+            self._place(slot, table)
+        else:
+            # It may be a part of a network, which has a name once all networks have one.
+            self._unknown.append(slot)
+
+    def _place(self, slot: Slot, table: dict[str, Any]) -> None:
         # A wrapped module and the one inside hold the same state: the first path counts.
         identity = id(unwrap(slot.value))
         path = self._paths.get(identity)
@@ -195,6 +207,18 @@ class _Walker:
             table[path] = slot.value
         if path:
             self._name(slot, path)
+
+    def add_unknown(self) -> None:
+        """Add objects that were in no place after setup, and are no parts of those that were."""
+        names = self._names_of_parts() if self._unknown else {}
+        for slot in self._unknown:
+            identity = id(unwrap(slot.value))
+            if identity in names:
+                self._paths[identity] = names[identity]
+            self._place(slot, self._objects)
+
+    def _names_of_parts(self) -> Mapping[int, str]:
+        return Names(dict(self._objects), self.name_outside, lambda name: None).ids()
 
     def _free_path(self, slot: Slot, table: dict[str, Any]) -> str:
         if self._rules.known:
@@ -209,24 +233,25 @@ class _Walker:
         self.found.aliases[slot.parent, slot.key] = path
 
     def keep_parts(self, earlier: Mapping[str, object]) -> None:
-        """Let an attribute that names another part of a network than after setup be an alias.
+        """Keep the paths of parts of networks that no attribute names any more, and the order.
 
-        What it named then has a state under its path, and is still there as a part.
+        They have a state under their path, and are still there as parts.
         """
         objects = self.found.objects
-        for path, before in earlier.items():
-            now = objects.get(path)
-            if now is None or unwrap(now) is before or not isinstance(before, nn.Module):
-                continue
-            others = {name: part for name, part in objects.items() if name != path}
-            names = Names(others, self.name_outside, lambda name: None).ids()
-            if id(before) in names and id(unwrap(now)) in names:
-                objects[path] = before
-                self._paths[id(before)] = path
-                self._paths[id(unwrap(now))] = names[id(unwrap(now))]
-                for where, name in list(self.found.aliases.items()):
-                    if name == path:
-                        self.found.aliases[where] = names[id(unwrap(now))]
+        gone = {
+            path: part
+            for path, part in earlier.items()
+            if isinstance(part, nn.Module) and path not in objects
+        }
+        names = self._names_of_parts() if gone else {}
+        for path, part in gone.items():
+            if id(part) in names:
+                objects[path] = part
+                self._paths[id(part)] = path
+        # What several networks hold is looked at in the first one: the same one as after setup.
+        ordered = {path: objects[path] for path in earlier if path in objects} | objects
+        objects.clear()
+        objects.update(ordered)
 
     def enter_objects(self, names: Names, settled: Mapping[str, Mapping[str, Any]]) -> None:
         """Add what lies inside of objects, and inside of dicts that have objects for keys."""

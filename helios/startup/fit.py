@@ -22,13 +22,14 @@ from helios.session import Session
 from helios.startup import banner, outputs, resume
 from helios.startup.call import Call
 from helios.startup.claims import Claim, judge
-from helios.startup.folder import lock_folder
+from helios.startup.folder import lock_folder, require_writable
 from helios.startup.migrated import find_cursor
 from helios.startup.owners import find_owners, find_stranded_generators
 from helios.startup.processes import Plan, describe_processes
 from helios.startup.promise import find_promise
 from helios.startup.registration import log_order
 from helios.startup.run import Run
+from helios.startup.together import on_first
 from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class FitRun(Run):
             assert self._start.loaded is not None
             self._restore(Trained.of(self._detach(self._start.loaded.record)))
             return True
+        on_first(self.replicas, lambda: require_writable(self.arguments, name))
         self._prepare(stack)
         # Its tensors are copied where they belong; kept, they would double the state's memory.
         self._start.forget_payload()

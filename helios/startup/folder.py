@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from helios.checkpoint.store import CheckpointStore, RunFolder
+from helios.core import files
 from helios.core.lock import FolderLock
 from helios.engines.replicated import Replicas
 from helios.errors import ArgumentError, CheckpointError
@@ -36,6 +37,25 @@ def open_folder(arguments: Arguments, save_name: str) -> RunFolder | None:
             "Move the file away, or give the model another save_name."
         )
     return RunFolder(path, arguments.store or CheckpointStore())
+
+
+def require_writable(arguments: Arguments, save_name: str) -> None:
+    """Refuse a folder that takes no checkpoints, which only the last save would tell.
+
+    Raises:
+        ArgumentError: if the run saves, and its folder cannot be created or written to.
+    """
+    folder = open_folder(arguments, save_name)
+    if folder is None or not arguments.can_save:
+        return
+    try:
+        files.check_writable(folder.path)
+    except OSError as error:
+        raise ArgumentError(
+            "Trainer(chkpt_root=...) must be a folder that can be created and written to, got "
+            f"{str(arguments.chkpt_root)!r}: {error}. Pass another one, or correct its rights. "
+            "Leave out chkpt_frequency to train without checkpoints."
+        ) from error
 
 
 def lock_folder(

@@ -22,6 +22,7 @@ from helios.engines.launch import spawn
 from helios.startup.call import Call, only_call
 from helios.startup.evaluate import EvaluationRun
 from helios.startup.fit import FitRun
+from helios.startup.folder import require_writable
 from helios.startup.processes import Place, Plan, Stored, choose_processes, choose_replicas
 from helios.startup.resume import find_stored
 from helios.startup.run import Run
@@ -71,7 +72,11 @@ def _find_stored(call: Call) -> Stored | None:
     model = call.model
     is_fit = call.phase is Phase.TRAINING
     types = model.types_for_safe_load()
-    return find_stored(call.arguments, model.save_name, types, is_fit=is_fit)
+    stored = find_stored(call.arguments, model.save_name, types, is_fit=is_fit)
+    if is_fit and stored is None:
+        # A run that begins now will save. One that is there may be finished, on a disk for good.
+        require_writable(call.arguments, model.save_name)
+    return stored
 
 
 def _plan(call: Call, place: Place, stored: Stored | None) -> Plan:

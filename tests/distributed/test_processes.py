@@ -24,7 +24,7 @@ import helios
 from helios.core import lock
 from helios.core.distributed import TORCHRUN_VARIABLES, get_global_rank
 from helios.core.group import DistributedInfo, control_group, membership
-from helios.errors import CheckpointError, RankError, RunMismatchError, UsageError
+from helios.errors import ArgumentError, CheckpointError, RankError, RunMismatchError, UsageError
 from tests.distributed import train_script
 from tests.distributed.test_launch import all_gone
 from tests.support.ranks import run_ranks
@@ -269,6 +269,17 @@ def test_data_that_cannot_be_prepared_is_told_once_and_nobody_waits() -> None:
     assert (first[0], second[0]) == ("ConnectionError", "ConnectionError")
     assert "Training ended by an error" in first[3]
     assert second[3] == "Training ends because another process has ended."
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_all_before_the_data_is_prepared(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    line = (f"--folder={tmp_path / 'runs'}", "--replicas=2", "--fault=prepare")
+    first, second = run_ranks(fail_in_group, 2, *line)
+    assert first[0] == second[0] == ArgumentError.__name__
+    assert first[1] == second[1]
+    assert first[1].startswith("Trainer(chkpt_root=...) must be a folder that can be created")
 
 
 @pytest.mark.parametrize("saves", [True, False])

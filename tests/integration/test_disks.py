@@ -215,9 +215,8 @@ def test_a_disk_that_turns_read_only_leaves_what_was_committed(
             train(folder, make_setting("async"), plugin, At({5: freeze}))
         assert len(refusals(plugin)) == 4
         check_sound(folder, [2, 4])
-        # A start on such a disk trains, and says at once and at the end that nothing is saved.
         plugin = Faults()
-        with pytest.raises(SaveError, match="Read-only file system"):
+        with pytest.raises(ArgumentError, match=r"chkpt_root=.* Read-only file system"):
             train(folder, make_setting("async"), plugin)
     assert_equal(train(folder, make_setting("async"), Faults()), whole, since=4)
 
@@ -282,6 +281,90 @@ def test_a_file_in_the_way_is_told_before_the_training(place: str, tmp_path: Pat
         train(tmp_path / "root" / "run", make_setting("async"))
     assert str(file) in str(caught.value)
     assert file.read_text() == "of somebody else"
+
+
+class _Started(Plugin):
+    """Notes whether anything was set up or trained."""
+
+    unsaved = ("events",)
+
+    def __init__(self) -> None:
+        super().__init__("started")
+        self.events: list[str] = []
+
+    def setup(self) -> None:
+        self.events.append("setup")
+
+    def on_training_start(self) -> None:
+        self.events.append("training")
+
+
+def _refuse(folder: Path, setting: Setting, reason: str) -> None:
+    started = _Started()
+    message = (
+        rf"Trainer\(chkpt_root=\.\.\.\) must be a folder that can be created .*{reason}.* Pass"
+    )
+    with pytest.raises(ArgumentError, match=message) as caught:
+        train(folder, setting, started)
+    assert repr(str(folder)) in str(caught.value)
+    assert started.events == []
+
+
+def test_a_place_where_no_folder_can_be_made_is_refused_before_anything_is_set_up() -> None:
+    if not Path("/proc/self").exists():
+        pytest.skip("this system has no folder that takes no files")
+    _refuse(Path("/proc/nowhere/x"), make_setting("async"), "/proc'")
+
+
+def test_a_link_that_leads_nowhere_is_refused_and_stays(tmp_path: Path) -> None:
+    link = tmp_path / "runs"
+    link.symlink_to(tmp_path / "gone")
+    _refuse(link, make_setting("async"), "No such file")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_disk_that_cannot_be_written_to_is_refused_before_the_first_step(
+    has_begun: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    setting = make_setting("async")
+    if has_begun:
+        train(folder, dataclasses.replace(setting, total_steps=4), Faults())
+    before = sorted(path.name for path in folder.rglob("*"))
+    with mounted("--bind", str(folder), at=folder):
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        _refuse(folder, setting, "Read-only file system")
+        assert sorted(path.name for path in folder.rglob("*")) == before
+        reading = dataclasses.replace(setting, chkpt_frequency=None)
+        assert train(folder, reading).records
+    assert sorted(path.name for path in folder.rglob("*")) == before
+
+
+def test_a_finished_run_on_a_disk_that_cannot_be_written_to_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    setting = make_setting("async")
+    train(folder, setting, Faults())
+    with mounted("--bind", str(folder), at=folder):
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        assert train(folder, setting).records == {}
+
+
+def test_a_folder_without_rights_is_refused_before_the_first_step() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        folder.mkdir(mode=0o555)
+
+        def work() -> None:
+            if os.getuid() == 0:
+                os.setuid(_NOBODY)
+            _refuse(folder, make_setting("async"), "Permission denied")
+
+        if os.getuid() == 0:
+            os.chown(name, _NOBODY, _NOBODY)
+            os.chown(folder, _NOBODY, _NOBODY)
+        assert run_in_child(work, Path(name) / "run.outcome") == 0
 
 
 def test_retention_goes_on_where_an_old_checkpoint_cannot_be_deleted(

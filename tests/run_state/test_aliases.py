@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,96 @@ def test_a_container_around_an_object_that_setup_does_not_make_is_named(
     assert all(path.startswith("current") for path in state["missing"])
     assert resumed(make, state).current is None
     assert "create that in setup()" in said[0]
+
+
+def _sequences() -> Any:
+    nets = [nn.Sequential(_filled(number), _filled(number + 10)) for number in range(3)]
+    return Owner(nets=nets, best=nets[0])
+
+
+def _reversed_and_part(owner: Any) -> None:
+    owner.nets.reverse()
+    owner.best = owner.nets[0][1]
+
+
+def _turned(owner: Any) -> None:
+    owner.nets = owner.nets[::-1]
+    owner.best = owner.nets[2][0]
+
+
+def _sorted(owner: Any) -> None:
+    owner.nets.sort(key=lambda net: -net[0].weight.item())
+    owner.best = owner.nets[1]
+
+
+def _inserted(owner: Any) -> None:
+    owner.nets.insert(0, owner.nets.pop())
+    owner.best = owner.nets[0][0]
+
+
+@pytest.mark.parametrize("change", [_reversed_and_part, _turned, _sorted, _inserted])
+@pytest.mark.parametrize("since", ["a network", "a part", "nothing"])
+def test_members_of_a_list_change_places_and_an_attribute_names_one_or_a_part_of_it(
+    change: Callable[[Any], None], since: str, said: list[str]
+) -> None:
+    def make() -> Any:
+        owner = _sequences()
+        owner.best = {"a network": owner.best, "a part": owner.best[1], "nothing": None}[since]
+        return owner
+
+    owner = make()
+    discovery = started(owner)
+    for _ in range(2):
+        change(owner)
+        for number, net in enumerate(owner.nets):
+            with torch.no_grad():
+                net[0].weight.add_(100 + number)
+        state = discovery.capture()
+        assert state["misfits"] == {}
+        again = make()
+        discovery = started(again)
+        discovery.restore(state)
+        assert [bits(net.state_dict()) for net in again.nets] == [
+            bits(net.state_dict()) for net in owner.nets
+        ]
+        assert _where(again) == _where(owner)
+        owner = again
+    assert not said
+
+
+def _where(owner: Any) -> list[tuple[int, str]]:
+    named = [(number, *item) for number, net in enumerate(owner.nets) for item in _parts(net)]
+    return [(number, name) for number, name, part in named if part is owner.best]
+
+
+def _parts(net: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(net.named_modules())
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_a_new_network_in_the_place_of_one_that_is_still_there_fits_no_resume(
+    is_part: bool, said: list[str]
+) -> None:
+    owner = _sequences()
+    if is_part:
+        owner.best = owner.best[1]
+    discovery = started(owner)
+    owner.best = copy.deepcopy(owner.best)
+    assert list(discovery.capture()["misfits"]) == ["best (new)"]
+    assert len(said) == 1
+
+
+def test_a_part_that_members_of_a_list_share_is_looked_at_where_it_was(said: list[str]) -> None:
+    def make() -> Any:
+        shared = _filled(5)
+        return Owner(nets=[nn.Sequential(_filled(number), shared) for number in range(2)])
+
+    owner = make()
+    discovery = started(owner)
+    owner.nets.reverse()
+    owner.nets[0][1].count = 3
+    again = resumed(make, discovery.capture())
+    assert [net[0].weight.item() for net in again.nets] == [1, 0]
+    assert again.nets[0][1] is again.nets[1][1]
+    assert again.nets[0][1].count == 3
+    assert not said
