@@ -304,11 +304,14 @@ class Compiled(Regression):
         return torch.compile(perceptron())
 
 
+def _train_compiled(folder: Path) -> None:
+    assert_ordinary(Case(Compiled), folder)
+
+
 @pytest.mark.full
 def test_a_network_that_inductor_compiles_resumes_without_a_warning(tmp_path: Path) -> None:
     # In a process of its own, for inductor leaves threads and variables to the next test.
-    work = partial(assert_ordinary, Case(Compiled), tmp_path)
-    child = multiprocessing.get_context("spawn").Process(target=work)
+    child = multiprocessing.get_context("spawn").Process(target=_train_compiled, args=(tmp_path,))
     child.start()
     child.join()
     assert child.exitcode == 0
