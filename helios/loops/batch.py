@@ -46,7 +46,7 @@ class BatchLoop(Loop):
         Raises:
             UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
         """
-        session = self.session
+        session = self._session
         try:
             if not session.leaves_batches:
                 batch = session.move_batch(batch, Phase.TRAINING)
