@@ -49,7 +49,7 @@ class BatchLoop(Loop):
         session = self._session
         try:
             if not session.leaves_batches:
-                batch = session.move_batch(batch, Phase.TRAINING)
+                batch = session.model.batch_to_device(batch, Phase.TRAINING)
             if "process_training_batch" not in session.hooks.heard:
                 return batch
             return session.hooks.transform("process_training_batch", batch, session.state)

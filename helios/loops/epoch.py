@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from helios import schedule as due
 from helios.core.utils import AverageTimer
-from helios.data.source import BatchIterator
+from helios.data.passes import BatchIterator, NoBatches
 from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
@@ -16,6 +16,7 @@ from helios.loops.even import EvenBatches
 from helios.loops.loop import Loop, make_stray_stop, require
 
 _LOGGER = logging.getLogger(__name__)
+_NONE = NoBatches("EpochLoop.batches")
 
 
 class EpochLoop(Loop):
@@ -33,7 +34,7 @@ class EpochLoop(Loop):
         super().__init__()
         self.batch_loop = batch_loop
         self.val_loop = val_loop
-        self._batches: BatchIterator | None = None
+        self._batches: BatchIterator = _NONE
         self._kind = STEP
         self._timer = AverageTimer()
         self._is_over = False
@@ -55,11 +56,8 @@ class EpochLoop(Loop):
     def batches(self) -> BatchIterator:
         """The epoch's iterations from the cursor on: lists of a batch for each replica here.
 
-        Raises:
-            UsageError: outside of a run.
+        Outside of a run there are none: the first that is asked for is a ``UsageError``.
         """
-        if self._batches is None:
-            raise UsageError("EpochLoop.batches is not there: the epoch was not started.")
         return self._batches
 
     def reset(self) -> None:
@@ -95,7 +93,7 @@ class EpochLoop(Loop):
         """Train on the batches of one iteration (DESIGN section 5, "A batch")."""
         session = self._session
         state, context, turns = session.state, session.context, session.turns
-        batches = self._batches or self.batches
+        batches = self._batches
         found = next(batches)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         train = (self.batch_loop or require(self.batch_loop)).enter
@@ -116,7 +114,7 @@ class EpochLoop(Loop):
         try:
             if "should_training_stop" in session.hooks.heard:
                 self._boundary.poll()
-            self._is_complete = self._is_over = (self._batches or self.batches).is_last
+            self._is_complete = self._is_over = self._batches.is_last
             if not session.state.is_step_boundary:
                 return
             if self._is_complete and self._kind is WINDOW:
@@ -295,6 +293,5 @@ class EpochLoop(Loop):
             raise make_stray_stop(error) from error
 
     def _close_batches(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
+        self._batches.close()
+        self._batches = _NONE

@@ -157,7 +157,8 @@ class EvaluationLoop(Loop):
         hooks.emit(f"on_{noun}_batch_start", step, *which)
         for replica, batch in shares:
             session.turns.begin_share(replica, self._seed)
-            batch = session.move_batch(batch, self.phase)
+            if not session.leaves_batches:
+                batch = session.model.batch_to_device(batch, self.phase)
             batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
             session.context.begin_batch(batch)
             result = take_step(session, self.step_name, batch, step, *which)
