@@ -187,12 +187,6 @@ class Session:
         """Return the indices of the samples of a training batch; ``None`` if nobody knows them."""
         return self.training_source.indices(place.epoch, batch=place.batch, sample=place.sample)
 
-    def move_batch(self, batch: Any, phase: Phase) -> Any:
-        """Return a batch on the device, by the model's rule."""
-        if self.leaves_batches:
-            return batch
-        return self.model.batch_to_device(batch, phase)
-
     @property
     def sanity_steps(self) -> int:
         """Batches of the trial validation that plugins ask for (C17)."""
@@ -297,7 +291,7 @@ class Session:
     def log(self, scalars: Mapping[str, Any]) -> None:
         """Log numbers by name, as of the present iteration; reads tensors from their device."""
         is_written = self.recorder is not None and self.recorder.logs_scalars
-        is_wanted = is_written or self.hooks.is_heard("on_log")
+        is_wanted = is_written or "on_log" in self.hooks.heard
         if self.is_sanity_check or not is_wanted or not scalars:
             return
         if self._is_logging:

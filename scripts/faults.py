@@ -1275,6 +1275,20 @@ FAULTS = (
         "test_a_run_tells_what_was_written_down_by_hand[exception_after_resume]",
     ),
     Fault(
+        "running losses are added in place",
+        "helios/model/model.py",
+        "running[name] = running[name] + value if name in running else value",
+        "running[name] = running[name].add_(value) if name in running else value.clone()",
+        "tests/model/test_model.py::test_a_running_loss_that_was_kept_stays_what_it_was",
+    ),
+    Fault(
+        "the view of a session lacks what the page on loops names",
+        "helios/loops/view.py",
+        "    def agree(self)",
+        "    def _agree(self)",
+        "tests/loops/test_view.py::test_the_view_has_exactly_the_members_that_the_page_names",
+    ),
+    Fault(
         "a new child loop does not adopt its predecessor's children",
         "helios/loops/loop.py",
         "                loop.adopt(present)",

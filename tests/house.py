@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,19 @@ DEAF_TO = {"plugins": {"data", "engines", "checkpoint", "ledger"}}
 ONE_PATH = {"loops", "session", "model", "plugins"}
 QUESTIONS = {"is_lone", "is_whole", "has_one_each"}
 NUMBERS = {"num_replicas", "num_processes", "world_size"}
-STILL_ASKING = {"plugins/metrics.py", "plugins/findings.py"}
+GETTERS = {"state_dict", "get_extra_state", "capture", "collect_states", "snapshot"}
+PROPERTIES = {"property", "cached_property", "functools.cached_property"}
+# What getters keep for themselves: a generator that is set when it is asked for, a length that is
+# counted again, an object that is made late, what was warned of, a table that is found again.
+KEPT_BY_GETTERS = {
+    ("core/rng.py", "is_taken"),
+    ("core/rng.py", "pending"),
+    ("core/rng.py", "_generator.bit_generator.state"),
+    *(("data/samplers.py", name) for name in ("_length", "num_samples", "total_size")),
+    ("engines/engine.py", "_scaler"),
+    ("run_state/discovery.py", "_named"),
+    ("run_state/owners.py", "_shared"),
+}
 OWNERS_OF_TRAINER = ("data/datamodule.py", "model/model.py", "plugins/plugin.py")
 
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_P90, MAX_PARAMETERS = 400, 60, 8, 30, 7
@@ -268,7 +280,7 @@ def global_faults(path: str, text: str) -> list[str]:
 
 def number_faults(path: str, text: str) -> list[str]:
     """Questions how many replicas or processes there are, where one path serves any number."""
-    if room_of(path) not in ONE_PATH or path in STILL_ASKING:
+    if room_of(path) not in ONE_PATH:
         return []
     faults = []
     for node in ast.walk(ast.parse(text)):
@@ -280,6 +292,57 @@ def number_faults(path: str, text: str) -> list[str]:
             line = getattr(node, "lineno", 0)
             faults.append(f"{path}:{line}: {name} is asked for, which is settled at the start.")
     return faults
+
+
+def getter_faults(path: str, text: str) -> list[str]:
+    """Properties, and methods that collect a state, which change their object on the way.
+
+    Methods of the same class that they call are looked into, too.
+    """
+    faults = []
+    for kind in ast.walk(ast.parse(text)):
+        if isinstance(kind, ast.ClassDef):
+            methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
+            for name, method in methods.items():
+                if name in GETTERS or PROPERTIES.intersection(
+                    map(ast.unparse, method.decorator_list)
+                ):
+                    faults += [
+                        f"{path}:{line}: {kind.name}.{name} only tells, but changes {changed}."
+                        for line, changed in _changes_of(method, methods)
+                        if (path, changed) not in KEPT_BY_GETTERS
+                    ]
+    return faults
+
+
+def _changes_of(
+    method: ast.FunctionDef, methods: dict[str, ast.FunctionDef]
+) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each attribute of ``self`` that a method changes, or has changed."""
+    waiting, seen = [method], {method.name}
+    while waiting:
+        for node in ast.walk(waiting.pop()):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                changed = ast.unparse(node)
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                changed = ast.unparse(node.value)
+            elif _is_call_on(node, MUTATORS):
+                changed = ast.unparse(node.func.value)
+            elif _is_call_on(node, methods) and ast.unparse(node.func.value) == "self":
+                called = methods[node.func.attr]
+                waiting += [called] if called.name not in seen else []
+                seen.add(called.name)
+                continue
+            else:
+                continue
+            if changed.startswith("self."):
+                yield node.lineno, changed.removeprefix("self.")
+
+
+def _is_call_on(node: ast.AST, names: Iterable[str]) -> bool:
+    """Whether a node is the call of a method that has one of these names."""
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return is_method and node.func.attr in names
 
 
 def word_faults(path: str, text: str) -> list[str]:

@@ -18,6 +18,7 @@ _RULES = {
     "bans": house.ban_faults,
     "globals": house.global_faults,
     "numbers": house.number_faults,
+    "getters": house.getter_faults,
 }
 
 
@@ -159,6 +160,22 @@ _BAD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
         "session.py",
         "x = 1 == self.replicas.num_processes",
     ),
+    "a property moves a counter": (
+        house.getter_faults,
+        "x.py",
+        "class A:\n    @property\n    def done(self):\n        self.count += 1",
+    ),
+    "a state that is collected takes a request back": (
+        house.getter_faults,
+        "x.py",
+        "class A:\n    def state_dict(self):\n        return self._find()\n"
+        "    def _find(self):\n        return self.waiting.pop()",
+    ),
+    "a snapshot changes what its object holds": (
+        house.getter_faults,
+        "x.py",
+        "class A:\n    def capture(self):\n        self.session.timer.is_armed = False",
+    ),
     "a path of a machine": (house.word_faults, "x.md", "look into " + "/home/" + "me/data"),
     "a note to the writer": (house.word_faults, "x.md", "# TO" + "DO: finish"),
 }
@@ -209,6 +226,17 @@ _GOOD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
     ),
     "an engine asks, at the start": (house.number_faults, "engines/x.py", "x = replicas.is_lone"),
     "a loop reads the number": (house.number_faults, "loops/x.py", "x = replicas.num_replicas"),
+    "a state that is built and a setter": (
+        house.getter_faults,
+        "x.py",
+        "class A:\n    def state_dict(self):\n        state = {}\n        state['a'] = self.a\n"
+        "        return state\n    def set(self, a):\n        self.a = a",
+    ),
+    "an object that is made late": (
+        house.getter_faults,
+        "engines/engine.py",
+        "class A:\n    def state_dict(self):\n        self._scaler = 1",
+    ),
     "an address": (house.word_faults, "x.md", "https://example.org/home/page ~/work/x ./opt/y"),
 }
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from helios.data.drawn import parts_of
-from helios.data.keyed import Keyed, ask_twice
+from helios.data.keyed import Keyed, ask_twice, cut
 from helios.data.loader import KeyedLoader
 from helios.data.order import GlobalOrder, Order, Place
 from helios.data.samplers import has_whole_order
@@ -173,15 +173,11 @@ class Deal:
         blocks, head = self.order.blocks_and_head(self._place_in_order(place), num_head)
         # With as many samples or less, not even the first replica's batch is complete.
         too_few = width - self._stride if self._drop_last else 0
-        rest: list[Any] = []
-        for block in blocks:
-            joined = rest + block if rest else block
-            end = len(joined) - len(joined) % width
-            yield [joined[first : first + width] for first in range(0, end, width)]
-            rest = joined[end:]
-        even = self._even_out(rest, head)
-        if len(even) > too_few:
-            yield [even]
+        for windows in cut(blocks, width):
+            if len(windows[0]) == width:
+                yield windows
+            elif len(rest := self._even_out(windows[0], head)) > too_few:
+                yield [rest]
 
     def _even_out(self, window: list[Any], head: Iterable[Any]) -> list[Any]:
         """Pad or cut the end of the order, so that all replicas get as much of it."""

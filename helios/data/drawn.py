@@ -88,9 +88,7 @@ class DrawnOrder(Order):
         """Return the state that the sampler had at the start of an epoch, and which epoch."""
         if self._stateful is None:
             return {}
-        if self._epoch_state is None:
-            self._remember(0)
-        return dict(self._epoch_state or {})
+        return dict(self._epoch_state or _as_of(0, self._stateful))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` returned; the next pass begins from it.
@@ -131,8 +129,7 @@ class DrawnOrder(Order):
 
     def _remember(self, epoch: int) -> None:
         if self._stateful is not None:
-            state = copy.deepcopy(self._stateful.state_dict())
-            self._epoch_state = {"epoch": epoch, "state": state}
+            self._epoch_state = _as_of(epoch, self._stateful)
 
     def _draw(self, place: Place) -> Iterator[list[Any]]:
         stream = _PrivateStream(place.order_key())
@@ -164,6 +161,11 @@ class DrawnOrder(Order):
     def _draw_batches(self, items: Iterator[Any]) -> list[Any]:
         # Copied one by one: a batch sampler may fill the same list again for its next batch.
         return [list(item) for item in islice(items, _BATCHES_AT_ONCE)]
+
+
+def _as_of(epoch: int, sampler: Stateful) -> dict[str, Any]:
+    """Return the state of a sampler that stands at the start of an epoch."""
+    return {"epoch": epoch, "state": copy.deepcopy(sampler.state_dict())}
 
 
 def _skip(

@@ -44,12 +44,12 @@ def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
     """Return what fetches and collates a batch in this process, without seeding."""
     dataset, collate = loader.keyed_dataset.dataset, loader.collate_fn
     if loader.pin_memory:
-        fetch = _without_pinning(dataset, collate, is_batched=loader.batches.is_batched)
+        fetch = _make_unpinned_fetch(dataset, collate, is_batched=loader.batches.is_batched)
         return lambda indices: pin(fetch(indices))  # type: ignore[no-untyped-call]
-    return _without_pinning(dataset, collate, is_batched=loader.batches.is_batched)
+    return _make_unpinned_fetch(dataset, collate, is_batched=loader.batches.is_batched)
 
 
-def _without_pinning(
+def _make_unpinned_fetch(
     dataset: Any, collate: Callable[[Any], Any], *, is_batched: bool
 ) -> Callable[[Any], Any]:
     if not is_batched:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, final
 
+from torch import get_num_threads
 from torch.utils.data import DataLoader, IterableDataset
 
 from helios.core import rng
@@ -291,6 +292,8 @@ class _ForeignBatches(BatchIterator):
             return _END
         rng.reseed(self._keys.at(self._batch))
         self._batch += 1
+        if get_num_threads() == 1:
+            return next(self._batches, _END)
         return run_on_one_thread(lambda batches: next(batches, _END), self._batches)
 
 

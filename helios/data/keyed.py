@@ -153,7 +153,9 @@ class KeyedBatchSampler(Sampler[Keyed]):
         blocks = self.order.blocks(place)
         if self.order.yields_batches or self._batch_size is None:
             return chain.from_iterable(blocks)
-        return cut(blocks, self._batch_size, drop_last=self._drop_last)
+        lists = chain.from_iterable(cut(blocks, self._batch_size))
+        least = self._batch_size if self._drop_last else 1
+        return (indices for indices in lists if len(indices) >= least)
 
     def _place_by_hand(self) -> Place:
         """Return the place of a user's own loop; the same epoch again runs on new streams.
@@ -185,14 +187,14 @@ def ask_twice(place: Place, ask: Callable[[], _Found | None]) -> _Found | None:
     return first if first == second else None
 
 
-def cut(blocks: Iterator[list[Any]], size: int, *, drop_last: bool = False) -> Iterator[list[Any]]:
-    """Cut blocks into lists of one size; the last one may be shorter."""
+def cut(blocks: Iterator[list[Any]], size: int) -> Iterator[list[list[Any]]]:
+    """Cut blocks into lists of one size, several at once; the last one may be shorter."""
     rest: list[Any] = []
     for block in blocks:
         joined = rest + block if rest else block
         end = len(joined) - len(joined) % size
-        for first in range(0, end, size):
-            yield joined[first : first + size]
+        if end:
+            yield [joined[first : first + size] for first in range(0, end, size)]
         rest = joined[end:]
-    if rest and not drop_last:
-        yield rest
+    if rest:
+        yield [rest]

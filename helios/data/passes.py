@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -39,6 +39,24 @@ class BatchIterator(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the pass and the workers that live for it only; may be called again."""
+
+
+@final
+class NoBatches(BatchIterator):
+    """Stands where no pass was begun.
+
+    Args:
+        what: how the error calls the pass.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __next__(self) -> Any:
+        raise UsageError(f"{self._what} is not there: the epoch was not started.")
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Source(ABC):
@@ -155,14 +173,12 @@ def make_cut_error(batch: int) -> UsageError:
 
 
 def run_on_one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
-    """Call a function under one intra-op thread, as workers have.
+    """Call a function under one intra-op thread, as workers have, where there are several.
 
     The number of threads changes the bits of sums, so a fetch in the training process would else
-    differ from one in a worker (DESIGN section 1).
+    differ from one in a worker (DESIGN section 1). Who has one thread calls the function itself.
     """
     num_threads = torch.get_num_threads()
-    if num_threads == 1:
-        return function(argument)
     torch.set_num_threads(1)
     try:
         return function(argument)

@@ -193,10 +193,6 @@ class Bus:
             )
         self.heard = {event: found[0] for event, found in self._receivers.items() if found}
 
-    def is_heard(self, event: str) -> bool:
-        """Whether anybody hears an event."""
-        return bool(self._receivers[event])
-
     def hearers(self, event: str) -> list[str]:
         """Return who hears an event, in the order of the calls."""
         return [name_of(owner) for owner in self._owners[event]]

@@ -180,6 +180,10 @@ class Context:
         count: int = self._run.replicas.num_replicas
         return count
 
+    def choose(self, lone: Any, shared: Any) -> Any:
+        """Return the way for one replica, or that for several: to be chosen once, at a start."""
+        return lone if self._run.replicas.is_lone else shared
+
     @property
     def num_processes(self) -> int:
         """The processes that carry the replicas; no result may depend on it."""

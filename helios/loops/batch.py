@@ -46,10 +46,10 @@ class BatchLoop(Loop):
         Raises:
             UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
         """
-        session = self.session
+        session = self._session
         try:
             if not session.leaves_batches:
-                batch = session.move_batch(batch, Phase.TRAINING)
+                batch = session.model.batch_to_device(batch, Phase.TRAINING)
             if "process_training_batch" not in session.hooks.heard:
                 return batch
             return session.hooks.transform("process_training_batch", batch, session.state)

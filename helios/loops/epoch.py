@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from helios import schedule as due
 from helios.core.utils import AverageTimer
-from helios.data.source import BatchIterator
+from helios.data.passes import BatchIterator, NoBatches
 from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
@@ -16,6 +16,7 @@ from helios.loops.even import EvenBatches
 from helios.loops.loop import Loop, make_stray_stop, require
 
 _LOGGER = logging.getLogger(__name__)
+_NONE = NoBatches("EpochLoop.batches")
 
 
 class EpochLoop(Loop):
@@ -33,7 +34,7 @@ class EpochLoop(Loop):
         super().__init__()
         self.batch_loop = batch_loop
         self.val_loop = val_loop
-        self._batches: BatchIterator | None = None
+        self._batches: BatchIterator = _NONE
         self._kind = STEP
         self._timer = AverageTimer()
         self._is_over = False
@@ -55,16 +56,13 @@ class EpochLoop(Loop):
     def batches(self) -> BatchIterator:
         """The epoch's iterations from the cursor on: lists of a batch for each replica here.
 
-        Raises:
-            UsageError: outside of a run.
+        Outside of a run there are none: the first that is asked for is a ``UsageError``.
         """
-        if self._batches is None:
-            raise UsageError("EpochLoop.batches is not there: the epoch was not started.")
         return self._batches
 
     def reset(self) -> None:
         """Open the data at the cursor; nothing is replayed or skipped through (DESIGN R1)."""
-        session, cursor = self.session, self.session.cursor
+        session, cursor = self._session, self._session.cursor
         source = session.training_source
         total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
@@ -83,7 +81,7 @@ class EpochLoop(Loop):
 
     def on_run_start(self) -> None:
         """Begin the epoch, or go on behind the safe point of a checkpoint taken inside it."""
-        session = self.session
+        session = self._session
         if session.is_in_epoch:
             if self._boundary.resume(self._kind):
                 self._leave()
@@ -93,9 +91,9 @@ class EpochLoop(Loop):
 
     def advance(self) -> None:
         """Train on the batches of one iteration (DESIGN section 5, "A batch")."""
-        session = self.session
+        session = self._session
         state, context, turns = session.state, session.context, session.turns
-        batches = self._batches or self.batches
+        batches = self._batches
         found = next(batches)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         train = (self.batch_loop or require(self.batch_loop)).enter
@@ -112,11 +110,11 @@ class EpochLoop(Loop):
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary do what is due there."""
-        session = self.session
+        session = self._session
         try:
             if "should_training_stop" in session.hooks.heard:
                 self._boundary.poll()
-            self._is_complete = self._is_over = (self._batches or self.batches).is_last
+            self._is_complete = self._is_over = self._batches.is_last
             if not session.state.is_step_boundary:
                 return
             if self._is_complete and self._kind is WINDOW:
@@ -131,7 +129,7 @@ class EpochLoop(Loop):
 
     def on_run_end(self) -> None:
         """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
-        session = self.session
+        session = self._session
         self._close_batches()
         self._refuse_empty_epoch()
         if not self._is_over and not self._is_complete:
@@ -156,11 +154,11 @@ class EpochLoop(Loop):
 
     def _end_epoch(self) -> None:
         self._tell_end()
-        self.session.cursor.next_epoch()
-        self.session.state.end_epoch()
+        self._session.cursor.next_epoch()
+        self._session.state.end_epoch()
 
     def _tell_end(self) -> None:
-        session = self.session
+        session = self._session
         session.hooks.emit("on_training_epoch_end", session.state.global_epoch)
         session.agree()
         session.display.end_epoch()
@@ -171,8 +169,8 @@ class EpochLoop(Loop):
 
         By epochs the end of the epoch is a safe point itself, and is reached first.
         """
-        is_at_its_end = self.session.schedule.is_by_epoch and self._is_complete
-        return self.session.is_interrupted and self._has_left and not is_at_its_end
+        is_at_its_end = self._session.schedule.is_by_epoch and self._is_complete
+        return self._session.is_interrupted and self._has_left and not is_at_its_end
 
     def teardown(self) -> None:
         """End the workers of an epoch that an error has left open."""
@@ -181,7 +179,7 @@ class EpochLoop(Loop):
 
     def _refuse_empty_epoch(self) -> None:
         # Epochs without batches would follow each other for ever, or pass for a training.
-        session = self.session
+        session = self._session
         if self._num_done == 0 and session.cursor.batch == 0 and not self._has_left:
             if session.is_leaving:
                 raise UsageError(
@@ -196,7 +194,7 @@ class EpochLoop(Loop):
             )
 
     def _warn_of_lost_steps(self) -> None:
-        session = self.session
+        session = self._session
         if session.cursor.step == 0 and self._num_done and not session.state.is_step_committed:
             _LOGGER.warning(
                 "Epoch %d has made no optimizer step at all: each was left out. A run that counts "
@@ -210,7 +208,7 @@ class EpochLoop(Loop):
         By steps an open window goes on in the next epoch, and a closed one is a safe point: the run
         may leave here. By epochs windows do not outlive their epoch.
         """
-        session, state = self.session, self.session.state
+        session, state = self._session, self._session.state
         if not session.schedule.is_by_epoch:
             is_safe = session.is_leaving and state.is_step_boundary
             if is_safe and self._boundary.follow(CUT, self._validate):
@@ -231,7 +229,7 @@ class EpochLoop(Loop):
 
     def _begin_iteration(self, batch: Any, *, is_last: bool) -> bool:
         """Count an iteration and tell that it begins; returns whether it opens a window."""
-        session, state, hooks = self.session, self.session.state, self.session.hooks
+        session, state, hooks = self._session, self._session.state, self._session.hooks
         found = (state.is_step_boundary, state.is_step_committed)
         is_boundary = session.schedule.accumulation_steps == 1 or due.ends_window(
             session.schedule,
@@ -264,7 +262,7 @@ class EpochLoop(Loop):
         return opens_window
 
     def _end_iteration(self, num_samples: int) -> None:
-        session, state, hooks = self.session, self.session.state, self.session.hooks
+        session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
             session.context.close_window()
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
@@ -295,6 +293,5 @@ class EpochLoop(Loop):
             raise make_stray_stop(error) from error
 
     def _close_batches(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
+        self._batches.close()
+        self._batches = _NONE

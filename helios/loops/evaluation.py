@@ -56,7 +56,7 @@ class EvaluationLoop(Loop):
     @property
     def skip(self) -> bool:
         """Whether there is no data for the phase (H57)."""
-        return self.phase not in self.session.sources
+        return self.phase not in self._session.sources
 
     @property
     def done(self) -> bool:
@@ -70,13 +70,13 @@ class EvaluationLoop(Loop):
 
     def reset(self) -> None:
         """Begin a pass."""
-        self._sources = self.session.sources[self.phase]
+        self._sources = self._session.sources[self.phase]
         self._step = self._loader = 0
-        self._pass_number = self.session.state.validation_cycles
+        self._pass_number = self._session.state.validation_cycles
 
     def on_run_start(self, *args: Any) -> None:
         """Set evaluation mode, then tell that the pass starts."""
-        session, enter = self.session, self._modes.enter_context
+        session, enter = self._session, self._modes.enter_context
         is_inside_fit = session.phase is Phase.TRAINING
         self._randomness.enter_context(session.entering(self.phase, self._pass_number))
         enter(torch.no_grad() if is_inside_fit else torch.inference_mode())
@@ -93,7 +93,7 @@ class EvaluationLoop(Loop):
         """Evaluate one batch (H54), or go on to the next loader."""
         if self._batches is None:
             raise UsageError(f"{type(self).__name__} was advanced before it was started.")
-        is_enough = self._step == self.session.trial_length
+        is_enough = self._step == self._session.trial_length
         batch: Any = _END if is_enough else next(self._batches, _END)
         if batch is _END:
             self._next_loader()
@@ -103,12 +103,12 @@ class EvaluationLoop(Loop):
             self._process(batch, self._step, *which)
         except StopIteration as error:
             raise make_stray_stop(error) from error
-        self.session.display.advance_evaluation()
+        self._session.display.advance_evaluation()
         self._step += 1
 
     def _count_batches(self) -> int | None:
         """Return the batches of the whole pass, all loaders together; ``None`` if unknown."""
-        most, total = self.session.trial_length, 0
+        most, total = self._session.trial_length, 0
         for source in self._sources:
             count = source.num_batches()
             if count is None:
@@ -140,11 +140,11 @@ class EvaluationLoop(Loop):
 
     def _seed(self, replica: int | None = None) -> None:
         """Set the random numbers of a replica, or, without one, of the hooks."""
-        self.session.seed_evaluation(self._pass_number, self._step, self._loader, replica)
+        self._session.seed_evaluation(self._pass_number, self._step, self._loader, replica)
 
     def _process(self, batches: Sequence[Any], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one set of events (R3)."""
-        session, hooks, noun = self.session, self.session.hooks, self.noun
+        session, hooks, noun = self._session, self._session.hooks, self.noun
         shares = [
             (replica, batch)
             for replica, batch in zip(session.replicas.block, batches, strict=True)
@@ -157,7 +157,8 @@ class EvaluationLoop(Loop):
         hooks.emit(f"on_{noun}_batch_start", step, *which)
         for replica, batch in shares:
             session.turns.begin_share(replica, self._seed)
-            batch = session.move_batch(batch, self.phase)
+            if not session.leaves_batches:
+                batch = session.model.batch_to_device(batch, self.phase)
             batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
             session.context.begin_batch(batch)
             result = take_step(session, self.step_name, batch, step, *which)
@@ -177,7 +178,7 @@ class EvaluationLoop(Loop):
         result = self._conclude()
         self._modes.close()
         # A process whose replicas had no batch at the end has drawn less than the others.
-        self.session.turns.end_shares(self._seed)
+        self._session.turns.end_shares(self._seed)
         self._tell_end()
         self._compare()
         self._randomness.close()
@@ -193,10 +194,10 @@ class EvaluationLoop(Loop):
         """Compare results over processes, after the last hook; nothing by default."""
 
     def _tell_start(self) -> None:
-        self.session.hooks.emit(f"on_{self.noun}_start")
+        self._session.hooks.emit(f"on_{self.noun}_start")
 
     def _tell_end(self) -> None:
-        self.session.hooks.emit(f"on_{self.noun}_end")
+        self._session.hooks.emit(f"on_{self.noun}_end")
 
     @abstractmethod
     def _take(self, result: Any, replica: int = 0) -> None:
@@ -263,7 +264,7 @@ class ScoringLoop(EvaluationLoop):
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
-        block = self.session.replicas.block
+        block = self._session.replicas.block
         self._totals = {replica: Totals(self.step_name) for replica in block}
 
     @property
@@ -276,8 +277,8 @@ class ScoringLoop(EvaluationLoop):
         self._totals[replica].add(result, suffix)
 
     def _compare(self) -> None:
-        if not self.session.is_sanity_check:
-            self.session.replicas.compare(self._compare_scores)
+        if not self._session.is_sanity_check:
+            self._session.replicas.compare(self._compare_scores)
 
     def _compare_scores(self, gather: Callable[[Any], list[Any]]) -> None:
         """Warn of scores that are not the same on all processes: they were not summed."""
@@ -287,7 +288,7 @@ class ScoringLoop(EvaluationLoop):
         )
         names = {n for table in others for n in table | first if table.get(n) != first.get(n)}
         shown = ", ".join(sorted(names))
-        if names and self.session.add_obstacle(f"scores that differ between processes: {shown}"):
+        if names and self._session.add_obstacle(f"scores that differ between processes: {shown}"):
             _LOGGER.warning(
                 "The scores %s differ between processes, though each sees a part of the data only. "
                 "Return {name: (sum, weight)} from %s: they are added over all.",
@@ -297,7 +298,7 @@ class ScoringLoop(EvaluationLoop):
 
     def _conclude(self) -> bool:
         tables = [totals.sums for totals in self._totals.values()]
-        write_scores(self.session.replicas.sum_scores(tables), self.scores)
+        write_scores(self._session.replicas.sum_scores(tables), self.scores)
         return True
 
 
@@ -311,13 +312,13 @@ class ValidationLoop(ScoringLoop):
     @property
     def scores(self) -> dict[str, Any]:
         """The validation scores."""
-        return self.session.model.metrics
+        return self._session.model.metrics
 
     def _tell_start(self) -> None:
-        self.session.hooks.emit("on_validation_start", self._pass_number)
+        self._session.hooks.emit("on_validation_start", self._pass_number)
 
     def _tell_end(self) -> None:
-        self.session.hooks.emit("on_validation_end", self._pass_number)
+        self._session.hooks.emit("on_validation_end", self._pass_number)
 
 
 class TestingLoop(ScoringLoop):
@@ -331,4 +332,4 @@ class TestingLoop(ScoringLoop):
     @property
     def scores(self) -> dict[str, Any]:
         """The test scores."""
-        return self.session.model.test_scores
+        return self._session.model.test_scores

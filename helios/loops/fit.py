@@ -33,7 +33,7 @@ class FitLoop(Loop):
         """Whether the run is to end; what is asked for between epochs waits for a safe point."""
         if self._has_run:
             return require(self.epoch_loop).has_left
-        return self.session.is_leaving and not self.session.is_in_epoch
+        return self._session.is_leaving and not self._session.is_in_epoch
 
     def reset(self) -> None:
         """Prepare a run."""
@@ -41,7 +41,7 @@ class FitLoop(Loop):
 
     def on_run_start(self) -> None:
         """Tell that the training starts or goes on (C13), and enter where it stands."""
-        session, cursor = self.session, self.session.cursor
+        session, cursor = self._session, self._session.cursor
         session.context.start_epoch = cursor.epoch
         session.context.start_step = session.state.global_step
         self._check_sanity()
@@ -79,7 +79,7 @@ class FitLoop(Loop):
         Raises:
             RunMismatchError: for another length that was not allowed.
         """
-        session = self.session
+        session = self._session
         saved, present = session.saved_length, session.training_source.length
         if saved is None or present is None or saved == present:
             return
@@ -101,7 +101,7 @@ class FitLoop(Loop):
 
     def _check_sanity(self) -> None:
         """Run a few batches of validation before a first start, if a plugin asks for it (C17)."""
-        session, val_loop = self.session, require(self.epoch_loop).val_loop
+        session, val_loop = self._session, require(self.epoch_loop).val_loop
         steps = session.sanity_steps
         if steps and not session.is_resumed and Phase.VALIDATION in session.sources:
             with trying(session, val_loop):
@@ -116,12 +116,12 @@ class FitLoop(Loop):
             require(self.epoch_loop).run()
         except StopIteration as error:
             raise make_stray_stop(error) from error
-        self.session.is_resumed = False
+        self._session.is_resumed = False
         self._has_run = True
 
     def on_run_end(self) -> str:
         """Tell that the run is finished; returns the reason, empty after an interruption."""
-        self.session.check_alike()
-        if not self.session.is_interrupted:
-            self.session.hooks.emit("on_training_end")
-        return self.session.agreed.stop_reason
+        self._session.check_alike()
+        if not self._session.is_interrupted:
+            self._session.hooks.emit("on_training_end")
+        return self._session.agreed.stop_reason

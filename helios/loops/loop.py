@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar, final
 
 from helios.errors import ArgumentError, StateError, UsageError
+from helios.loops.view import SessionView
 from helios.session import Session
 
 Child = TypeVar("Child", bound="Loop")
@@ -47,7 +48,7 @@ class _Unattached:
     A property would do the same, at a cost that every iteration pays a dozen times.
     """
 
-    def __get__(self, loop: Loop, kind: type[Loop]) -> Session:
+    def __get__(self, loop: Loop, kind: type[Loop]) -> Any:
         raise UsageError(
             f"{kind.__name__}.session is not set: a loop sees a session only while the trainer "
             "runs it."
@@ -62,17 +63,19 @@ class Loop(ABC):
         role_types: which of Helios' own loops a role takes; a loop that derives from none of them
             may take any role.
         unsaved: names of attributes that training changes and that no checkpoint needs.
-        session: what the loop may see; before it is attached, a ``UsageError`` (L7).
+        session: what the loop may see; before it is attached, a ``UsageError`` (L7). Helios' own
+            loops see all of it, under another name.
         advances_once: whether a run is one advance and nothing else. A subclass that redefines any
             method of the cycle gets the whole cycle.
     """
 
-    _internals: ClassVar[str] = "_is_made enter session"
+    _internals: ClassVar[str] = "_is_made _session enter session"
     unsaved: ClassVar[tuple[str, ...]] = ()
 
     roles: ClassVar[tuple[str, ...]] = ()
     role_types: ClassVar[Mapping[str, type[Loop]]] = {}
-    session: Session = _Unattached()  # type: ignore[assignment]
+    session: SessionView = _Unattached()  # type: ignore[assignment]
+    _session: Session = _Unattached()  # type: ignore[assignment]
     advances_once: ClassVar[bool] = False
     _overridden: ClassVar[frozenset[str]] = frozenset()
     _cycle: ClassVar[Mapping[str, Any]] = {}
@@ -125,10 +128,10 @@ class Loop(ABC):
                 f"{type(self).__name__} has no loop in the roles {missing}. Pass them to its "
                 "constructor, or replace it by connect(...), which keeps the present ones."
             )
-        vars(self).pop("session", None)
-        vars(self).pop("enter", None)
+        for name in ("session", "_session", "enter"):
+            vars(self).pop(name, None)
         if session is not None:
-            self.session = session
+            self.session = self._session = session
             if self._has_one_round():
                 self.enter = self.advance  # type: ignore[method-assign]
         for role, child in self.children().items():
@@ -151,8 +154,8 @@ class Loop(ABC):
             if present is not None:
                 loop.adopt(present)
             setattr(self, role, loop)
-            if "session" in vars(self):
-                loop.attach(self.session)
+            if "_session" in vars(self):
+                loop.attach(self._session)
 
     def _check_made(self) -> None:
         if not self._is_made:

@@ -68,7 +68,7 @@ class OptimizerLoop(Loop):
         self._is_done = True
         if not self._has_begun:
             # A resume brings back the table as the last batch before it left it.
-            items = self.session.model.loss_items.items()
+            items = self._session.model.loss_items.items()
             self._shown = {name: loss for name, loss in items if name.startswith("loss")}
         try:
             self._train(batch)
@@ -76,7 +76,7 @@ class OptimizerLoop(Loop):
             raise make_stray_stop(error) from error
 
     def _train(self, batch: Any) -> None:
-        session = self.session
+        session = self._session
         state, turns, engine = session.state, session.turns, session.engine
         watch = turns.begin_step()
         if turns.begins_window and session.is_manual is False:
@@ -109,7 +109,7 @@ class OptimizerLoop(Loop):
 
         A loop around may run this one several times in a window.
         """
-        state, unit = self.session.state, self.session.schedule.unit
+        state, unit = self._session.state, self._session.schedule.unit
         if is_committed:
             self._updated_in = state.global_iteration
             if not state.is_step_committed:
@@ -119,7 +119,7 @@ class OptimizerLoop(Loop):
 
     def _show(self, losses: dict[str, Tensor]) -> None:
         """Put detached losses into the table, if the model has put nothing there in this batch."""
-        table, shown = self.session.model.loss_items, self._shown
+        table, shown = self._session.model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
         if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):
             return
@@ -135,7 +135,7 @@ class OptimizerLoop(Loop):
         """
         if not self._has_begun:
             self._begin(is_manual=is_manual)
-        if self.session.is_manual is not is_manual:
+        if self._session.is_manual is not is_manual:
             raise self._make_mode_error()
 
     def _backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
@@ -145,7 +145,7 @@ class OptimizerLoop(Loop):
             loss: the loss.
             inputs: the only parameters that get gradients; ``None`` for all.
         """
-        engine, hooks = self.session.engine, self.session.hooks
+        engine, hooks = self._session.engine, self._session.hooks
         if "on_backward_start" in hooks.heard:
             hooks.emit("on_backward_start", loss)
         engine.backward_loss(loss, inputs)
@@ -153,7 +153,7 @@ class OptimizerLoop(Loop):
             hooks.emit("on_backward_end")
 
     def _make_generator_error(self) -> UsageError:
-        name = type(self.session.model).__name__
+        name = type(self._session.model).__name__
         return UsageError(
             f"{name}.train_step is a generator (it holds a `yield`), which takes a loop of its "
             "own: connect a YieldLoop by trainer.fit_loop.epoch_loop.batch_loop.connect("
@@ -161,14 +161,14 @@ class OptimizerLoop(Loop):
         )
 
     def _make_mode_error(self) -> UsageError:
-        before, now = ("None", "a loss")[:: 1 if self.session.is_manual else -1]
+        before, now = ("None", "a loss")[:: 1 if self._session.is_manual else -1]
         return UsageError(
-            f"{type(self.session.model).__name__}.train_step returned {now} after it had returned "
+            f"{type(self._session.model).__name__}.train_step returned {now} after it had returned "
             f"{before}; it must keep to one of both. To train on nothing, return a loss of zero."
         )
 
     def _begin(self, *, is_manual: bool) -> None:
-        session = self.session
+        session = self._session
         self._has_begun = True
         if session.is_manual is None:
             session.is_manual = is_manual
@@ -181,7 +181,7 @@ class OptimizerLoop(Loop):
 
     def _warn_of_automatic_options(self) -> None:
         """Say which options have no effect because the model steps its optimizers itself."""
-        session = self.session
+        session = self._session
         ignored = session.engine.automatic_options
         if session.schedulers is not None and session.schedulers.has_intervals_but_step:
             ignored = [*ignored, "Model.scheduler_interval"]
@@ -194,7 +194,7 @@ class OptimizerLoop(Loop):
 
     def _find_optimizer(self) -> Optimizer:
         """Return the one optimizer; look again where its attribute holds another object."""
-        attributes = vars(self.session.model)
+        attributes = vars(self._session.model)
         name, holder = self._attribute
         if self._optimizer is None or attributes.get(name) is not holder:
             path, self._optimizer = self._discover_optimizer()
@@ -203,7 +203,7 @@ class OptimizerLoop(Loop):
         return self._optimizer
 
     def _discover_optimizer(self) -> tuple[str, Optimizer]:
-        optimizers = self.session.model.discovery.optimizers()
+        optimizers = self._session.model.discovery.optimizers()
         if len(optimizers) != 1:
             raise UsageError(
                 "When train_step returns a loss, the model must have exactly one optimizer as an "
@@ -221,7 +221,7 @@ class OptimizerLoop(Loop):
             optimizer: the optimizer to step.
             schedules_of: the optimizer whose schedulers move; ``None`` for all of them.
         """
-        session, context = self.session, self.session.context
+        session, context = self._session, self._session.context
         engine, hooks, heard = session.engine, session.hooks, session.hooks.heard
         engine.average_gradients(optimizer)
         context.stepping_optimizer = optimizer

@@ -56,7 +56,7 @@ class YieldLoop(OptimizerLoop):
         self._unreached: set[str] = set()
 
     def _train(self, batch: Any) -> None:
-        session = self.session
+        session = self._session
         is_boundary, engine = session.state.is_step_boundary, session.engine
         session.replicas.require_one_each(
             "A YieldLoop", why=", since an update between two yields needs the gradients of all"
@@ -88,7 +88,7 @@ class YieldLoop(OptimizerLoop):
         Raises:
             UsageError: if it is no generator.
         """
-        session = self.session
+        session = self._session
         batch = begin_forward(session, batch)
         with session.engine.autocast():
             generator = session.hooks.call("train_step", batch, session.state)
@@ -103,7 +103,7 @@ class YieldLoop(OptimizerLoop):
 
     def _learn(self, generator: Losses, path: str, *, is_first: bool) -> Tensor:
         """Run the step to its next yield and do backward from there; returns the detached loss."""
-        session, context = self.session, self.session.context
+        session, context = self._session, self._session.context
         if not is_first:
             context.model_outputs = context.attached_loss = None
             session.hooks.emit("on_forward_start", context)
@@ -136,7 +136,7 @@ class YieldLoop(OptimizerLoop):
                 )
             raise
         is_reached = any(parameter.grad is not None for parameter in inputs)
-        session = self.session
+        session = self._session
         session.turns.end_backward(
             session.engine,
             self._turns[path],
@@ -155,7 +155,7 @@ class YieldLoop(OptimizerLoop):
 
     def _run_on(self, generator: Losses) -> Any:
         """Run the step to its next yield; returns what it yields, or ``_END`` at its end."""
-        with self.session.engine.autocast():
+        with self._session.engine.autocast():
             try:
                 return next(generator, _END)
             except RuntimeError as error:
@@ -172,7 +172,7 @@ class YieldLoop(OptimizerLoop):
     def _update_now(self, path: str, optimizer: Optimizer) -> bool:
         reason = self._skips.pop(path, "")
         if reason:
-            self.session.context.skip_step(reason)
+            self._session.context.skip_step(reason)
         return self._update(optimizer, schedules_of=optimizer)
 
     def _hold_skip(self, *paths: str) -> None:
@@ -181,7 +181,7 @@ class YieldLoop(OptimizerLoop):
         It belongs to the optimizer whose yield it followed, or, asked for before the first one, to
         all. The end of the window would else give it to whoever comes first.
         """
-        reason = self.session.context.take_skip()
+        reason = self._session.context.take_skip()
         if reason:
             self._skips = dict.fromkeys(paths, reason) | self._skips
 
@@ -190,10 +190,10 @@ class YieldLoop(OptimizerLoop):
 
         Found anew where an attribute of the model holds another object.
         """
-        attributes = vars(self.session.model)
+        attributes = vars(self._session.model)
         holders = self._holders.items()
         if not holders or any(attributes.get(name) is not held for name, held in holders):
-            self._turns = self._order_optimizers(self.session.model.discovery.optimizers())
+            self._turns = self._order_optimizers(self._session.model.discovery.optimizers())
             names = {path.partition(".")[0] for path in self._turns}
             self._holders = {name: attributes[name] for name in names}
             self._check_turns()
@@ -207,7 +207,7 @@ class YieldLoop(OptimizerLoop):
             )
         if not self._order:
             # Discovery goes by name: `disc` would come before `gen`, whatever setup() says.
-            places = {name: place for place, name in enumerate(vars(self.session.model))}
+            places = {name: place for place, name in enumerate(vars(self._session.model))}
             paths = sorted(found, key=lambda path: places[path.partition(".")[0]])
             return {path: found[path] for path in paths}
         if set(self._order) != set(found):
@@ -221,8 +221,8 @@ class YieldLoop(OptimizerLoop):
         for optimizer in self._turns.values():
             refuse_closures(optimizer)
         self._refuse_shared_windows()
-        intervals = self.session.model.scheduler_interval
-        for path, scheduler in self.session.find_schedulers().items():
+        intervals = self._session.model.scheduler_interval
+        for path, scheduler in self._session.find_schedulers().items():
             is_by_step = intervals.get(path, "step") == "step"
             is_owned = any(scheduler.optimizer is owner for owner in self._turns.values())
             if is_by_step and not is_owned:
@@ -235,7 +235,7 @@ class YieldLoop(OptimizerLoop):
 
     def _refuse_shared_windows(self) -> None:
         """Refuse parameters of two optimizers where both would gather gradients in them."""
-        if self.session.schedule.accumulation_steps == 1:
+        if self._session.schedule.accumulation_steps == 1:
             return
         owners: dict[int, str] = {}
         for path, optimizer in self._turns.items():
@@ -252,7 +252,7 @@ class YieldLoop(OptimizerLoop):
     def _make_count_error(self, what: str) -> UsageError:
         names = ", ".join(self._turns)
         return UsageError(
-            f"{type(self.session.model).__name__}.train_step must yield exactly one loss for each "
+            f"{type(self._session.model).__name__}.train_step must yield exactly one loss for each "
             f"optimizer, in this order: {names}; but it {what}. Write one `yield` for each, for "
             "the last one too (a value that is returned is lost)."
         )

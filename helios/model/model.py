@@ -301,6 +301,7 @@ class Model(ABC):
         running = self._running_losses
         for name, loss in self._loss_items.items():
             value = loss.detach() if isinstance(loss, Tensor) and loss.requires_grad else loss
+            # Not in place: what a hook has kept of a sum would move on, but not after a resume.
             running[name] = running[name] + value if name in running else value
 
     def on_validation_start(self, validation_cycle: int) -> None:

@@ -89,7 +89,7 @@ def name_batch(context: Context, place: Cursor) -> str:
     found = context.indices_of(place)
     if found is None:
         return f"{text}, samples unknown (the sampler has a state)"
-    whose = "" if context.num_replicas == 1 else " (those of replica 0 first)"
+    whose = context.choose("", " (those of replica 0 first)")
     indices = [index.item() if isinstance(index, Tensor) else index for index in found]
     most = _MOST_SAMPLES * context.num_replicas
     more = len(indices) - most
@@ -99,9 +99,18 @@ def name_batch(context: Context, place: Cursor) -> str:
 
 def _name_losses(context: Context, losses: list[BadLoss]) -> str:
     """Name the bad losses of one batch."""
-    batch = name_batch(context, losses[0].place)
-    if context.num_replicas == 1:
-        return f"the loss of {batch} ({losses[0].value})"
+    text: str = context.choose(_name_only_loss, _name_by_replica)(
+        name_batch(context, losses[0].place), losses
+    )
+    return text
+
+
+def _name_only_loss(batch: str, losses: list[BadLoss]) -> str:
+    (loss,) = losses
+    return f"the loss of {batch} ({loss.value})"
+
+
+def _name_by_replica(batch: str, losses: list[BadLoss]) -> str:
     owners = " and ".join(f"of replica {loss.replica} ({loss.value})" for loss in losses)
     return f"the loss {owners} in {batch}"
 

@@ -7,17 +7,15 @@ undisturbed one. torchmetrics is served, and not needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from helios.core import rng
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
-from helios.plugins.holders import Metric, Tally, portable, take_apart
+from helios.plugins.holders import Metric, Tally, take_apart
+from helios.plugins.intake import Intake, LoneIntake, SharedIntake, aside
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase, TrainingState
 
@@ -25,14 +23,6 @@ __all__ = ["Metric", "Metrics"]
 
 _LOGGER = logging.getLogger(__name__)
 _PREFIXES = {Phase.TRAINING: "train", Phase.VALIDATION: "valid", Phase.TESTING: "test"}
-
-
-class _Turn(NamedTuple):
-    """What a replica has to take in at the end of its turn."""
-
-    replica: int
-    arguments: list[Any]
-    randomness: dict[str, Any]
 
 
 @PLUGIN_REGISTRY.register
@@ -61,8 +51,7 @@ class Metrics(Plugin):
     """
 
     _internals: ClassVar[str] = (
-        "_every _inputs _is_fitting _is_spread _num_turns _phase _spare _tallies _turn "
-        "_warned _whole _written"
+        "_every _inputs _intake _is_chosen _is_fitting _phase _warned _whole _written"
     )
 
     def __init__(
@@ -93,41 +82,28 @@ class Metrics(Plugin):
         self._written: list[str] = []
         self._warned: set[str] = set()
         self._is_fitting = False
-        self._tallies: dict[int, Tally] = {}
-        self._spare: Tally | None = None
-        self._turn: _Turn | None = None
-        self._num_turns = 0
-        self._bring_together()
+        self._leave_run()
 
     def setup(self) -> None:
         """Begin without data, on the device."""
-        self._bring_together()
-        self._reset()
+        self._leave_run()
+        self._intake.reset()
         self._whole.move(self.device)
 
     def on_fit_start(self) -> None:
         """Refuse metrics that several replicas cannot measure, before the training."""
-        self._spread_out()
+        self._enter_run()
         self._is_fitting = True
 
     def on_training_epoch_start(self, current_epoch: int) -> None:
         """Begin an epoch without data, if values are those of epochs."""
         if self._phase is Phase.TRAINING and self._every is None:
-            self._reset()
+            self._intake.reset()
 
     def on_forward_end(self, context: Context) -> None:
         """Take in the batch of one of several replicas."""
-        if context.num_replicas == 1 or context.phase is not self._phase:
-            return
-        is_training = self._phase is Phase.TRAINING
-        # In an evaluation each forward is a turn; replicas without a batch are the last ones.
-        replica = context.replica if is_training else min(self._tallies) + self._num_turns
-        self._num_turns += 1
-        if self._turn is not None and self._turn.replica != replica:
-            self._end_turn()
-        # A batch may be trained on in several forwards, of which the last one counts.
-        with _aside(), _at_its_end(context):
-            self._turn = _Turn(replica, self._find_arguments(), rng.get_rng_state_dict())
+        if context.phase is self._phase:
+            self._intake.end_forward(self._find_arguments)
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Take in a training batch."""
@@ -176,13 +152,12 @@ class Metrics(Plugin):
     def teardown(self) -> None:
         """Let go of the copies that replicas had."""
         self._is_fitting = False
-        if self._is_spread:
-            self._bring_together()
+        self._leave_run()
 
     def _begin_pass(self, phase: Phase) -> None:
         if phase is self._phase:
-            self._spread_out()
-            self._reset()
+            self._enter_run()
+            self._intake.reset()
             # A model that keeps its scores from pass to pass finds none of ours.
             for name in self._written:
                 self._table.pop(name, None)
@@ -194,41 +169,21 @@ class Metrics(Plugin):
         table: dict[str, Any] = model.test_scores if self._phase is Phase.TESTING else model.metrics
         return table
 
-    def _bring_together(self) -> None:
+    def _leave_run(self) -> None:
         """Have one set of metrics, as one replica needs."""
-        self._tallies = {0: self._whole}
-        self._spare = None
-        self._is_spread = False
-        self._forget_turns()
+        self._intake: Intake = LoneIntake(self._whole)
+        self._is_chosen = False
 
-    def _spread_out(self) -> None:
+    def _enter_run(self) -> None:
         """Give each replica of this process metrics of its own, where there are several."""
-        context = self.context
-        if context.num_replicas > 1 and not self._is_spread:
-            with _aside():
-                self._whole.prepare_to_join()
-                self._tallies = {r: self._whole.copy() for r in context.engine.replicas.block}
-                self._spare = self._whole.copy()
-            self._is_spread = True
-
-    def _reset(self) -> None:
-        for tally in (self._whole, *self._tallies.values()):
-            tally.reset()
-        self._forget_turns()
-
-    def _forget_turns(self) -> None:
-        self._turn = None
-        self._num_turns = 0
+        if not self._is_chosen:
+            make = self.context.choose(LoneIntake, SharedIntake)
+            self._intake = make(self._whole, self.context)
+            self._is_chosen = True
 
     def _update(self, phase: Phase) -> None:
-        if phase is not self._phase:
-            return
-        if self._is_spread:
-            self._end_turn()
-            self._num_turns = 0
-            return
-        with _aside():
-            self._whole.update(self._find_arguments())
+        if phase is self._phase:
+            self._intake.end_batch(self._find_arguments)
 
     def _find_arguments(self) -> list[Any]:
         arguments = self._inputs(self.context)
@@ -240,30 +195,16 @@ class Metrics(Plugin):
         # A metric that keeps its inputs would keep the graph that they hang in.
         return [item.detach() if isinstance(item, Tensor) else item for item in arguments]
 
-    def _end_turn(self) -> None:
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            with _aside():
-                # What a metric draws must not depend on whose turn it is here next.
-                rng.load_rng_state_dict(turn.randomness)
-                self._tallies[turn.replica].update(turn.arguments)
-
     def _compute(self) -> dict[str, Any]:
         """Return the values over all that was taken in, and forget it."""
         values: dict[str, Any] = {}
-        with _aside():
-            if self._spare is not None:
-                self._whole.join(self._gather(), self._spare)
+        with aside():
+            self._intake.join()
             if self._whole.num_updates:
                 for name, value in self._whole.compute().items():
                     values |= _spread(name, value)
-        self._reset()
+        self._intake.reset()
         return values
-
-    def _gather(self) -> list[dict[str, Any]]:
-        """Return the states of all replicas, in their order; all processes ask at once."""
-        own = [portable(tally.capture()) for tally in self._tallies.values()]
-        return [state for part in self.context.gather(own) for state in part]
 
     def _conclude_training(self) -> None:
         values = self._compute()
@@ -299,23 +240,17 @@ class Metrics(Plugin):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the metrics have accumulated, of several replicas each for itself."""
-        if not self._is_spread:
-            return self._whole.capture()
         # Between passes an evaluation has nothing, and behind a training nobody asks for it.
         has_data = self._is_fitting and self._phase is Phase.TRAINING
-        return {"replicas": self._gather() if has_data else []}
+        return self._intake.capture(has_data=has_data)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take it back; warns of metrics that are new or gone while there is data."""
-        self._spread_out()
-        if not self._is_spread:
-            saved = {0: state_dict} if "metrics" in state_dict else {}
-        else:
-            saved = dict(enumerate(state_dict.get("replicas", [])))
+        self._enter_run()
+        saved = self._intake.read(state_dict)
         # Only an evaluation may find the state of another number of replicas, and needs none.
         self._warn_of_differences(saved.values())
-        for replica in saved.keys() & self._tallies.keys():
-            self._tallies[replica].restore(saved[replica])
+        self._intake.restore(saved)
 
     def _warn_of_differences(self, states: Iterable[Mapping[str, Any]]) -> None:
         different = {
@@ -331,28 +266,6 @@ class Metrics(Plugin):
                 self.plug_id,
                 ", ".join(sorted(different)),
             )
-
-
-@contextmanager
-def _aside() -> Iterator[None]:
-    """Run a block without gradients, and without a trace in the random numbers."""
-    found = rng.get_rng_state_dict()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        rng.load_rng_state_dict(found)
-
-
-@contextmanager
-def _at_its_end(context: Context) -> Iterator[None]:
-    """Show the batch in a forward as it is shown at the batch's end (R31)."""
-    shown = context.batch
-    context.show_raw_batch()
-    try:
-        yield
-    finally:
-        context.batch = shown
 
 
 def _spread(name: str, value: Any) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class FitRun(Run):
         return source
 
     def _load(self, session: Session, record: Record) -> None:
-        record = self._detach(record, is_shown=session.hooks.is_heard("on_load_checkpoint"))
+        record = self._detach(record, is_shown="on_load_checkpoint" in session.hooks.heard)
         state = TrainingState(**record.training_state)
         source = session.training_source
         cursor = find_cursor(record, source.description, session.replicas)

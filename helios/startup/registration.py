@@ -101,5 +101,5 @@ def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:
             "After the model, at the ends of validations and epochs: %s.", ", ".join(monitors)
         )
     for event in EVENTS:
-        if hooks.is_heard(event):
+        if event in hooks.heard:
             _LOGGER.debug("%s: %s.", event, ", ".join(hooks.hearers(event)))

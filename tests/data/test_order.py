@@ -229,6 +229,14 @@ def test_a_user_sampler_that_overrides_a_built_in_one_is_followed() -> None:
     assert as_lists(walk(source, 0, batch=2, sample=2)) == plain[2:5]
 
 
+def test_a_state_that_is_asked_for_is_the_present_one_and_nothing_is_kept() -> None:
+    sampler = Remembering(LENGTH)
+    source = open_with(sampler=sampler, batch_size=7)
+    assert source.state_dict()["state"] == {"first": [0]}
+    sampler.first = [5]
+    assert source.state_dict()["state"] == {"first": [5]}
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("cut", [0, 1, 5])
 def test_a_pass_that_is_cut_leaves_the_sampler_where_it_was_left(

@@ -258,6 +258,11 @@ def test_a_session_is_seen_only_while_the_trainer_runs_the_loop() -> None:
         _ = leaf.session
 
 
+def test_an_epoch_loop_has_no_batches_before_it_runs() -> None:
+    with pytest.raises(UsageError, match=r"EpochLoop\.batches is not there: .* was not started"):
+        next(EpochLoop().batches)
+
+
 def test_an_empty_role_is_an_error_that_names_it() -> None:
     with pytest.raises(UsageError, match=r"Top has no loop in the roles \['side_loop'\]"):
         Top(Middle(Leaf())).attach(make_session(Stepper()))

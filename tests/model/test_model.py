@@ -170,6 +170,16 @@ def test_a_loss_that_appears_later_begins_its_sum_there() -> None:
     assert model._running_losses == {"first": 2.0, "second": 4.0}
 
 
+def test_a_running_loss_that_was_kept_stays_what_it_was() -> None:
+    """Else it would move on in an undisturbed run, and stand still after a resume."""
+    model, kept = Net(), []
+    for number in (1.0, 2.0, 4.0):
+        model._loss_items["loss"] = torch.tensor(number)
+        model.on_training_batch_end(TrainingState())
+        kept.append(model._running_losses["loss"].detach())
+    assert [total.item() for total in kept] == [1.0, 3.0, 7.0]
+
+
 def test_running_losses_leave_the_losses_of_the_batch_alone() -> None:
     model, state = Net(), TrainingState()
     losses = [torch.tensor(1.0), torch.tensor(2.0)]

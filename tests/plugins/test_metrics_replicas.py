@@ -264,7 +264,7 @@ def test_inputs_see_the_batch_as_at_its_end(tmp_path: Path, num_replicas: int) -
 class _View:
     """As much of a context as the turns of two replicas look at."""
 
-    num_replicas, phase = 2, Phase.TRAINING
+    phase = Phase.TRAINING
 
     def __init__(self) -> None:
         self.engine, self.replicas = self, self
@@ -273,6 +273,9 @@ class _View:
     def show(self, replica: int, number: int) -> _View:
         self.replica, self.batch = replica, [torch.tensor([number])]
         return self
+
+    def choose(self, lone: Any, shared: Any) -> Any:
+        return shared
 
     def show_raw_batch(self) -> None:
         """It is the same here."""

@@ -211,7 +211,8 @@ class Asker(Plugin):
     def on_training_batch_start(self, state: TrainingState) -> None:
         context = self.context
         is_last = context.rank == context.num_processes - 1
-        counts = (context.num_replicas, context.num_processes)
+        way = context.choose("lone", "shared")
+        counts = (context.num_replicas, context.num_processes, way)
         self.answers.append((counts, context.agree(is_last), context.agree(False)))
         self.answers.append(context.gather({"rank": context.rank, "one": torch.ones(1)}))
 
@@ -232,12 +233,12 @@ def _ask(rank: int, folder: str, count: int) -> tuple[list[Any], list[bool | Non
 
 def test_processes_ask_each_other_and_a_skip_of_one_is_that_of_all(tmp_path: Path) -> None:
     for answers, skips in run_ranks(_ask, 2, str(tmp_path), 2):
-        assert answers[0] == ((2, 2), True, False)
+        assert answers[0] == ((2, 2, "shared"), True, False)
         assert answers[1] == [{"rank": 0, "one": torch.ones(1)}, {"rank": 1, "one": torch.ones(1)}]
         assert skips == [True, False, True]
 
 
 def test_a_process_alone_answers_itself(tmp_path: Path) -> None:
     answers, skips = _ask(0, str(tmp_path), 1)
-    assert answers[:2] == [((1, 1), True, False), [{"rank": 0, "one": torch.ones(1)}]]
+    assert answers[:2] == [((1, 1, "lone"), True, False), [{"rank": 0, "one": torch.ones(1)}]]
     assert skips == [True, True]
