@@ -67,7 +67,7 @@ class Boundary:
             end_epoch: moves the counters behind the validation of an epoch's end.
         """
         session, schedule, state = self._session, self._session.schedule, self._session.state
-        if kind.agrees and not session.agree():
+        if kind.agrees and not session.agree(ends_window=True):
             is_quiet = not kind.is_counted or state.current_iteration < self._next_due
             if is_quiet:
                 return False
