@@ -100,12 +100,8 @@ class Boundary:
 
     def poll(self) -> None:
         """Ask plugins and model whether the training should stop (H32, H36)."""
-        session = self._session
-        if "should_training_stop" not in session.hooks.heard:
-            return
-        (says_yes,) = session.replicas.agree(session.hooks.ask("should_training_stop"))
-        if says_yes:
-            session.stop("should_training_stop said yes")
+        if self._session.hooks.ask("should_training_stop"):
+            self._session.request_stop("should_training_stop said yes")
 
     def check_limits(self) -> None:
         """Ask for the end of the run where the options say so."""
