@@ -15,7 +15,9 @@ import helios
 from helios.engines.message import Message
 from helios.engines.ranks import Ranks
 from helios.engines.reduce import TreeReducer
+from helios.hooks.bus import Bus
 from helios.plugins import Plugin
+from helios.plugins.gradient_norm import GradientNormMonitor
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits, by_definition
@@ -123,6 +125,79 @@ def test_a_manual_step_tells_everything_at_its_end() -> None:
         assert found == {}
 
 
+class Norms(Plugin):
+    """Puts a number into the losses behind the gradients, and keeps what it finds at the end."""
+
+    unsaved = ("seen",)
+
+    def __init__(self, event: str) -> None:
+        super().__init__("norms")
+        self.seen: list[tuple[dict[str, float], bytes]] = []
+        vars(self)[event] = self.put
+
+    def setup(self) -> None:
+        self.seen = []
+
+    def put(self, *args: Any) -> None:
+        self.context.model.loss_items["norm"] = 0.1 * self.context.state.global_iteration
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        items = self.context.model.loss_items
+        self.seen.append((sorted(items), bits(torch.stack([items[x] for x in sorted(items)]))))
+
+
+def _see_losses(rank: int, num_processes: int, event: str) -> list[Any]:
+    plugin = Norms(event)
+    options = {"train_unit": "iteration", "total_steps": 3, "use_cpu": True}
+    trainer = helios.Trainer(**options, num_replicas=4, print_banner=False, plugins=[plugin])
+    trainer.fit(Net("net"), Data())
+    return plugin.seen
+
+
+@pytest.mark.parametrize("event", ["on_backward_end", "on_before_zero_grad"])
+def test_losses_that_a_hook_puts_there_are_in_the_means(event: str) -> None:
+    """In front of the gradients and behind them, on any number of processes."""
+    found = [run_ranks(_see_losses, number, number, event) for number in (1, 2, 3, 4)]
+    seen = [one for ranks in found for one in ranks]
+    assert [names for names, _ in seen[0]] == [["loss", "norm"]] * 3
+    assert all(one == seen[0] for one in seen)
+
+
+class Asking(helios.loops.BatchLoop):
+    """Asks for the end behind the update."""
+
+    last = 0
+
+    def advance(self, batch: Any) -> None:
+        super().advance(batch)
+        session = self.session
+        self.last = session.state.global_iteration
+        if session.replicas.rank == 1 and session.state.global_iteration == 2:
+            session.context.request_stop("a loop says so")
+
+
+def _stop_in_loop(rank: int) -> int:
+    options = {"train_unit": "iteration", "total_steps": 9, "use_cpu": True}
+    trainer = helios.Trainer(**options, num_replicas=2, print_banner=False)
+    trainer.fit_loop.epoch_loop.connect(batch_loop=(loop := Asking()))
+    trainer.fit(Net("net"), Data())
+    return loop.last
+
+
+def test_what_a_loop_of_a_user_asks_for_counts_at_the_next_boundary() -> None:
+    assert run_ranks(_stop_in_loop, 2) == [2, 2]
+
+
+def test_who_overrides_a_method_that_asks_for_nothing_may_ask() -> None:
+    class Louder(GradientNormMonitor):
+        def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+            super().on_training_batch_end(state, should_log)
+
+    assert not Bus(plugins=[GradientNormMonitor()]).asking & {"on_training_batch_end"}
+    assert "on_training_batch_end" in Bus(plugins=[Louder()]).asking
+    assert "on_training_batch_end" not in Bus(model=Net("net")).asking
+
+
 def _carry(rank: int, num_processes: int, size: int, has_gradients: bool) -> Any:
     reducer = TreeReducer(num_processes, num_processes=num_processes, rank=rank)
     row = torch.arange(3, dtype=torch.float64) + 10 * rank
@@ -151,3 +226,22 @@ def test_a_message_arrives_everywhere(num_processes: int, size: int, has_gradien
         assert content == [7] * 5
         value = by_definition(leaves) if has_gradients else leaves[rank]
         assert total == bits(value.repeat(size))
+
+
+def _sends(rank: int, num_processes: int) -> tuple[int, int]:
+    reducer = TreeReducer(num_processes, num_processes=num_processes, rank=rank)
+    ranks = Ranks(num_processes, rank, None)
+    starts = []
+    start = ranks.start
+    ranks.start = lambda *args: starts.append(1) or start(*args)  # type: ignore[method-assign]
+    reducer.attach(Message(ranks, torch.zeros(1), torch.zeros(0, dtype=torch.uint8)))
+    reducer.all_reduce({reducer.nodes[0]: torch.ones(4)})
+    carried = len(starts)
+    reducer.deliver()
+    return carried, len(starts)
+
+
+@pytest.mark.parametrize(("num_processes", "rounds"), [(2, 1), (3, 1), (4, 2), (8, 3)])
+def test_a_sum_carries_the_message_that_is_attached(num_processes: int, rounds: int) -> None:
+    """In its rounds, and not once more behind it."""
+    assert run_ranks(_sends, num_processes, num_processes) == [(rounds, rounds)] * num_processes
