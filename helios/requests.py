@@ -6,7 +6,9 @@ processes have agreed on it (DESIGN R4).
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -22,26 +24,77 @@ class Requests:
     interruption: str = ""
 
 
+# What comes between the last backward of a window and its boundary, where somebody may still ask
+# for a skip, change losses, or ask for a checkpoint or the end. Any of it may write a log.
+_BEFORE_UPDATE = frozenset({"on_optimizer_step_start", "on_log"})
+_IN_UPDATE = _BEFORE_UPDATE | {"on_before_zero_grad", "on_optimizer_step_end"}
+_AFTER_UPDATE = _IN_UPDATE | {
+    "on_training_batch_end",
+    "on_training_step_end",
+    "should_training_stop",
+}
+
+
 class Agreement(ABC):
     """What this process asks for, and what all of them know.
+
+    Args:
+        look: asks for what comes from outside; returns whether this process has an error that all
+            must hear of.
+        take_skip: returns why this process leaves out the present update; empty if it does not.
 
     Attributes:
         asked: the requests of this process.
         agreed: those that all processes know of.
+        keeps_losses: whether nobody changes the losses between the last backward of a window and
+            the end of its turns.
     """
 
     asked: Requests
     agreed: Requests
+    keeps_losses: bool = False
+
+    def __init__(self, look: Callable[[], bool], take_skip: Callable[[], str]) -> None:
+        self._look = look
+        self._take_skip = take_skip
+
+    def begin(self, asking: Set[str], *, is_usual: bool) -> None:
+        """Learn what may be asked late; all processes call it, before the first iteration.
+
+        Args:
+            asking: the events in which somebody may ask for something.
+            is_usual: whether no loops are the user's own, which could ask at any place.
+        """
+
+    def announce(self, *, is_before_update: bool) -> Sequence[bool]:
+        """Return what this process tells all others in front of the gradients of a window.
+
+        Args:
+            is_before_update: whether an update follows, which may be left out.
+        """
+        return ()
+
+    def listen(self, flags: Sequence[bool]) -> None:
+        """Take what any process has told.
+
+        Args:
+            flags: for each of :meth:`announce` whether any process raises it.
+        """
+
+    def agree_on_skip(self) -> bool:
+        """Return whether any process leaves out the present update."""
+        return bool(self._take_skip())
 
     @abstractmethod
-    def settle(self, *, is_alarm: bool) -> bool:
+    def settle(self, *, ends_window: bool = False) -> bool:
         """Add what any process has asked for; all processes call it at one place.
 
         Args:
-            is_alarm: whether this process has an error that all must hear of.
+            ends_window: whether a window ends here: what all were told in front of its gradients
+                is not asked again, unless somebody could ask for something since.
 
         Returns:
-            Whether any process has one.
+            Whether any process has an error that all must hear of.
         """
 
     def remember(self) -> Requests:
@@ -57,12 +110,13 @@ class Agreement(ABC):
 class LoneAgreement(Agreement):
     """One replica: a request counts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, look: Callable[[], bool], take_skip: Callable[[], str]) -> None:
+        super().__init__(look, take_skip)
         self.asked = self.agreed = Requests()
 
-    def settle(self, *, is_alarm: bool) -> bool:
+    def settle(self, *, ends_window: bool = False) -> bool:
         """Return the error of this process, which is the only one."""
-        return is_alarm
+        return self._look()
 
 
 @final
@@ -70,21 +124,64 @@ class SharedAgreement(Agreement):
     """Several replicas: a request waits until all processes have agreed, also where there is one.
 
     Args:
+        look: as in the base.
+        take_skip: as in the base.
         replicas: the processes.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(
+        self, look: Callable[[], bool], take_skip: Callable[[], str], replicas: Replicas
+    ) -> None:
+        super().__init__(look, take_skip)
         self.asked, self.agreed = Requests(), Requests()
         self._replicas = replicas
+        self._skips_late = self._asks_late = True
+        self._tells_skip = False
+        self._skip: bool | None = None
+        self._told: Sequence[bool] = ()
 
-    def settle(self, *, is_alarm: bool) -> bool:
-        """Add what any process has asked for; a wish for a checkpoint is taken from it."""
-        asked, agreed = self.asked, self.agreed
-        wanted, stops, interrupts, is_alarm = self._replicas.agree(
-            asked.is_checkpoint_wanted, bool(asked.stop_reason), bool(asked.interruption), is_alarm
+    def begin(self, asking: Set[str], *, is_usual: bool) -> None:
+        """Agree on what may be asked late in any process."""
+        late = (_BEFORE_UPDATE, _IN_UPDATE, _AFTER_UPDATE)
+        self._skips_late, changes_losses, self._asks_late = self._replicas.agree(
+            *(not is_usual or not asking.isdisjoint(events) for events in late)
         )
-        asked.is_checkpoint_wanted = False
-        agreed.is_checkpoint_wanted |= wanted
+        self.keeps_losses = not changes_losses
+
+    def announce(self, *, is_before_update: bool) -> Sequence[bool]:
+        """Return what cannot be asked for any more: a skip, and at the boundary all the rest."""
+        self._tells_skip = is_before_update and not self._skips_late
+        is_skipped = self._tells_skip and bool(self._take_skip())
+        return (is_skipped,) if self._asks_late else (is_skipped, *self._ask())
+
+    def listen(self, flags: Sequence[bool]) -> None:
+        """Keep it for the update and for the boundary."""
+        is_skipped, *self._told = flags
+        if self._tells_skip:
+            self._skip = is_skipped
+
+    def _ask(self) -> tuple[bool, ...]:
+        """Return what this process asks for; a wish for a checkpoint is taken from it."""
+        is_alarm, asked = self._look(), self.asked
+        is_wanted, asked.is_checkpoint_wanted = asked.is_checkpoint_wanted, False
+        return is_wanted, bool(asked.stop_reason), bool(asked.interruption), is_alarm
+
+    def agree_on_skip(self) -> bool:
+        """Return what all know from in front of the gradients; else ask."""
+        known, self._skip = self._skip, None
+        if known is None:
+            (known,) = self._replicas.agree(bool(self._take_skip()))
+        return known
+
+    def settle(self, *, ends_window: bool = False) -> bool:
+        """Add what any process has asked for."""
+        told, self._told = self._told, ()
+        if not told or not ends_window:
+            found = self._replicas.agree(*self._ask())
+            told = [*map(operator.or_, told, found)] if told else found
+        is_wanted, stops, interrupts, is_alarm = told
+        asked, agreed = self.asked, self.agreed
+        agreed.is_checkpoint_wanted |= is_wanted
         if stops or interrupts:
             texts = self._replicas.gather_objects((asked.stop_reason, asked.interruption))
             stop, interruption = (next(filter(None, said), "") for said in zip(*texts, strict=True))
@@ -93,6 +190,16 @@ class SharedAgreement(Agreement):
         return is_alarm
 
 
-def make_agreement(replicas: Replicas) -> Agreement:
-    """Return how the processes of a run agree; chosen once, at its start."""
-    return LoneAgreement() if replicas.is_lone else SharedAgreement(replicas)
+def make_agreement(
+    replicas: Replicas, look: Callable[[], bool], take_skip: Callable[[], str]
+) -> Agreement:
+    """Return how the processes of a run agree; chosen once, at its start.
+
+    Args:
+        replicas: the replicas of the run.
+        look: as in :class:`Agreement`.
+        take_skip: as in :class:`Agreement`.
+    """
+    if replicas.is_lone:
+        return LoneAgreement(look, take_skip)
+    return SharedAgreement(look, take_skip, replicas)

@@ -139,9 +139,9 @@ class Session:
         self.context = Context(self)
         # Without a training no plugin that is gone is missed.
         self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
-        self.agreement = make_agreement(self.replicas)
+        self.agreement = make_agreement(self.replicas, self._look_around, self.context.take_skip)
         watch = ReplicaWatch(self, self.replicas.gather_objects)
-        self.turns = make_turns(self.replicas, self.seed, self.model, watch)
+        self.turns = make_turns(self.replicas, self.seed, self.model, watch, self.agreement)
 
     @property
     def requests(self) -> Requests:
@@ -263,10 +263,21 @@ class Session:
         """Ask for a checkpoint and an early return at the next safe point."""
         self.requests.interruption = self.requests.interruption or reason
 
-    def agree(self) -> bool:
+    def _look_around(self) -> bool:
+        """Ask for what comes from outside; returns whether a save of this process has failed."""
+        reason = self.outside()
+        if reason:
+            self.interrupt(reason)
+        return self.recorder is not None and self.recorder.has_failed
+
+    def agree(self, *, ends_window: bool = False) -> bool:
         """Let every process know what any of them has asked for; all call it at one place.
 
         What is asked for behind it waits for the next time, in all processes.
+
+        Args:
+            ends_window: whether a window ends here: what all were told in front of its gradients
+                is then not asked again, unless somebody could ask for something since.
 
         Returns:
             Whether anything is asked for.
@@ -274,12 +285,9 @@ class Session:
         Raises:
             Exception: that of a save which has failed since the last time, in all processes.
         """
-        from_outside, recorder = self.outside(), self.recorder
-        if from_outside:
-            self.interrupt(from_outside)
-        has_failed = recorder is not None and recorder.has_failed
-        if self.agreement.settle(is_alarm=has_failed) and recorder is not None:
-            recorder.raise_failure()
+        is_alarm = self.agreement.settle(ends_window=ends_window)
+        if is_alarm and self.recorder is not None:
+            self.recorder.raise_failure()
         agreed = self.agreement.agreed
         return bool(agreed.stop_reason or agreed.interruption or agreed.is_checkpoint_wanted)
 
@@ -331,8 +339,13 @@ class Session:
         meters = {**self.model.discovery.values.meters, **self.owner_states.meters}
         self.recorder.save(snapshot, meters)
 
-    def begin_training(self) -> None:
-        """Note that the start events are over: what they set up, every start sets up again."""
+    def begin_training(self, *, is_usual: bool) -> None:
+        """Note that the start events are over: what they set up, every start sets up again.
+
+        Args:
+            is_usual: whether all loops are Helios' own.
+        """
+        self.agreement.begin(self.hooks.asking, is_usual=is_usual)
         if self.can_save:
             self.model.discovery.begin_training()
             self.owner_states.begin_training()

@@ -31,6 +31,7 @@ OTHER_DATA = "tests/integration/test_other_data.py"
 STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
+EXCHANGES = "tests/distributed/test_exchanges.py"
 COMMANDS = "tests/cli/test_commands.py"
 ALIASES = "tests/run_state/test_aliases.py"
 BLOCKS = "tests/run_state/test_blocks.py"
@@ -1507,16 +1508,65 @@ FAULTS = (
     ),
     Fault(
         "the losses of a process are taken for the mean of all",
-        "helios/engines/turns.py",
-        "        self._losses.append(losses)",
-        "        self._losses = [losses] * len(self._replicas.block)",
+        "helios/engines/sharing.py",
+        "        self._tables.append(kept)",
+        "        self._tables = [kept] * len(self._replicas.block)",
         f"{SAME_BITS}[4-2-2]",
+    ),
+    Fault(
+        "a process passes on only what it says itself",
+        "helios/engines/message.py",
+        "        sends = [(self.rows[known : known + distance], partner)]",
+        "        sends = [(self.rows[rank].expand(distance, -1).contiguous(), partner)]",
+        f"{EXCHANGES}::test_a_message_arrives_everywhere",
+    ),
+    Fault(
+        "a sum carries no message",
+        "helios/engines/reduce.py",
+        "        part, halves, message = own, [], self._take_message()",
+        "        part, halves, message = own, [], None",
+        f"{EXCHANGES}::test_a_sum_carries_the_message_that_is_attached",
+    ),
+    Fault(
+        "losses are told before hooks may change them",
+        "helios/requests.py",
+        "        self.keeps_losses = not changes_losses",
+        "        self.keeps_losses = True",
+        f"{EXCHANGES}::test_losses_that_a_hook_puts_there_are_in_the_means",
+    ),
+    Fault(
+        "loops of users are not asked",
+        "helios/requests.py",
+        "            *(not is_usual or not asking.isdisjoint(events) for events in late)",
+        "            *(not asking.isdisjoint(events) for events in late)",
+        f"{EXCHANGES}::test_what_a_loop_of_a_user_asks_for_counts_at_the_next_boundary",
+    ),
+    Fault(
+        "a skip is told before the hook that may ask for it",
+        "helios/requests.py",
+        "        self._tells_skip = is_before_update and not self._skips_late",
+        "        self._tells_skip = is_before_update",
+        "tests/integration/test_decisions.py::test_what_follows_a_decision_is_in_the_golden_file",
+    ),
+    Fault(
+        "requests behind the gradients wait for the next window",
+        "helios/requests.py",
+        "        return (is_skipped,) if self._asks_late else (is_skipped, *self._ask())",
+        "        return (is_skipped, *self._ask())",
+        "tests/integration/test_decisions.py::test_what_follows_a_decision_is_in_the_golden_file",
+    ),
+    Fault(
+        "the buffers of replica 0 are not read",
+        "helios/engines/buffers.py",
+        "            split_bytes(content, self._tensors())",
+        "            pass",
+        "tests/engines/test_buffers.py::test_each_replica_has_its_own_in_a_window",
     ),
     Fault(
         "what one process asks for is not told to the others",
         "helios/requests.py",
-        "    return LoneAgreement() if replicas.is_lone else SharedAgreement(replicas)",
-        "    return LoneAgreement()",
+        "    if replicas.is_lone:",
+        "    if True:",
         "tests/loops/test_replicas.py::test_what_one_process_asks_for_ends_the_run_on_all",
     ),
     Fault(
@@ -1753,8 +1803,8 @@ FAULTS = (
     Fault(
         "a signal is not asked for at boundaries",
         "helios/session.py",
-        "        from_outside, recorder = self.outside(), self.recorder",
-        '        from_outside, recorder = "", self.recorder',
+        "        reason = self.outside()",
+        '        reason = ""',
         f"{SIGNALS}::test_each_of_the_four_signals_saves",
     ),
     Fault(

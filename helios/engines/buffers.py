@@ -12,7 +12,7 @@ from typing import TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from helios.engines.replicated import Replicas
+from helios.engines.replicated import NOTHING, Replicas, join_bytes, split_bytes
 
 _Values: TypeAlias = list[Tensor | None]
 _Shape: TypeAlias = tuple[torch.Size, torch.dtype] | None
@@ -65,25 +65,65 @@ class ReplicaBuffers:
             self._own[replica] = self._copies()
 
     def commit(self) -> None:
-        """Let replica 0's buffers be everybody's; at a window's end."""
+        """Put replica 0's buffers in place, if this process carries it; at a window's end."""
         if 0 in self._own:
             self._put(self._own[0])
         self._own.clear()
         self._committed = None
-        if self._places and not self._replicas.is_whole:
-            self._receive()
 
-    def _receive(self) -> None:
-        """Take over the buffers of rank 0, which carries replica 0."""
-        replicas, values = self._replicas, self._present()
-        (has_changed,) = replicas.agree(list(map(_shape_of, values)) != self._shapes)
+    def exchange(self) -> None:
+        """Take over the buffers of rank 0 in a message of their own; after :meth:`commit`."""
+        if self._replicas.is_whole:
+            return
+        has_changed, content = self.write()
+        self._replicas.tell((has_changed,), None, content)
+        heard = self._replicas.hear()
+        self.read(heard.content, has_changed=heard.flags[0])
+
+    def write(self) -> tuple[bool, Tensor]:
+        """Return what :meth:`read` needs in all processes; after :meth:`commit`.
+
+        Returns:
+            Whether the shapes are not those that all know of, and the bytes of the buffers. Only
+            those of rank 0, which carries replica 0, count: others give room of the same size.
+        """
+        has_changed = list(map(_shape_of, self._present())) != self._shapes
+        if not self._travels:
+            return has_changed, NOTHING
+        if has_changed or self._replicas.rank:
+            return has_changed, torch.empty(_count_bytes(self._shapes), dtype=torch.uint8)
+        return has_changed, join_bytes(self._tensors())
+
+    def read(self, content: Tensor, *, has_changed: bool) -> None:
+        """Take over the buffers of rank 0; after a window's last backward.
+
+        Args:
+            content: its bytes.
+            has_changed: whether any process has shapes that not all know of.
+        """
+        replicas = self._replicas
         if has_changed:
-            self._shapes = replicas.gather_objects(list(map(_shape_of, values)))[0]
-            for place, shape in enumerate(self._shapes):
-                if _shape_of(values[place]) != shape:
-                    values[place] = None if shape is None else replicas.make_empty(*shape)
-            self._put(values)
-        replicas.copy_from_first([value for value in self._present() if value is not None])
+            self._learn_shapes()
+        if has_changed or not self._travels:
+            replicas.copy_from_first(self._tensors())
+        elif replicas.rank:
+            split_bytes(content, self._tensors())
+
+    @property
+    def _travels(self) -> bool:
+        """Whether the bytes go with a message, which lies on the CPU."""
+        return self._replicas.device.type == "cpu"
+
+    def _learn_shapes(self) -> None:
+        replicas, values = self._replicas, self._present()
+        self._shapes = replicas.gather_objects(list(map(_shape_of, values)))[0]
+        for place, shape in enumerate(self._shapes):
+            if _shape_of(values[place]) != shape:
+                values[place] = None if shape is None else replicas.make_empty(*shape)
+        self._put(values)
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self._present() if value is not None]
 
     def _present(self) -> _Values:
         return [getattr(module, name, None) for module, name in self._places]
@@ -103,3 +143,7 @@ class ReplicaBuffers:
 
 def _shape_of(value: Tensor | None) -> _Shape:
     return None if value is None else (value.shape, value.dtype)
+
+
+def _count_bytes(shapes: Iterable[_Shape]) -> int:
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in filter(None, shapes))

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from helios.core.distributed import home_of
 from helios.core.group import collective, has_failed, is_dist_active, own_membership
-from helios.engines.reduce import NumberReducer, TreeReducer
+from helios.engines.reduce import TreeReducer
+from helios.engines.tables import NumberReducer
 from helios.errors import ArgumentError, ArgumentTypeError, RankError, UsageError
 
 MODES = ("sum", "mean", "all")

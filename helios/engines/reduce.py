@@ -7,19 +7,17 @@ element does not. Without other processes nothing here touches ``torch.distribut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from helios.engines.assignment import block_of, blocks, is_power_of_two
-from helios.engines.tree import finish, subtrees, tree_sum
+from helios.engines.message import Message
+from helios.engines.ranks import Ranks
+from helios.engines.tree import finish, subtrees
 from helios.errors import UsageError
-
-_Message = tuple[Tensor, int]
-_Scores = dict[str, tuple[float, float]]
 
 # Measured with scripts/bench/reduce.py over gloo, on 2 and 4 ranks: up to here whole parts are
 # faster than halves, with any partner and with the last one.
@@ -40,46 +38,6 @@ def _halving_distances(num_processes: int) -> list[int] | None:
     if not is_power_of_two(num_processes):
         return None
     return [1 << level for level in range(num_processes.bit_length() - 1)]
-
-
-class _Ranks:
-    """This process among those of the run, by their ranks in the group."""
-
-    def __init__(self, num_processes: int, rank: int, group: dist.ProcessGroup | None) -> None:
-        self.rank = rank
-        self.others = [other for other in range(num_processes) if other != rank]
-        self.group = group
-
-    def exchange(self, sends: Iterable[_Message], receives: Iterable[_Message]) -> None:
-        """Send and receive tensors, each to or from a rank; returns when all are there.
-
-        Several tensors between the same two ranks arrive in the order of the lists.
-        """
-        # Receives first: what arrives before its receive is copied once more.
-        plans = ((dist.irecv, receives), (dist.isend, sends))
-        parts = [
-            (operation, tensor, self._peer(rank))
-            for operation, messages in plans
-            for tensor, rank in messages
-            if tensor.numel()
-        ]
-        if all(tensor.device.type == "cpu" for _, tensor, _ in parts):
-            works = [operation(tensor, peer, self.group) for operation, tensor, peer in parts]
-        else:  # On accelerators, ranks that all wait to send would wait for ever.
-            works = [*dist.batch_isend_irecv([dist.P2POp(*part, self.group) for part in parts])]
-        for work in filter(None, works):
-            work.wait()
-
-    def _peer(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return a small value of every process, in the order of ranks."""
-        if not self.others:
-            return [value]
-        values = [None] * (len(self.others) + 1)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
 
 
 class TreeReducer:
@@ -117,9 +75,29 @@ class TreeReducer:
         self._nodes = [subtrees(b, num_replicas) for b in blocks(num_processes, num_replicas)]
         self.nodes = self._nodes[rank]
         self._distances = _halving_distances(num_processes)
-        self._ranks = _Ranks(num_processes, rank, group)
+        self._ranks = Ranks(num_processes, rank, group)
         self._whole_bytes = (_WHOLE_BYTES, _LAST_WHOLE_BYTES)
         self._received: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._message: Message | None = None
+
+    def attach(self, message: Message) -> None:
+        """Let the next sum carry a message; all processes attach one at the same place."""
+        self._message = message
+
+    def deliver(self) -> None:
+        """Send the message that is attached alone, if no sum has carried it."""
+        message = self._take_message()
+        if message is None:
+            return
+        if self._distances is None:
+            message.send_to_all().wait()
+            return
+        for distance in self._distances:
+            message.send_over(distance).wait()
+
+    def _take_message(self) -> Message | None:
+        message, self._message = self._message, None
+        return message
 
     def all_reduce(self, sums: Mapping[range, Tensor]) -> Tensor:
         """Return the sum over all replicas; all processes call it with tensors of one size.
@@ -163,7 +141,7 @@ class TreeReducer:
         A small part is exchanged and added as a whole by both: the fewer messages win. With the
         last partner that costs no more bytes, so the limit is higher there.
         """
-        part, halves = own, []
+        part, halves, message = own, [], self._take_message()
         for distance in distances:
             partner = self._rank ^ distance
             is_left, is_last = self._rank < partner, distance == distances[-1]
@@ -174,7 +152,10 @@ class TreeReducer:
                 mine, theirs = (left, right) if is_left else (right, left)
                 halves.append((mine, theirs, partner))
             incoming = self._reserve(mine, mine.numel())[: mine.numel()]
+            carried = None if message is None else message.send_over(distance)
             self._ranks.exchange([(theirs, partner)], [(incoming, partner)])
+            if carried is not None:
+                carried.wait()
             left, right = (mine, incoming) if is_left else (incoming, mine)
             torch.add(left, right, out=mine)
             part = mine
@@ -194,7 +175,11 @@ class TreeReducer:
             nodes[node] = part
             receives.append((part, rank))
         sends = [(tensor[chunks[rank]], rank) for rank in others for tensor in own]
+        message = self._take_message()
+        carried = None if message is None else message.send_to_all()
         self._ranks.exchange(sends, receives)
+        if carried is not None:
+            carried.wait()
         nodes.update(zip(self.nodes, (tensor[mine] for tensor in own), strict=True))
         finished.copy_(finish(nodes, self._num_replicas))
         self._ranks.exchange(
@@ -234,124 +219,3 @@ def _describe_difference(what: str, rank: int, found: list[str], first: list[str
         f"All processes must have the same {what}, but rank {rank} has {here} where rank 0 has "
         f"{there}. Build the model from nothing that differs between processes."
     )
-
-
-def _add_scores(left: _Scores, right: _Scores) -> _Scores:
-    """Return sums and weights by name; a name that one side lacks keeps those of the other."""
-    total = dict(left)
-    for name, (value, weight) in right.items():
-        known = total.get(name)
-        total[name] = (value, weight) if known is None else (known[0] + value, known[1] + weight)
-    return total
-
-
-class NumberReducer:
-    """Adds a few numbers of each replica, by name, in the order of the tree.
-
-    The names are known from the last call, so a call is one small exchange as long as no process
-    has a new one. Use one object for each kind of table.
-
-    Args:
-        num_replicas: leaves of the tree.
-        num_processes: processes that carry them.
-        rank: number of this process in the group, from 0.
-        group: the process group; ``None`` for that of all processes.
-        device: where the group's backend wants tensors.
-
-    Raises:
-        ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
-    """
-
-    def __init__(
-        self,
-        num_replicas: int,
-        *,
-        num_processes: int = 1,
-        rank: int = 0,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._block = block_of(rank, num_processes, num_replicas)
-        self._sizes = [len(block) for block in blocks(num_processes, num_replicas)]
-        self._ranks = _Ranks(num_processes, rank, group)
-        self._device = device
-        self._names: list[str] = []
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all replicas in their order, exactly.
-
-        Args:
-            rows: one row for each replica of this process; as long on all processes.
-        """
-        if not self._ranks.others:
-            return rows
-        longest = max(self._sizes)
-        padded = rows.new_zeros((longest, *rows.shape[1:]))
-        padded[: len(rows)] = rows
-        found = [torch.empty_like(padded) for _ in self._sizes]
-        dist.all_gather(found, padded, group=self._ranks.group)
-        return torch.cat([part[:size] for part, size in zip(found, self._sizes, strict=True)])
-
-    def sum_scores(
-        self, tables: Sequence[Mapping[str, tuple[Any, Any]]]
-    ) -> dict[str, tuple[float, float]]:
-        """Return sum and weight of each name over all replicas, in the order of names.
-
-        Args:
-            tables: ``{name: (sum, weight)}`` of each replica of this process, in order. A replica
-                may lack a name.
-
-        Raises:
-            UsageError: unless there is one table for each replica.
-        """
-        if len(tables) != len(self._block):
-            raise UsageError(
-                f"There must be one table for each of the {len(self._block)} replicas of this "
-                f"process, got {len(tables)}. Pass an empty one for a replica without scores."
-            )
-        sums = tree_sum(self._exchange(tables), _add_scores)
-        return {name: sums[name] for name in sorted(sums)}
-
-    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the mean of each name over the replicas that have it, in the order of names.
-
-        Args:
-            tables: losses of each replica of this process by name: numbers, or tensors of one
-                element.
-
-        Returns:
-            Tensors without dimensions, of torch's default type, summed in float64.
-        """
-        pairs = [{name: (loss, 1) for name, loss in table.items()} for table in tables]
-        dtype = torch.get_default_dtype()
-        means = {}
-        for name, (total, weight) in self.sum_scores(pairs).items():
-            means[name] = torch.tensor(total / weight, dtype=dtype)
-        return means
-
-    def _exchange(self, tables: Sequence[Mapping[str, tuple[Any, Any]]]) -> list[_Scores]:
-        """Return the tables of all replicas; learn the names that another process has."""
-        rows = self.gather(self._as_rows(tables))
-        if rows[:, 0].any():
-            names = {name for table in tables for name in table}
-            found = self._ranks.gather_objects(sorted(names))
-            self._names = sorted({*self._names, *(name for part in found for name in part)})
-            rows = self.gather(self._as_rows(tables))
-        return [self._as_table(row) for row in rows.tolist()]
-
-    def _as_rows(self, tables: Sequence[Mapping[str, tuple[Any, Any]]]) -> Tensor:
-        """Return "is a name unknown?", then "is it there?", sum and weight for each known name."""
-        rows = []
-        known = set(self._names)
-        for table in tables:
-            row = [float(not known.issuperset(table))]
-            for name in self._names:
-                row += map(float, (True, *table[name]) if name in table else (False, 0, 0))
-            rows.append(row)
-        return torch.tensor(rows, dtype=torch.float64, device=self._device)
-
-    def _as_table(self, row: list[float]) -> dict[str, tuple[float, float]]:
-        _, *numbers = row
-        there, sums, weights = numbers[::3], numbers[1::3], numbers[2::3]
-        columns = zip(self._names, there, sums, weights, strict=True)
-        return {name: (total, weight) for name, is_there, total, weight in columns if is_there}

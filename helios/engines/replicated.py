@@ -6,7 +6,8 @@ over replicas follows one tree, so its bits do not depend on the number of proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -15,10 +16,29 @@ from torch import Tensor
 
 from helios.core import transfer
 from helios.core.group import DistributedInfo, collective, control_group
-from helios.engines.reduce import NumberReducer, TreeReducer
+from helios.engines.message import Message
+from helios.engines.ranks import Ranks
+from helios.engines.reduce import TreeReducer
+from helios.engines.tables import NumberReducer
 from helios.errors import UsageError
 
 _LONE = DistributedInfo()
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What all processes have told each other in front of a window's gradients.
+
+    Attributes:
+        flags: for each flag whether any process raises it.
+        means: the mean of each loss; ``None`` where none were told.
+        content: the bytes of rank 0.
+    """
+
+    flags: Sequence[bool]
+    means: dict[str, Tensor] | None
+    content: Tensor
 
 
 @final
@@ -39,6 +59,7 @@ class Replicas:
         rank: number of this process, from 0.
         block: the replicas of this process.
         reducer: adds gradients over replicas.
+        device: as given.
 
     Raises:
         ArgumentError: unless 1 <= P <= V.
@@ -65,7 +86,10 @@ class Replicas:
             NumberReducer(num_replicas, num_processes=count, rank=rank, group=group)
             for _ in range(2)
         )
-        self._device = torch.device(device)
+        self.device = torch.device(device)
+        self._ranks = Ranks(count, rank, group)
+        self._message: Message | None = None
+        self._told: tuple[Sequence[bool], Sequence[Mapping[str, Any]] | None] = ((), None)
 
     def agree(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether any process raises it; all processes ask at once."""
@@ -75,6 +99,38 @@ class Replicas:
         with collective("Replicas.agree"):
             dist.all_reduce(raised, dist.ReduceOp.MAX, group=control_group())
         return tuple(map(bool, raised.tolist()))
+
+    def tell(
+        self, flags: Sequence[bool], losses: Sequence[Mapping[str, Any]] | None, content: Tensor
+    ) -> None:
+        """Tell something to all processes with the next sum of gradients; all do so at one place.
+
+        Args:
+            flags: as in :meth:`agree`.
+            losses: as in :meth:`mean_losses`; ``None`` in all processes for none.
+            content: bytes of rank 0, or the room for them.
+        """
+        self._told = (flags, losses)
+        if self.is_whole:
+            return
+        row = torch.tensor(flags, dtype=torch.float64)
+        if losses is not None:
+            row = torch.cat([row, self._losses.write_losses(losses)])
+        self._message = Message(self._ranks, row, content)
+        self.reducer.attach(self._message)
+
+    def hear(self) -> Heard:
+        """Return what all processes have told; without gradients between, it is sent now."""
+        (flags, losses), self._told = self._told, ((), None)
+        message, self._message = self._message, None
+        if message is None:
+            means = None if losses is None else self._losses.mean_losses(losses)
+            return Heard(flags, means, NOTHING)
+        with collective("Replicas.hear"):
+            self.reducer.deliver()
+        raised, rows = message.rows[:, : len(flags)], message.rows[:, len(flags) :]
+        means = None if losses is None else self._losses.read_losses(losses, rows)
+        return Heard(raised.any(0).tolist(), means, message.content)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return a small value of every process, in the order of ranks.
@@ -152,7 +208,7 @@ class Replicas:
 
     def make_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a tensor without content, where this process computes."""
-        return torch.empty(shape, dtype=dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with those of replica 0, which rank 0 carries, in one exchange.
@@ -163,15 +219,21 @@ class Replicas:
         if self.is_whole or not tensors:
             return
         with torch.no_grad(), collective("Replicas.copy_from_first"):
-            parts = [_as_bytes(tensor) for tensor in tensors]
-            whole = torch.cat([part.to(self._device) for part in parts])
+            whole = join_bytes(tensor.to(self.device) for tensor in tensors)
             dist.broadcast(whole, 0)
-            if self.rank == 0:
-                return
-            sizes = [part.numel() for part in parts]
-            for tensor, part in zip(tensors, torch.split(whole, sizes), strict=True):
-                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            if self.rank:
+                split_bytes(whole, tensors)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def join_bytes(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the bytes of tensors, one behind the other."""
+    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(parts) if parts else NOTHING
+
+
+def split_bytes(whole: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with the bytes that :func:`join_bytes` has joined."""
+    with torch.no_grad():
+        sizes = [tensor.nbytes for tensor in tensors]
+        for tensor, part in zip(tensors, torch.split(whole, sizes), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

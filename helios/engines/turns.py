@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core import rng
-from helios.engines.buffers import ReplicaBuffers
 from helios.engines.gradients import FindNetworks
 from helios.engines.replicated import Replicas
+from helios.engines.sharing import Sharing, Speaker
 from helios.errors import UsageError
 
 
@@ -82,6 +82,7 @@ class Turns(ABC):
         is_last: whether it is the turn of the last one.
         begins_window: whether it is the first turn of a window whose gradients are collected.
         is_over: whether the last turn of several replicas has ended in this iteration.
+        is_telling: whether something is on its way that :meth:`hear` reads.
     """
 
     replica: int = 0
@@ -89,6 +90,7 @@ class Turns(ABC):
     is_last: bool = True
     begins_window: bool = False
     is_over: bool = False
+    is_telling: bool = False
 
     def begin_epoch(self) -> None:
         """Begin an epoch; hooks may have changed the networks."""
@@ -123,22 +125,23 @@ class Turns(ABC):
         shown: Mapping[str, Any],
         *,
         ends_window: bool,
+        updates: bool = False,
     ) -> None:
         """Keep what a backward has brought, before another turn or an update.
+
+        Where the window's one update follows, what comes is the same on all processes, and what all
+        are to know goes with the gradients; :meth:`hear` reads it.
 
         Args:
             engine: collects the gradients.
             optimizer: whose parameters have them.
             shown: the losses that Helios has put into the model's table, which are its own copies.
             ends_window: whether the iteration is the last of its window.
+            updates: whether the window's one update follows.
         """
 
-    def end_all(self, *, ends_window: bool) -> None:
-        """End the last turn before an update: what follows is the same on all processes.
-
-        Args:
-            ends_window: whether the iteration is the last of its window.
-        """
+    def hear(self) -> None:
+        """Read what the processes have told each other with the gradients."""
 
     def end(self, *, ends_window: bool) -> None:
         """End the turn of a replica; after the last one the table holds the mean losses.
@@ -208,21 +211,24 @@ class SharedTurns(Turns):
         seed: the run's seed.
         model: the model.
         watch: sees what steps change.
+        speaker: says what all processes are to know.
     """
 
-    def __init__(self, replicas: Replicas, seed: int, model: Trained, watch: Watch) -> None:
+    def __init__(
+        self, replicas: Replicas, seed: int, model: Trained, watch: Watch, speaker: Speaker
+    ) -> None:
         self._replicas = replicas
         self._first, self._last = replicas.block.start, replicas.block.stop - 1
         self._model = model
         self._find_networks = model.discovery.modules
         self._watch = watch
-        self._buffers = ReplicaBuffers(replicas)
+        self._sharing = Sharing(replicas, speaker)
+        self._buffers = self._sharing.buffers
         self._knows_buffers = False
         self._seed = seed
         self._iteration = 0
         self._num_reopened = 0
         self._has_stepped = False
-        self._losses: list[dict[str, Any]] = []
         self._before = rng.KeySeries(seed, "train", suffix=("before",))
         self._after = rng.KeySeries(seed, "train", suffix=("after",))
         self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.block}
@@ -241,7 +247,6 @@ class SharedTurns(Turns):
         self._iteration = iteration
         self._num_reopened = 0
         self.is_over = False
-        self._losses = []
         rng.reseed(self._before.at(iteration))
 
     def begin(self, replica: int, *, opens_window: bool) -> None:
@@ -270,6 +275,7 @@ class SharedTurns(Turns):
         self._has_stepped = True
         if self.is_over:
             self.is_over = False
+            self._sharing.reopen()
             self._num_reopened += 1
             fields = ("train", self._iteration, self.replica, self._num_reopened)
             rng.reseed(rng.key(self._seed, *fields))
@@ -282,6 +288,7 @@ class SharedTurns(Turns):
         shown: Mapping[str, Any],
         *,
         ends_window: bool,
+        updates: bool = False,
     ) -> None:
         """Copy the model's own losses, which an update could change; collect the gradients."""
         table = self._model.loss_items
@@ -291,41 +298,49 @@ class SharedTurns(Turns):
         engine.collect_gradients(
             optimizer, self.replica, ends_window=ends_window, find_networks=self._find_networks
         )
+        if updates:
+            self._end_last(table, ends_window=True, is_before_update=True)
 
-    def end_all(self, *, ends_window: bool) -> None:
-        """Commit the buffers of replica 0 at a window's end; go on with the hooks' numbers."""
-        self.is_over = True
-        if self._buffers.is_exchanged:
-            self._buffers.leave(self.replica)
-        if ends_window:
-            self._buffers.commit()
-        elif self._buffers.is_exchanged:
-            self._buffers.enter(self._first)
-        rng.reseed(self._after.at(self._iteration))
+    def hear(self) -> None:
+        """Read what was told with the gradients; the buffers of replica 0 are in place then."""
+        self.is_telling = False
+        self._sharing.hear()
 
     def end(self, *, ends_window: bool) -> None:
         """Keep the losses and the buffers of a turn; after the last one put the means in place."""
         table = self._model.loss_items
-        # What follows may change a tensor that the table holds: another turn, or a commit.
-        losses = {}
-        for name, loss in table.items():
-            losses[name] = loss.detach().clone() if isinstance(loss, Tensor) else loss
-        self._losses.append(losses)
         if not self.is_last:
+            self._sharing.keep_losses(table)
             if self._buffers.is_exchanged:
                 self._buffers.leave(self.replica)
             return
         if not self.is_over:
-            self.end_all(ends_window=ends_window)
+            self._end_last(table, ends_window=ends_window, is_before_update=False)
+        if self.is_telling:
+            self.hear()
         self._watch.report()
-        for losses in self._losses:
-            _check_losses(losses)
+        means = self._sharing.take_means(table)
         table.clear()
-        table.update(self._replicas.mean_losses(self._losses))
+        table.update(means)
+
+    def _end_last(
+        self, table: Mapping[str, Any], *, ends_window: bool, is_before_update: bool
+    ) -> None:
+        self.is_over = True
+        if self._buffers.is_exchanged:
+            self._buffers.leave(self.replica)
+        if ends_window:
+            self._sharing.tell(table, is_before_update=is_before_update)
+            self.is_telling = True
+        else:
+            self._sharing.keep_losses(table)
+            if self._buffers.is_exchanged:
+                self._buffers.enter(self._first)
+        rng.reseed(self._after.at(self._iteration))
 
     def drop_window(self) -> None:
         """Commit the buffers of replica 0."""
-        self._buffers.commit()
+        self._sharing.drop_window()
 
     def check_stop(self, error: StopIteration) -> str:
         """Refuse it on several processes, which do not know of each other's hooks."""
@@ -347,7 +362,9 @@ class SharedTurns(Turns):
         seed(None)
 
 
-def make_turns(replicas: Replicas, seed: int, model: Trained, watch: Watch) -> Turns:
+def make_turns(
+    replicas: Replicas, seed: int, model: Trained, watch: Watch, speaker: Speaker
+) -> Turns:
     """Return the turns of a run; chosen once, at its start.
 
     Args:
@@ -355,19 +372,8 @@ def make_turns(replicas: Replicas, seed: int, model: Trained, watch: Watch) -> T
         seed: the run's seed.
         model: the model.
         watch: sees what steps change that is no replica's own.
+        speaker: says what all processes are to know.
     """
     if replicas.is_lone:
         return LoneTurns(seed)
-    return SharedTurns(replicas, seed, model, watch)
-
-
-def _check_losses(losses: Mapping[str, Any]) -> None:
-    for name, loss in losses.items():
-        is_tensor = isinstance(loss, Tensor)
-        if not (loss.numel() == 1 if is_tensor else isinstance(loss, int | float)):
-            shown = tuple(loss.shape) if is_tensor else type(loss).__name__
-            raise UsageError(
-                f"Model._loss_items[{name!r}] must be a number or a tensor of one element "
-                f"with several replicas, whose mean stands there, got {shown}. Keep it in "
-                "an attribute of another name."
-            )
+    return SharedTurns(replicas, seed, model, watch, speaker)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from helios.errors import ArgumentError, ArgumentTypeError
-from helios.hooks.events import EVENTS, Event, Receiver, Verb, is_silent
+from helios.hooks.events import EVENTS, Event, Receiver, Verb, is_silent, may_ask
 
 _LOGGER = logging.getLogger(__name__)
 _WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -159,6 +159,7 @@ class Bus:
     Attributes:
         heard: the events that anybody hears, each with its first receiver. What happens in every
             iteration looks here first, which spares the call for an event that nobody hears.
+        asking: those in which somebody may ask for a checkpoint, the end or a skip.
 
     Raises:
         ArgumentTypeError: for a method whose parameters are not those of the table, or that is
@@ -185,13 +186,17 @@ class Bus:
         check_owners(plugins)
         self._owners: dict[str, tuple[object, ...]] = {}
         self._receivers: dict[str, tuple[Callable[..., Any], ...]] = {}
+        asking = set()
         for event in EVENTS.values():
             owners = _find_owners(event, groups)
+            if any(may_ask(method) for _, method in owners):
+                asking.add(event.name)
             self._owners[event.name] = tuple(owner for owner, _ in owners)
             self._receivers[event.name] = tuple(
                 _caller(owner, method, event) for owner, method in owners
             )
         self.heard = {event: found[0] for event, found in self._receivers.items() if found}
+        self.asking = asking
 
     def hearers(self, event: str) -> list[str]:
         """Return who hears an event, in the order of the calls."""

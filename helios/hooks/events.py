@@ -292,6 +292,22 @@ def silent(method: Method) -> Method:
     return method
 
 
+def asks_nothing(method: Method) -> Method:
+    """Mark a method that asks for no checkpoint, end or skip, and changes no losses.
+
+    Then the processes of a run need not agree once more behind it. A method that overrides it is
+    not marked.
+    """
+    method.__dict__["_helios_asks_nothing"] = method
+    return method
+
+
+def may_ask(method: Callable[..., object]) -> bool:
+    """Whether a method lacks the mark of :func:`asks_nothing`."""
+    function = getattr(method, "__func__", method)
+    return getattr(function, "_helios_asks_nothing", None) is not function
+
+
 def is_silent(method: Callable[..., object]) -> bool:
     """Whether a method carries the mark of :func:`silent`."""
     function = getattr(method, "__func__", method)

@@ -67,7 +67,7 @@ class Boundary:
             end_epoch: moves the counters behind the validation of an epoch's end.
         """
         session, schedule, state = self._session, self._session.schedule, self._session.state
-        if kind.agrees and not session.agree():
+        if kind.agrees and not session.agree(ends_window=True):
             is_quiet = not kind.is_counted or state.current_iteration < self._next_due
             if is_quiet:
                 return False
@@ -100,12 +100,8 @@ class Boundary:
 
     def poll(self) -> None:
         """Ask plugins and model whether the training should stop (H32, H36)."""
-        session = self._session
-        if "should_training_stop" not in session.hooks.heard:
-            return
-        (says_yes,) = session.replicas.agree(session.hooks.ask("should_training_stop"))
-        if says_yes:
-            session.stop("should_training_stop said yes")
+        if self._session.hooks.ask("should_training_stop"):
+            self._session.request_stop("should_training_stop said yes")
 
     def check_limits(self) -> None:
         """Ask for the end of the run where the options say so."""

@@ -107,6 +107,12 @@ class Loop(ABC):
         found = {role: getattr(self, role) for role in self.roles}
         return {role: child for role, child in found.items() if child is not None}
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether this loop and all below it are Helios' own, none of a subclass."""
+        is_own = type(self).__module__.startswith("helios.")
+        return is_own and all(child.is_usual for child in self.children().values())
+
     @final
     def adopt(self, other: Loop) -> None:
         """Take over the children of another loop in roles that are still empty here (L11)."""

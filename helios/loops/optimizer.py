@@ -98,9 +98,9 @@ class OptimizerLoop(Loop):
         self._backward(loss)
         optimizer = self._find_optimizer()
         ends_window = state.is_step_boundary
-        turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window)
-        if ends_window and turns.is_last:
-            turns.end_all(ends_window=True)
+        updates = ends_window and turns.is_last
+        turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window, updates=updates)
+        if updates:
             self._note_update(is_committed=self._update(optimizer))
             engine.close_window()
 
@@ -224,11 +224,12 @@ class OptimizerLoop(Loop):
         session, context = self._session, self._session.context
         engine, hooks, heard = session.engine, session.hooks, session.hooks.heard
         engine.average_gradients(optimizer)
+        if session.turns.is_telling:
+            session.turns.hear()
         context.stepping_optimizer = optimizer
         if "on_optimizer_step_start" in heard:
             hooks.emit("on_optimizer_step_start", optimizer)
-        (is_skipped,) = session.replicas.agree(bool(context.take_skip()))
-        if is_skipped:
+        if session.agreement.agree_on_skip():
             is_committed = False
         else:
             if engine.clips:

@@ -18,7 +18,7 @@ from helios.core.registry import Registry
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
-from helios.hooks.events import silent
+from helios.hooks.events import asks_nothing, silent
 from helios.model.processor import BatchProcessor, Processed
 from helios.run_state.discovery import Discovery
 from helios.run_state.owners import internals_of
@@ -296,6 +296,7 @@ class Model(ABC):
         """
         return self._process(batch, is_evaluating=False)
 
+    @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         """Add the losses to the running losses, on their device (H58)."""
         running = self._running_losses

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+from helios.hooks.events import asks_nothing
 from helios.plugins import weights
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase, TrainingState
@@ -125,6 +126,7 @@ class WeightAverage(Plugin, ABC):
                 state.global_step,
             )
 
+    @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
         """Update the average with the weights of a step that was made (R26)."""
         number = state.global_step + 1

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError
+from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
 
@@ -95,6 +96,7 @@ class GradientNormMonitor(Plugin):
         """Begin without a norm; a checkpoint brings its own."""
         self._forget()
 
+    @asks_nothing
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
         """Compute the norms of an update's gradients."""
         if optimizer not in self._paths:
@@ -110,6 +112,7 @@ class GradientNormMonitor(Plugin):
         with torch.no_grad():
             self._norms[path] = self._measure(found)
 
+    @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Log the newest norms, where logging is due."""
         if not should_log or not self._norms:
@@ -126,6 +129,7 @@ class GradientNormMonitor(Plugin):
         numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
         self.context.log(dict(zip(norms, numbers, strict=True)))
 
+    @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
         """Say once that manual steps are not heard."""
         if not self._norms and not self._has_warned:

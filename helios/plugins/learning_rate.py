@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
 
@@ -85,10 +86,12 @@ class LearningRateMonitor(Plugin):
         self._used = {}
         self._has_logged = False
 
+    @asks_nothing
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
         """Note what the step uses."""
         self._used[optimizer] = _read(optimizer, with_momentum=self._with_momentum)
 
+    @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Log, where logging is due."""
         if should_log:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from helios.core.distributed import get_global_rank
 from helios.core.rows import RowFile
 from helios.errors import ArgumentError, ArgumentTypeError
+from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
 
@@ -84,6 +85,7 @@ class RowLogger(Plugin):
             self._file.append(text)
         self._early = []
 
+    @asks_nothing
     def on_log(self, scalars: Mapping[str, float], state: TrainingState) -> None:
         """Write the numbers."""
         if self._file.is_open:

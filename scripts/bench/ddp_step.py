@@ -1,16 +1,20 @@
 """Milliseconds of a training step on several processes, against stock DistributedDataParallel.
 
-The network is an MLP of 10 million parameters, trained by SGD with momentum over gloo, one thread a
-process, one replica each. ``ddp`` is a plain loop over DDP; ``helios`` is ``Trainer.fit``, with
-keys, counters, hooks, buffers, the exchange of losses and of decisions. Both take turns in the same
-processes (A B A B), the table shows the median step of each and the ratio::
+The network is an MLP of 10 million parameters (``--small``: of 10,000), trained by SGD with
+momentum over gloo, one thread a process, one replica each. ``ddp`` is a plain loop over DDP;
+``helios`` is ``Trainer.fit``, with keys, counters, buffers, the exchange of losses and of
+decisions; ``heard`` is the same with a plugin that hears the end of each step and could ask for
+something there, for which the processes agree once more. All take turns in the same processes
+(A B C A B C), the table shows the median step of each, its quartiles, and the ratio to DDP::
 
     .venv/bin/python scripts/bench/ddp_step.py [--ranks 2 4] [--batches 256 64] [--rounds 4]
+        [--small] [--steps 12]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import statistics
 import tempfile
@@ -28,16 +32,17 @@ import helios
 from helios.core.group import DistributedInfo, join_group, leave_group
 from helios.plugins import Plugin
 
-WIDTH, HIDDEN, CLASSES = 784, 2304, 10
-WARM_UP, STEPS = 3, 12
+LARGE, SMALL = (784, 2304, 1280), (48, 72, 24)
+CLASSES = 10
+WARM_UP = 3
 
 
 class Vectors(Dataset):
     """Rows of numbers, fetched a batch at a time, so that fetching costs little."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, width: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.rows = torch.randn(1024, WIDTH, generator=generator)
+        self.rows = torch.randn(1024, width, generator=generator)
         self.length = length
 
     def __len__(self) -> int:
@@ -52,11 +57,12 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def make_network() -> nn.Sequential:
+def make_network(sizes: tuple[int, int, int]) -> nn.Sequential:
     torch.manual_seed(0)
-    parts: list[nn.Module] = [nn.Linear(WIDTH, HIDDEN), nn.ReLU()]
-    parts += [nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1280), nn.ReLU()]
-    return nn.Sequential(*parts, nn.Linear(1280, CLASSES))
+    width, hidden, last = sizes
+    parts: list[nn.Module] = [nn.Linear(width, hidden), nn.ReLU()]
+    parts += [nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, last), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(last, CLASSES))
 
 
 def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
@@ -64,13 +70,21 @@ def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
 
 
 class Net(helios.Model):
-    """The network in a trainer."""
+    """The network in a trainer; notes when each step begins."""
+
+    unsaved = ("moments",)
+
+    def __init__(self, sizes: tuple[int, int, int]) -> None:
+        super().__init__("bench")
+        self.sizes = sizes
+        self.moments: list[float] = []
 
     def setup(self, fast_init: bool = False) -> None:
-        self.net = make_network()
+        self.net = make_network(self.sizes)
         self.optimizer = make_optimizer(self.net)
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
+        self.moments.append(time.perf_counter())
         rows, labels = batch
         return nn.functional.cross_entropy(self.net(rows), labels)
 
@@ -78,32 +92,28 @@ class Net(helios.Model):
 class Data(helios.DataModule):
     """The rows in a trainer."""
 
-    def __init__(self, length: int, batch_size: int) -> None:
+    def __init__(self, vectors: Vectors, batch_size: int) -> None:
         super().__init__()
-        self.length, self.batch_size = length, batch_size
+        self.vectors, self.batch_size = vectors, batch_size
 
     def setup(self) -> None:
         params = helios.DataLoaderParams(
             batch_size=self.batch_size, shuffle=True, collate_fn=as_it_is
         )
-        self._train_dataset = self._create_dataset(Vectors(self.length), params)
+        self._train_dataset = self._create_dataset(self.vectors, params)
 
 
-class Clock(Plugin):
-    """Notes the time after each batch."""
-
-    unsaved = ("moments",)
+class Hearer(Plugin):
+    """Hears that a step ends."""
 
     def __init__(self) -> None:
-        super().__init__("clock")
-        self.moments: list[float] = []
+        super().__init__("hearer")
 
     def setup(self) -> None:
-        """Begin anew."""
-        self.moments = []
+        """Need nothing."""
 
     def on_training_step_end(self, state: helios.TrainingState, committed: bool) -> None:
-        self.moments.append(time.perf_counter())
+        return
 
 
 def steps_of(moments: list[float]) -> list[float]:
@@ -111,35 +121,48 @@ def steps_of(moments: list[float]) -> list[float]:
     return [(after - before) * 1e3 for before, after in pairs]
 
 
-def measure_helios(num_ranks: int, batch_size: int) -> list[float]:
-    clock = Clock()
+def measure_helios(run: Run, *plugins: Plugin) -> list[float]:
+    model = Net(run.sizes)
     trainer = helios.Trainer(
         train_unit="iteration",
-        total_steps=WARM_UP + STEPS,
-        num_replicas=num_ranks,
+        total_steps=run.num_steps,
+        num_replicas=run.num_ranks,
         use_cpu=True,
         print_banner=False,
-        plugins=[clock],
+        plugins=plugins,
     )
-    trainer.fit(Net("bench"), Data(num_ranks * batch_size * 64, batch_size))
-    return steps_of(clock.moments)
+    trainer.fit(model, Data(run.make_data(), run.batch_size))
+    return steps_of(model.moments)
 
 
-def measure_ddp(num_ranks: int, batch_size: int) -> list[float]:
-    network = DistributedDataParallel(make_network())
+def measure_ddp(run: Run) -> list[float]:
+    network = DistributedDataParallel(make_network(run.sizes))
     optimizer = make_optimizer(network)
-    data = Vectors(num_ranks * batch_size * 64)
+    data = run.make_data()
     sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True)
-    loader = DataLoader(data, batch_size=batch_size, sampler=sampler, collate_fn=as_it_is)
+    loader = DataLoader(data, batch_size=run.batch_size, sampler=sampler, collate_fn=as_it_is)
     moments = []
     for rows, labels in loader:
+        moments.append(time.perf_counter())
         optimizer.zero_grad()
         nn.functional.cross_entropy(network(rows), labels).backward()
         optimizer.step()
-        moments.append(time.perf_counter())
-        if len(moments) == WARM_UP + STEPS:
+        if len(moments) == run.num_steps:
             break
     return steps_of(moments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is measured."""
+
+    num_ranks: int
+    batch_size: int
+    sizes: tuple[int, int, int]
+    num_steps: int
+
+    def make_data(self) -> Vectors:
+        return Vectors(self.num_ranks * self.batch_size * (self.num_steps + 1), self.sizes[0])
 
 
 def work(rank: int, num_ranks: int, store: str, options: argparse.Namespace) -> None:
@@ -148,15 +171,24 @@ def work(rank: int, num_ranks: int, store: str, options: argparse.Namespace) -> 
     info = DistributedInfo(rank, rank, num_ranks, num_ranks)
     join_group(info, backend="gloo", meeting=Path(store).as_uri())
     for batch_size in options.batches:
-        times: dict[str, list[float]] = {"ddp": [], "helios": []}
+        sizes = SMALL if options.small else LARGE
+        run = Run(num_ranks, batch_size, sizes, WARM_UP + options.steps)
+        times: dict[str, list[float]] = {"ddp": [], "helios": [], "heard": []}
         for _ in range(options.rounds):
-            times["ddp"] += measure_ddp(num_ranks, batch_size)
-            times["helios"] += measure_helios(num_ranks, batch_size)
+            times["ddp"] += measure_ddp(run)
+            times["helios"] += measure_helios(run)
+            times["heard"] += measure_helios(run, Hearer())
         if rank == 0:
-            ddp, ours = (statistics.median(times[name]) for name in ("ddp", "helios"))
-            row = f"{num_ranks:6}{batch_size:8}{ddp:12.1f}{ours:12.1f}{ours / ddp:9.2f}"
-            print(row, flush=True)
+            show(run, times)
     leave_group()
+
+
+def show(run: Run, times: dict[str, list[float]]) -> None:
+    usual = statistics.median(times["ddp"])
+    for name, found in times.items():
+        low, middle, high = statistics.quantiles(found, n=4)
+        row = f"{run.num_ranks:6}{run.batch_size:8}  {name:8}{middle:10.3f}"
+        print(f"{row}{low:10.3f}{high:10.3f}{middle / usual:8.3f}", flush=True)
 
 
 def main() -> None:
@@ -164,10 +196,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--batches", type=int, nargs="+", default=[256, 64])
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--small", action="store_true", help="a network of 10,000 parameters")
     options = parser.parse_args()
-    count = sum(parameter.numel() for parameter in make_network().parameters())
-    print(f"{count / 1e6:.1f} M parameters; milliseconds of a step")
-    print(f"{'ranks':>6}{'batch':>8}{'ddp':>12}{'helios':>12}{'ratio':>9}")
+    network = make_network(SMALL if options.small else LARGE)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    print(f"{count:,} parameters; milliseconds of a step")
+    print(f"{'ranks':>6}{'batch':>8}  {'':8}{'median':>10}{'25 %':>10}{'75 %':>10}{'ratio':>8}")
     for num_ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(work, (num_ranks, str(Path(folder, "store")), options), num_ranks)

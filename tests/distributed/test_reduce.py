@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helios.engines.flat import FlatBuffer, FlatGradients
-from helios.engines.reduce import NumberReducer, TreeReducer
+from helios.engines.reduce import TreeReducer
+from helios.engines.tables import NumberReducer
 from helios.engines.tree import TreeStack
 from helios.errors import ArgumentError, UsageError
 from tests.support.ranks import run_ranks

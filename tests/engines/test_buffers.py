@@ -89,6 +89,7 @@ def exchange(
             buffers.leave(replica)
         if iteration % window == window - 1:
             buffers.commit()
+            buffers.exchange()
         else:
             buffers.enter(replicas.block.start)
         seen(-1, iteration, networks.contents())
@@ -170,6 +171,7 @@ def test_a_module_that_is_used_twice_is_exchanged_once() -> None:
         assert norm.num_batches_tracked == 2, "both networks have used it"
         buffers.leave(replica)
     buffers.commit()
+    buffers.exchange()
     assert norm is networks.second[0]
     assert norm.num_batches_tracked == 2
 
@@ -188,6 +190,7 @@ def test_a_buffer_that_two_modules_hold_stays_one() -> None:
         networks[0].shared += replica + 1
         buffers.leave(replica)
     buffers.commit()
+    buffers.exchange()
     assert networks[0].shared is networks[1].shared is shared
     assert shared.tolist() == [1.0, 1.0]
 
@@ -204,6 +207,7 @@ def test_buffers_keep_their_memory() -> None:
         networks.step(replica, 0)
         buffers.leave(replica)
     buffers.commit()
+    buffers.exchange()
     present = dict(networks.first.named_buffers())
     for name in ("0.running_mean", "0.num_batches_tracked", "1.mean", "1.count"):
         assert held[name] is present[name], name
@@ -223,6 +227,7 @@ def test_what_a_replica_has_computed_with_a_buffer_may_keep_its_graph() -> None:
         network.scale = (network.scale * weight).detach() * (replica + 2)
         buffers.leave(replica)
     buffers.commit()
+    buffers.exchange()
     assert network.scale.tolist() == [2.0, 2.0]
     assert weight.grad is not None
     assert weight.grad.tolist() == [2.0, 2.0]
@@ -234,6 +239,7 @@ def test_a_window_without_a_turn_commits_what_is_there() -> None:
     buffers.find(networks.all())
     before = networks.contents()
     buffers.commit()
+    buffers.exchange()
     assert networks.contents() == before
     # And what one window has left is no part of the next one.
     buffers.begin_window()
@@ -241,6 +247,7 @@ def test_a_window_without_a_turn_commits_what_is_there() -> None:
     networks.step(0, 0)
     buffers.leave(0)
     buffers.commit()
+    buffers.exchange()
     after = networks.contents()
     buffers.begin_window()
     buffers.enter(1)
@@ -256,6 +263,7 @@ def test_networks_without_buffers_are_left_alone() -> None:
         buffers.enter(replica)
         buffers.leave(replica)
     buffers.commit()
+    buffers.exchange()
     assert dict(network.named_buffers()) == {}
 
 
@@ -290,6 +298,7 @@ def _grow(rank: int, num_processes: int) -> list[Any]:
                 network.step(replica, iteration)
                 buffers.leave(replica)
             buffers.commit()
+            buffers.exchange()
             seen.append(network.read())
         return seen
 

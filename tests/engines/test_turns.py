@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -51,8 +51,36 @@ class Blind:
         self.asked.append("report")
 
 
+class Silent:
+    """Says nothing; its hooks leave the losses alone, or do not."""
+
+    def __init__(self, *, keeps_losses: bool = True) -> None:
+        self.keeps_losses = keeps_losses
+
+    def announce(self, *, is_before_update: bool) -> tuple[bool, ...]:
+        return ()
+
+    def listen(self, flags: Sequence[bool]) -> None:
+        assert not flags
+
+
+class NoGradients:
+    """Collects nothing."""
+
+    def collect_gradients(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+
 def turns_of(replicas: Replicas, seed: int, *networks: nn.Module) -> Turns:
-    return make_turns(replicas, seed, Bare(*networks), Blind())
+    return make_turns(replicas, seed, Bare(*networks), Blind(), Silent())
+
+
+def update(turns: Turns) -> None:
+    """Go through what surrounds an update."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    turns.end_backward(NoGradients(), optimizer, {}, ends_window=True, updates=True)
+    if turns.is_telling:
+        turns.hear()
 
 
 def draw() -> Draw:
@@ -97,7 +125,7 @@ def test_one_replica_has_one_key_an_iteration_and_no_other(seed: int) -> None:
         found = [draw()]
         turns.begin(0, opens_window=True)
         assert turns.begin_step() is None
-        turns.end_all(ends_window=True)
+        update(turns)
         found.append(draw())
         turns.end(ends_window=True)
         turns.begin_share(0, lambda replica: rng.reseed(0))
@@ -197,7 +225,7 @@ def test_an_update_ends_the_turns_and_the_end_of_the_batch_does_not_again() -> N
     for replica in range(2):
         turns.begin(replica, opens_window=True)
         if turns.is_last:
-            turns.end_all(ends_window=True)
+            update(turns)
             found = [draw()]
         turns.end(ends_window=True)
     found.append(draw())
@@ -224,7 +252,7 @@ def _step_often(rank: int) -> dict[int, list[Draw]]:
             turns.begin_step()
             found = []
             for _ in range(3):
-                turns.end_all(ends_window=True)
+                update(turns)
                 assert turns.is_over
                 turns.begin_step()
                 assert not turns.is_over

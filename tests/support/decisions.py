@@ -23,6 +23,7 @@ from torch import nn
 
 import helios
 from helios.core import files
+from helios.hooks.events import asks_nothing
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support import faults
@@ -206,6 +207,7 @@ def _watcher(seen: Seen, deed: Deed, cell: Cell) -> Plugin:
         # Before it there is no context.
         seen.context = self.context
 
+    @asks_nothing
     def on_step_end(self: Any, state: TrainingState, committed: bool) -> None:
         if not committed:
             seen.skipped.append(state.global_iteration)
