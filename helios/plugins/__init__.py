@@ -3,6 +3,7 @@
 Nothing here may import more than hooks and what lies below.
 """
 
+from helios.hooks.events import asks_nothing
 from helios.plugins.averaging import EMA, SWA
 from helios.plugins.channels import HookHandle, PipelineHooks
 from helios.plugins.contexts import HookContext
@@ -45,4 +46,5 @@ __all__ = [
     "TimeLimit",
     "UniquePluginOverrides",
     "create_plugin",
+    "asks_nothing",
 ]

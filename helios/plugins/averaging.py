@@ -102,10 +102,7 @@ class WeightAverage(Plugin, ABC):
 
     @abstractmethod
     def _merge(self, averages: list[Tensor], present: list[Tensor], count: int) -> None:
-        """Move averages of ``count`` weights towards present ones, in place.
-
-        All of them have one device and one type.
-        """
+        """Move averages of ``count`` weights to present ones, in place; of one device and type."""
 
     def setup(self) -> None:
         """Begin without an average: the model builds new networks, a checkpoint brings its own."""

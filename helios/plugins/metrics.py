@@ -14,6 +14,7 @@ from torch import Tensor
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
+from helios.hooks.events import asks_nothing
 from helios.plugins.holders import Metric, Tally, take_apart
 from helios.plugins.intake import Intake, LoneIntake, SharedIntake, aside
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
@@ -105,10 +106,12 @@ class Metrics(Plugin):
         if context.phase is self._phase:
             self._intake.end_forward(self._find_arguments)
 
+    @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Take in a training batch."""
         self._update(Phase.TRAINING)
 
+    @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
         """Log the values every so many steps."""
         if self._every is not None and committed and (state.global_step + 1) % self._every == 0:

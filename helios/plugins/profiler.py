@@ -22,6 +22,7 @@ from torch.profiler import ProfilerAction, profile, schedule, tensorboard_trace_
 from helios.core.distributed import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.context import Context
+from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
 
@@ -113,6 +114,7 @@ class Profiler(Plugin):
             # Raised inside of torch's state machine, it would crash the process at the end.
             _LOGGER.exception("Profiler could not write a trace into %s.", self._folder)
 
+    @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         """Go on in the schedule; after its last cycle nothing is recorded or paid for."""
         if self._profile is None:
@@ -195,10 +197,12 @@ class Profiler(Plugin):
         """End the range."""
         self._leave()
 
+    @asks_nothing
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
         """Begin a range."""
         self._enter("optimizer step")
 
+    @asks_nothing
     def on_optimizer_step_end(self, optimizer: Optimizer, committed: bool) -> None:
         """End the range."""
         self._leave()
