@@ -45,6 +45,6 @@ __all__ = [
     "SanityCheck",
     "TimeLimit",
     "UniquePluginOverrides",
-    "create_plugin",
     "asks_nothing",
+    "create_plugin",
 ]
