@@ -880,9 +880,16 @@ FAULTS = (
     Fault(
         "no re-seeding before the iteration",
         "helios/engines/turns.py",
-        "        rng.reseed(self._before.at(iteration))",
-        "        self._before.at(iteration)",
+        "        rng.reseed(self._keys.at(iteration))",
+        "        self._keys.at(iteration)",
         f"{RESUME}::test_workers_change_no_bit[from 0 to 2 workers]",
+    ),
+    Fault(
+        "hooks before the turns of several replicas are not re-seeded",
+        "helios/engines/turns.py",
+        "        rng.reseed(self._before.at(iteration))",
+        "        pass",
+        f"{SAME_BITS}[4-3-1]",
     ),
     Fault(
         "the epoch is missing in the key of the order",
