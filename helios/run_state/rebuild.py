@@ -264,8 +264,8 @@ def _on_target(part: Alias, target: Tensor) -> Any:
         return array
     size = part.dtype.itemsize
     reach = sum((n - 1) * step for n, step in zip(part.shape, part.strides, strict=True))
-    # torch would enlarge the storage.
-    if begin < 0 or begin % size or (reach + 1) * size + begin > storage.nbytes():
+    # torch refuses a place before the storage, but would enlarge it at its end.
+    if begin % size or (reach + 1) * size + begin > storage.nbytes():
         raise ValueError(f"it reaches beyond the {storage.nbytes()} bytes of the storage")
     twin = tensor_on(storage, part.dtype, part.shape, part.strides, begin // size)
     return twin.requires_grad_(part.flag)

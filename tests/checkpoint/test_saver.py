@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -289,6 +290,23 @@ def test_a_copy_that_fails_in_the_middle_costs_no_save(
     assert load_model(path)["large"].sum() == 1000
 
 
+@contextlib.contextmanager
+def _interruption() -> Iterator[None]:
+    """Send a SIGINT that reaches nothing after the block, however early the block ends."""
+    main = threading.main_thread().ident
+    assert main is not None
+    # A shell starts what runs in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupter = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+    interrupter.start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        interrupter.join()
+        signal.signal(signal.SIGINT, before)
+
+
 def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
     make: Callable[..., Saver], gate: Gate
 ) -> None:
@@ -296,20 +314,12 @@ def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
     saver = make()
     path = save(saver, 1)
     assert gate.has_come.wait(30)
-    main = threading.main_thread().ident
-    assert main is not None
-    # A shell starts what runs in the background with SIGINT ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for act in (saver.finish, saver.close):
-        interrupter = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
         opener = threading.Timer(0.3, gate.is_open.set if act == saver.close else str)
-        interrupter.start()
         opener.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), _interruption():
             act()
-        interrupter.join()
         opener.join()
-    signal.signal(signal.SIGINT, before)
     assert path.exists()
     assert not [thread for thread in threading.enumerate() if thread.name == "helios-checkpoint"]
 

@@ -346,7 +346,10 @@ def test_the_counters_of_a_skipped_step_are_those_of_no_step(setting: Setting) -
     assert outcome.state[0] == (len(outcome.records) if is_by_epoch else setting.total_steps)
 
 
-def test_what_was_due_is_not_done_again_after_a_skipped_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [False, True], ids=["quiet", "with a save asked for"])
+def test_what_was_due_is_not_done_again_after_a_skipped_step(
+    tmp_path: Path, requests: bool
+) -> None:
     # Due at step 2 and step 4; the windows behind them are left out, at the same count.
     setting = Setting(total_steps=6, valid_frequency=2, shuffle=False, validates=True)
     # In order, 4 samples a batch: batches 2 and 3 of each epoch (from 0) are bad.
@@ -364,13 +367,15 @@ def test_what_was_due_is_not_done_again_after_a_skipped_step(tmp_path: Path) -> 
         def on_log(self, scalars: Any, state: TrainingState) -> None:
             heard.append(("log", state.global_iteration))
 
-    outcome = _train(tmp_path, setting, guard, Listening("listening"), data=data, print_frequency=2)
+    # A skipped step at which nothing is asked for is passed without a look at what is due.
+    plugins = [guard, Listening("listening"), *([Requester()] if requests else [])]
+    outcome = _train(tmp_path, setting, *plugins, data=data, print_frequency=2)
     validations = [n for kind, n in heard if kind == "valid"]
     assert guard.num_skipped == 2
     assert validations == [2, 6, 8]
     assert outcome.state[0] == 6
     assert [event[0] for event in outcome.events].count("on_validation_end") == 3
-    assert sorted(outcome.saves) == [1, 2, 5, 6, 7, 8]
+    assert sorted(outcome.saves) == ([1, 2, 3, 4, 5, 6, 7, 8] if requests else [1, 2, 5, 6, 7, 8])
 
 
 def test_the_schedule_does_not_move_at_a_skipped_step() -> None:

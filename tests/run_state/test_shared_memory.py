@@ -134,9 +134,12 @@ def test_a_changed_array_takes_what_looks_at_it_along() -> None:
     base = np.zeros(8)
     owner = Owner(base=base, view=base[4:], other=np.zeros(8), tensor=torch.from_numpy(base))
     owner.lonely = torch.zeros(8)
+    # Neither sees the change of the other, and no attribute is the array that lends the memory.
+    lender = np.zeros(8)
+    owner.head, owner.tail = lender[:6], torch.from_numpy(lender[4:])
     discovery = started(owner)
-    owner.tensor[1] = 1
-    assert list(changed(discovery)) == ["base", "tensor", "view"]
+    owner.tensor[1] = owner.tail[3] = 1
+    assert list(changed(discovery)) == ["base", "head", "tail", "tensor", "view"]
 
 
 def test_views_that_move_within_an_array_are_changes(tmp_path: Path, is_filed: bool) -> None:

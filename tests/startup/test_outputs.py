@@ -90,9 +90,16 @@ class Interrupting(Plugin):
             self.context.interrupt("the test says so")
 
 
+def _content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_a_training_that_only_loads_ends_no_run(tmp_path: Path) -> None:
     setting = Setting(total_steps=6, chkpt_frequency=1)
     assert not train(tmp_path, setting, Interrupting()).has_ended
+    saved = _content(tmp_path / "small")
     only_loads = dataclasses.replace(setting, chkpt_frequency=None)
     assert max(train(tmp_path, only_loads).records) == 6
+    # A note of the end would make this run's checkpoint a finished one to `helios ls`.
+    assert _content(tmp_path / "small") == saved
     assert sorted(train(tmp_path, setting).records) == [3, 4, 5, 6]

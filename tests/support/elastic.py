@@ -76,12 +76,13 @@ class Pictures(Dataset):
 class ElasticModel(helios.Model):
     """Writes a line for each turn of a replica into ``<folder>/turns-<rank>.jsonl``."""
 
-    unsaved = ("log", "setting")
+    unsaved = ("log", "setting", "drawn")
 
     def __init__(self, setting: Elastic, folder: Path) -> None:
         super().__init__("elastic")
         self.setting = setting
         self.log = folder
+        self.drawn = torch.zeros(1)
 
     def setup(self, fast_init: bool = False) -> None:
         self.body = nn.Sequential(
@@ -117,11 +118,15 @@ class ElasticModel(helios.Model):
         with (self.log / f"turns-{self.trainer.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
+    def on_training_batch_start(self, state: TrainingState) -> None:
+        super().on_training_batch_start(state)
+        self.drawn = torch.rand(1)
+
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)
         mean = self._loss_items["loss"]
         line = {"iteration": state.global_iteration, "mean": mean.cpu().numpy().tobytes().hex()}
-        line["noise"] = torch.rand(1).numpy().tobytes().hex()
+        line["noise"] = torch.cat([self.drawn, torch.rand(1)]).numpy().tobytes().hex()
         with (self.log / f"means-{self.trainer.rank}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -209,7 +214,7 @@ class Bits:
 
     Attributes:
         turns: by iteration and replica: ids, loss and images.
-        means: by iteration: the mean loss, and what a hook drew.
+        means: by iteration: the mean loss, and what hooks drew before the turns and after them.
         state: digests of the parts of the last checkpoint.
     """
 
