@@ -1568,8 +1568,8 @@ FAULTS = (
     Fault(
         "losses are told before hooks may change them",
         "helios/requests.py",
-        "        self.keeps_losses = not changes_losses",
-        "        self.keeps_losses = True",
+        "self.keeps_losses, self.frees_gradients = not changes_losses, not looks",
+        "self.keeps_losses, self.frees_gradients = True, not looks",
         f"{EXCHANGES}::test_losses_that_a_hook_puts_there_are_in_the_means",
     ),
     Fault(

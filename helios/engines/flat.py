@@ -121,7 +121,9 @@ class FlatGradients:
         parameters = self._parameters
         found = {n: g for n in self._trained if (g := parameters[n].grad) is not None}
         for number, gradient in found.items():
-            self._check_gradient(number, gradient)
+            is_alike = gradient.dtype is parameters[number].dtype
+            if gradient.layout is not torch.strided or not is_alike:
+                raise self._make_gradient_error(number, gradient)
         missing = set(self._trained).difference(found)
         is_first = buffer is None
         if buffer is None:
@@ -164,7 +166,8 @@ class FlatGradients:
         gradient = parameter.grad
         if gradient is None:
             return
-        self._check_gradient(number, gradient)
+        if gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype:
+            raise self._make_gradient_error(number, gradient)
         with torch.no_grad():
             if is_first:
                 buffer.views[number].copy_(gradient)
@@ -186,18 +189,6 @@ class FlatGradients:
                     found.append(Bucket(place, slice(offset, stop), tuple(numbers), device))
                     numbers, stop = [], offset
         return sorted(found, key=lambda bucket: -max(bucket.numbers))
-
-    def marks(self) -> list[tuple[int, slice]]:
-        """Return where the marks lie: the flat tensor's number, and their place in it."""
-        return [
-            (place, slice(group.num_elements, group.num_elements + len(group.offsets)))
-            for place, group in enumerate(self._groups)
-        ]
-
-    def _check_gradient(self, number: int, gradient: Tensor) -> None:
-        is_alike = gradient.dtype is self._parameters[number].dtype
-        if gradient.layout is not torch.strided or not is_alike:
-            raise self._make_gradient_error(number, gradient)
 
     def _check_layout(self) -> None:
         trained = [n for n, parameter in enumerate(self._parameters) if parameter.requires_grad]
@@ -276,37 +267,20 @@ class FlatGradients:
                     marks.copy_(torch.tensor(present))
         buffer.missing = now_missing
 
-    def add(self, left: FlatBuffer, right: FlatBuffer) -> FlatBuffer:
-        """Add a buffer into the left one and keep the right one for later; for a TreeStack."""
-        for kept, added in zip(left.flats, right.flats, strict=True):
-            kept.add_(added)
-        return self._join(left, right)
+    def add(self, left: FlatBuffer, right: FlatBuffer, *, only_marks: bool = False) -> FlatBuffer:
+        """Add a buffer into the left one and keep the right one for later; for a TreeStack.
 
-    def add_marks(self, left: FlatBuffer, right: FlatBuffer) -> FlatBuffer:
-        """Add the marks of a buffer, whose gradients were added before, into the left one."""
-        for group, part in self.marks():
-            left.flats[group][part].add_(right.flats[group][part])
-        return self._join(left, right)
-
-    def _join(self, left: FlatBuffer, right: FlatBuffer) -> FlatBuffer:
+        Args:
+            left: is changed.
+            right: is free after it.
+            only_marks: whether the gradients were added before.
+        """
+        for number, (kept, added) in enumerate(zip(left.flats, right.flats, strict=True)):
+            begin = self._groups[number].num_elements if only_marks else 0
+            kept[begin:].add_(added[begin:])
         left.missing = left.missing & right.missing
         self._give_back(right)
         return left
-
-    def reduce(self, sums: Mapping[range, FlatBuffer], reducer: TreeReducer) -> FlatBuffer:
-        """Add the buffers of all processes; all of them call it, once a window.
-
-        Args:
-            sums: the buffer of each subtree of this process, from its TreeStack.
-            reducer: adds over processes.
-
-        Raises:
-            UsageError: if the processes train different parameters.
-        """
-        self.agree(reducer)
-        for number in range(len(self._groups)):
-            reducer.all_reduce({node: buffer.flats[number] for node, buffer in sums.items()})
-        return self.conclude(sums, reducer)
 
     def agree(self, reducer: TreeReducer) -> None:
         """Check once that all processes train the same parameters.
@@ -318,9 +292,25 @@ class FlatGradients:
             reducer.check_equal("parameters", self._describe())
             self._is_agreed = True
 
-    def conclude(self, sums: Mapping[range, FlatBuffer], reducer: TreeReducer) -> FlatBuffer:
-        """Return the buffer that holds the sum over all processes, and keep the others."""
+    def reduce(
+        self, sums: Mapping[range, FlatBuffer], reducer: TreeReducer, *, only_marks: bool = False
+    ) -> FlatBuffer:
+        """Add the buffers of all processes; all of them call it, once a window.
+
+        Args:
+            sums: the buffer of each subtree of this process, from its TreeStack.
+            reducer: adds over processes.
+            only_marks: whether the gradients were added before.
+
+        Raises:
+            UsageError: if the processes train different parameters.
+        """
+        if not self._is_agreed:
+            self.agree(reducer)
         first, *others = map(sums.__getitem__, reducer.nodes)
+        for number, group in enumerate(self._groups):
+            begin = group.num_elements if only_marks else 0
+            reducer.all_reduce({node: b.flats[number][begin:] for node, b in sums.items()})
         for buffer in others:
             first.missing = first.missing & buffer.missing
             self._give_back(buffer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import TypeAlias, final
 
@@ -111,8 +112,9 @@ class SharedGradients(Gradients):
 
     def _find(self, optimizer: Optimizer, find_networks: FindNetworks) -> GradientSum:
         self.is_open = True
-        known = self._sums.get(id(optimizer))
-        if known is None or not known.is_for(optimizer):
+        known, present = self._sums.get(id(optimizer)), parameters_of(optimizer)
+        held = [] if known is None else known.parameters
+        if known is None or len(held) != len(present) or not all(map(operator.is_, held, present)):
             if known is not None and known.is_open:
                 raise UsageError(
                     f"{type(optimizer).__name__} must get or lose parameters between two steps, "
@@ -149,6 +151,7 @@ class GradientSum:
         networks: by path, to name their parameters in messages.
 
     Attributes:
+        parameters: whose gradients.
         is_open: whether gradients wait for the window's end.
     """
 
@@ -160,24 +163,17 @@ class GradientSum:
             for path, network in networks.items()
             for name, parameter in network.named_parameters()
         }
-        self._parameters = parameters_of(optimizer)
+        self.parameters = parameters_of(optimizer)
         self._replicas = replicas
         self._flat = FlatGradients(
             (names.get(id(parameter), f"parameter {place} of the optimizer"), parameter)
-            for place, parameter in enumerate(self._parameters)
+            for place, parameter in enumerate(self.parameters)
         )
         self._leaves: dict[int, FlatBuffer] = {}
         self._stack = TreeStack(replicas.block, replicas.num_replicas, self._flat.add)
         self.is_open = False
         self._sending: Sending | None = None
         self._may_send: dict[tuple[int, ...], bool] = {}
-
-    def is_for(self, optimizer: Optimizer) -> bool:
-        """Whether these are still the parameters of an optimizer; a group may have come."""
-        present = parameters_of(optimizer)
-        return len(present) == len(self._parameters) and all(
-            map(operator.is_, self._parameters, present)
-        )
 
     def collect(self, replica: int, *, ends_window: bool) -> None:
         """Take the gradients of a replica's micro-batch; ``.grad`` is None after it.
@@ -188,7 +184,7 @@ class GradientSum:
         """
         self.is_open = True
         if self._sending is not None:
-            self._stack.push(self._sending.finish(), self._flat.add_marks)
+            self._stack.push(self._sending.finish(), partial(self._flat.add, only_marks=True))
             return
         leaf = self._flat.collect(self._leaves.pop(replica, None))
         if ends_window:
@@ -242,15 +238,9 @@ class GradientSum:
 
     def finish(self) -> None:
         """Add over all replicas; ``.grad`` holds the sum, the same on all processes."""
-        reducer = self._replicas.reducer
-        if self._sending is None:
-            total = self._flat.reduce(self._stack.take(), reducer)
-        else:
-            self._sending = None
-            sums = self._stack.take()
-            for group, part in self._flat.marks():
-                reducer.all_reduce({node: b.flats[group][part] for node, b in sums.items()})
-            total = self._flat.conclude(sums, reducer)
+        is_sent, self._sending = self._sending is not None, None
+        sums, reducer = self._stack.take(), self._replicas.reducer
+        total = self._flat.reduce(sums, reducer, only_marks=is_sent)
         self._flat.show(total)
         self.is_open = False
 
