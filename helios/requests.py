@@ -27,6 +27,7 @@ class Requests:
 # What comes between the last backward of a window and its boundary, where somebody may still ask
 # for a skip, change losses, or ask for a checkpoint or the end. Any of it may write a log.
 _BEFORE_UPDATE = frozenset({"on_optimizer_step_start", "on_log"})
+_BEHIND_BACKWARD = frozenset({"on_backward_end"})
 _IN_UPDATE = _BEFORE_UPDATE | {"on_before_zero_grad", "on_optimizer_step_end"}
 _AFTER_UPDATE = _IN_UPDATE | {
     "on_training_batch_end",
@@ -48,11 +49,13 @@ class Agreement(ABC):
         agreed: those that all processes know of.
         keeps_losses: whether nobody changes the losses between the last backward of a window and
             the end of its turns.
+        frees_gradients: whether nobody looks at the gradients of one replica behind its backward.
     """
 
     asked: Requests
     agreed: Requests
     keeps_losses: bool = False
+    frees_gradients: bool = False
 
     def __init__(self, look: Callable[[], bool], take_skip: Callable[[], str]) -> None:
         self._look = look
@@ -142,11 +145,11 @@ class SharedAgreement(Agreement):
 
     def begin(self, asking: Set[str], *, is_usual: bool) -> None:
         """Agree on what may be asked late in any process."""
-        late = (_BEFORE_UPDATE, _IN_UPDATE, _AFTER_UPDATE)
-        self._skips_late, changes_losses, self._asks_late = self._replicas.agree(
+        late = (_BEFORE_UPDATE, _IN_UPDATE, _AFTER_UPDATE, _BEHIND_BACKWARD)
+        self._skips_late, changes_losses, self._asks_late, looks = self._replicas.agree(
             *(not is_usual or not asking.isdisjoint(events) for events in late)
         )
-        self.keeps_losses = not changes_losses
+        self.keeps_losses, self.frees_gradients = not changes_losses, not looks
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
         """Return what cannot be asked for any more: a skip, and at the boundary all the rest."""

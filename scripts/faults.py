@@ -33,6 +33,7 @@ OTHER_DATA = "tests/integration/test_other_data.py"
 STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
 SIGNALS = "tests/integration/test_signals.py"
+BUCKETS = "tests/distributed/test_buckets.py"
 EXCHANGES = "tests/distributed/test_exchanges.py"
 COMMANDS = "tests/cli/test_commands.py"
 ALIASES = "tests/run_state/test_aliases.py"
@@ -1523,6 +1524,34 @@ FAULTS = (
         f"{SAME_BITS}[4-2-2]",
     ),
     Fault(
+        "a bucket leaves before the replicas of its process are added",
+        "helios/engines/gradients.py",
+        "            total = buffer.flats[group][part].add_(total)",
+        "            total = buffer.flats[group][part]",
+        f"{BUCKETS}::test_buckets_change_no_bit",
+    ),
+    Fault(
+        "buckets leave as backward comes to them",
+        "helios/engines/sending.py",
+        "            if self._num_waiting[id(following)]:",
+        "            if self._num_waiting[id(following)] and following is bucket:",
+        f"{BUCKETS}::test_buckets_change_no_bit",
+    ),
+    Fault(
+        "a process decides alone that gradients leave early",
+        "helios/engines/gradients.py",
+        "            (are_there,) = self._replicas.agree(any(hooks))",
+        "            are_there = any(hooks)",
+        f"{BUCKETS}::test_gradients_stay_where_somebody_looks_at_them",
+    ),
+    Fault(
+        "gradients leave though a hook looks at them",
+        "helios/requests.py",
+        "self.keeps_losses, self.frees_gradients = not changes_losses, not looks",
+        "self.keeps_losses, self.frees_gradients = not changes_losses, True",
+        f"{BUCKETS}::test_gradients_stay_where_somebody_looks_at_them",
+    ),
+    Fault(
         "a process passes on only what it says itself",
         "helios/engines/message.py",
         "        sends = [(self.rows[known : known + distance], partner)]",
@@ -1539,8 +1568,8 @@ FAULTS = (
     Fault(
         "losses are told before hooks may change them",
         "helios/requests.py",
-        "        self.keeps_losses = not changes_losses",
-        "        self.keeps_losses = True",
+        "self.keeps_losses, self.frees_gradients = not changes_losses, not looks",
+        "self.keeps_losses, self.frees_gradients = True, not looks",
         f"{EXCHANGES}::test_losses_that_a_hook_puts_there_are_in_the_means",
     ),
     Fault(

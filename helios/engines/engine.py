@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.core import codec
 from helios.engines import components, wrapping
 from helios.engines.clipping import Clipping
 from helios.engines.device import device_of_rank, select_gpus
 from helios.engines.gradients import FindNetworks, divide, make_gradients, parameters_of
 from helios.engines.launch import Launch
 from helios.engines.numerics import numerics as numerics
-from helios.engines.peer import Peer, redefines
+from helios.engines.packing import Packing
+from helios.engines.peer import redefines
 from helios.engines.precision import Precision, check_precision
 from helios.engines.replicated import Replicas
 from helios.engines.scaler import LossScaler
+from helios.errors import ArgumentError
 
 
-class Engine(Peer):
+class Engine(Packing):
     """A device, a precision and the replicas of a run; what is done with a loss there.
 
     The one class: derive from it and override a method to change what it does (E40).
@@ -39,20 +39,24 @@ class Engine(Peer):
         clip_norm: largest 2-norm of the gradients of a step.
         clip_value: largest magnitude of an element of them.
         precision: the type in which the steps of the model compute.
+        bucket_bytes: on several processes, send gradients in buckets of at least so many bytes
+            while backward goes on; ``None`` for all of them behind it. The bits are the same.
 
     Attributes:
         device: where the training runs.
+        sends_early: whether gradients are sent while backward goes on.
         clips: whether :meth:`clip_gradients` does anything.
         unsaved: names of attributes that training changes and that no checkpoint needs.
 
     Raises:
         ArgumentError: for a name that is no device's, and for a limit that is no positive number,
-            or for both limits at once.
+            or for both limits at once; for a ``bucket_bytes`` below 1.
         ArgumentTypeError: for something else than a device, and than a precision.
     """
 
     _internals: ClassVar[str] = (
-        "_clipping _gradients _is_scaled _open_micro_batches _precision _replicas _scaler clips"
+        "_bucket_bytes _clipping _gradients _is_scaled _open_micro_batches _precision _replicas "
+        "_scaler clips sends_early"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
@@ -63,9 +67,16 @@ class Engine(Peer):
         clip_norm: float | None = None,
         clip_value: float | None = None,
         precision: Precision = Precision.FP32,
+        bucket_bytes: int | None = None,
     ) -> None:
         super().__init__(device)
         check_precision(precision)
+        if bucket_bytes is not None and (type(bucket_bytes) is not int or bucket_bytes < 1):
+            raise ArgumentError(
+                "Engine(bucket_bytes=...) must be None or a positive int, got "
+                f"{bucket_bytes!r}. Pass 25 * 2**20, or leave it out."
+            )
+        self._bucket_bytes = bucket_bytes
         self._precision = precision
         self._clipping = Clipping(clip_norm, clip_value)
         self.replicas = Replicas()
@@ -86,6 +97,8 @@ class Engine(Peer):
         self._is_scaled = self._precision.scaler is not None or is_own
         is_own = redefines(self, Engine, "clip_gradients")
         self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
+        is_own = redefines(self, Engine, "collect_gradients")
+        self.sends_early = not (self._bucket_bytes is None or replicas.is_whole or is_own)
 
     @property
     def precision(self) -> Precision:
@@ -148,6 +161,19 @@ class Engine(Peer):
             UsageError: if the optimizer has got or lost parameters inside of the window.
         """
         self._gradients.collect(optimizer, replica, find_networks, ends_window=ends_window)
+
+    def sending_gradients(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = dict
+    ) -> AbstractContextManager[None]:
+        """Send gradients while the last backward of a window goes on, in a ``with`` statement.
+
+        Args:
+            optimizer: whose parameters have them.
+            replica: number of the replica, the last one of this process.
+            find_networks: as in :meth:`collect_gradients`.
+        """
+        assert self._bucket_bytes is not None
+        return self._gradients.sending(optimizer, replica, find_networks, self._bucket_bytes)
 
     def drop_old_gradients(self, optimizer: Optimizer) -> None:
         """Drop gradients that are older than the run, or than the parameters of an optimizer.
@@ -297,73 +323,6 @@ class Engine(Peer):
         """
         self.teardown()
         self.cleanup_process(is_failing=is_failing)
-
-    def pack_checkpoint(
-        self,
-        model: Any = None,
-        criterion: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        **extra: Any,
-    ) -> dict[str, Any]:
-        """Return the states of parts as one dict, without a trace of the engine in names (E33).
-
-        A part gives ``"<part>_state_dict"``, a dict of parts ``"<part>_<key>_state_dict"``, and
-        the scaler of fp16 ``"scaler"``. What is ``None`` is left out.
-
-        Args:
-            model: an object with a state, or a dict of such; the same for the next three.
-            criterion: likewise.
-            optimizer: likewise.
-            scheduler: likewise.
-            **extra: is taken over as it is.
-
-        Raises:
-            ArgumentError: for a part without a state, and for a name that is taken.
-        """
-        parts = (model, criterion, optimizer, scheduler)
-        table = dict(zip(components.PARTS, parts, strict=True))
-        return components.pack(table, extra, self._scaler_state())
-
-    def unpack_checkpoint(
-        self,
-        checkpoint: Mapping[str, Any],
-        model: Any = None,
-        criterion: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        *,
-        strict: bool = False,
-    ) -> None:
-        """Give parts their states back, whichever engine has packed them (E35, E36).
-
-        Args:
-            checkpoint: what :meth:`pack_checkpoint` has returned.
-            model: an object, or a dict of such; the same for the next three.
-            criterion: likewise.
-            optimizer: likewise.
-            scheduler: likewise.
-            strict: whether a part without a state is an error, not a warning.
-
-        Raises:
-            StateError: for a part without a state, if ``strict``.
-        """
-        parts = (model, criterion, optimizer, scheduler)
-        table = dict(zip(components.PARTS, parts, strict=True))
-        components.unpack(table, checkpoint, strict=strict)
-        self._load_scaler(checkpoint)
-
-    def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Path | str) -> None:
-        """Write a checkpoint, whole or not at all; the master process only (E37).
-
-        Others return at once: call :meth:`barrier` before they read it.
-        """
-        if self.is_master_process:
-            components.save(checkpoint, Path(path))
-
-    def load_checkpoint(self, path: Path | str) -> Any:
-        """Return the checkpoint in a file, its tensors on the CPU; nothing in it is executed."""
-        return codec.read(Path(path))
 
     @classmethod
     def auto(

@@ -37,6 +37,23 @@ class FlatBuffer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A run of parameters whose gradients are sent together.
+
+    Attributes:
+        group: number of the flat tensor.
+        part: their place in it.
+        numbers: of the parameters.
+        device: where they lie.
+    """
+
+    group: int
+    part: slice
+    numbers: tuple[int, ...]
+    device: torch.device
+
+
+@dataclasses.dataclass(frozen=True)
 class _Group:
     """The parameters of one type and device, and where each begins in their flat tensor."""
 
@@ -116,10 +133,62 @@ class FlatGradients:
             move = torch._foreach_copy_ if is_first else torch._foreach_add_
             with torch.no_grad():
                 move(views, list(found.values()))
-        self._mark(buffer, missing, is_first=is_first)
+        self.mark(buffer, missing, is_first=is_first)
         for number in found:
             parameters[number].grad = None
         return buffer
+
+    def open_leaf(self, buffer: FlatBuffer | None) -> FlatBuffer:
+        """Return the buffer for a backward whose gradients are moved one by one."""
+        self._check_layout()
+        return self._take() if buffer is None else buffer
+
+    def trained(self) -> list[tuple[int, Tensor]]:
+        """Return the numbers and parameters that are trained."""
+        return [(number, self._parameters[number]) for number in self._trained]
+
+    def name_of(self, number: int) -> str:
+        """Return how messages call a parameter."""
+        return self._names[number]
+
+    def move(self, number: int, buffer: FlatBuffer, *, is_first: bool) -> None:
+        """Move one gradient into a buffer; ``.grad`` is None after it.
+
+        Args:
+            number: of the parameter.
+            buffer: the replica's.
+            is_first: whether it is the window's first micro-batch, so that nothing is added up.
+
+        Raises:
+            UsageError: as :meth:`collect` does.
+        """
+        parameter = self._parameters[number]
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        if gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype:
+            raise self._make_gradient_error(number, gradient)
+        with torch.no_grad():
+            if is_first:
+                buffer.views[number].copy_(gradient)
+            else:
+                buffer.views[number].add_(gradient)
+        parameter.grad = None
+
+    def buckets(self, num_bytes: int) -> list[Bucket]:
+        """Return runs of parameters of at least so many bytes, the last parameters first."""
+        self._check_layout()
+        found = []
+        for place, group in enumerate(self._groups):
+            dtype, device = group.kind
+            numbers: list[int] = []
+            stop = group.num_elements
+            for number, offset in reversed(group.offsets.items()):
+                numbers.append(number)
+                if (stop - offset) * dtype.itemsize >= num_bytes or offset == 0:
+                    found.append(Bucket(place, slice(offset, stop), tuple(numbers), device))
+                    numbers, stop = [], offset
+        return sorted(found, key=lambda bucket: -max(bucket.numbers))
 
     def _check_layout(self) -> None:
         trained = [n for n, parameter in enumerate(self._parameters) if parameter.requires_grad]
@@ -182,7 +251,7 @@ class FlatGradients:
                 buffer.views[number] = _view_like(self._parameters[number], flat, offset)
         return buffer
 
-    def _mark(self, buffer: FlatBuffer, missing: set[int], *, is_first: bool) -> None:
+    def mark(self, buffer: FlatBuffer, missing: set[int], *, is_first: bool) -> None:
         """Note which gradients are there; a missing one counts as +0.0."""
         if is_first:
             for number in missing:
@@ -198,30 +267,50 @@ class FlatGradients:
                     marks.copy_(torch.tensor(present))
         buffer.missing = now_missing
 
-    def add(self, left: FlatBuffer, right: FlatBuffer) -> FlatBuffer:
-        """Add a buffer into the left one and keep the right one for later; for a TreeStack."""
-        for kept, added in zip(left.flats, right.flats, strict=True):
-            kept.add_(added)
+    def add(self, left: FlatBuffer, right: FlatBuffer, *, only_marks: bool = False) -> FlatBuffer:
+        """Add a buffer into the left one and keep the right one for later; for a TreeStack.
+
+        Args:
+            left: is changed.
+            right: is free after it.
+            only_marks: whether the gradients were added before.
+        """
+        for number, (kept, added) in enumerate(zip(left.flats, right.flats, strict=True)):
+            begin = self._groups[number].num_elements if only_marks else 0
+            kept[begin:].add_(added[begin:])
         left.missing = left.missing & right.missing
         self._give_back(right)
         return left
 
-    def reduce(self, sums: Mapping[range, FlatBuffer], reducer: TreeReducer) -> FlatBuffer:
+    def agree(self, reducer: TreeReducer) -> None:
+        """Check once that all processes train the same parameters.
+
+        Raises:
+            UsageError: if they do not.
+        """
+        if not self._is_agreed:
+            reducer.check_equal("parameters", self._describe())
+            self._is_agreed = True
+
+    def reduce(
+        self, sums: Mapping[range, FlatBuffer], reducer: TreeReducer, *, only_marks: bool = False
+    ) -> FlatBuffer:
         """Add the buffers of all processes; all of them call it, once a window.
 
         Args:
             sums: the buffer of each subtree of this process, from its TreeStack.
             reducer: adds over processes.
+            only_marks: whether the gradients were added before.
 
         Raises:
             UsageError: if the processes train different parameters.
         """
         if not self._is_agreed:
-            reducer.check_equal("parameters", self._describe())
-            self._is_agreed = True
+            self.agree(reducer)
         first, *others = map(sums.__getitem__, reducer.nodes)
-        for number in range(len(self._groups)):
-            reducer.all_reduce({node: buffer.flats[number] for node, buffer in sums.items()})
+        for number, group in enumerate(self._groups):
+            begin = group.num_elements if only_marks else 0
+            reducer.all_reduce({node: b.flats[number][begin:] for node, b in sums.items()})
         for buffer in others:
             first.missing = first.missing & buffer.missing
             self._give_back(buffer)

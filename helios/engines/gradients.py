@@ -8,7 +8,9 @@ one replica they stay where backward has put them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import TypeAlias, final
 
@@ -18,6 +20,7 @@ from torch.optim import Optimizer
 
 from helios.engines.flat import FlatBuffer, FlatGradients
 from helios.engines.replicated import Replicas
+from helios.engines.sending import Sending
 from helios.engines.tree import TreeStack
 from helios.errors import UsageError
 
@@ -39,6 +42,19 @@ class Gradients:
         Each process has summed these up over the replicas that it carries, so they would depend on
         the number of processes.
         """
+
+    def sending(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
+    ) -> AbstractContextManager[None]:
+        """Let gradients leave while the last backward of a window goes on, in a ``with`` statement.
+
+        Args:
+            optimizer: whose parameters have them.
+            replica: number of the replica.
+            find_networks: as in :meth:`collect`.
+            num_bytes: what goes together, at least.
+        """
+        return nullcontext()
 
     def collect(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, *, ends_window: bool
@@ -86,9 +102,19 @@ class SharedGradients(Gradients):
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, *, ends_window: bool
     ) -> None:
         """Move the gradients into the replica's leaf."""
+        self._find(optimizer, find_networks).collect(replica, ends_window=ends_window)
+
+    def sending(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
+    ) -> AbstractContextManager[None]:
+        """Let them leave in buckets."""
+        return self._find(optimizer, find_networks).sending(replica, num_bytes)
+
+    def _find(self, optimizer: Optimizer, find_networks: FindNetworks) -> GradientSum:
         self.is_open = True
-        known = self._sums.get(id(optimizer))
-        if known is None or not known.is_for(optimizer):
+        known, present = self._sums.get(id(optimizer)), parameters_of(optimizer)
+        held = [] if known is None else known.parameters
+        if known is None or len(held) != len(present) or not all(map(operator.is_, held, present)):
             if known is not None and known.is_open:
                 raise UsageError(
                     f"{type(optimizer).__name__} must get or lose parameters between two steps, "
@@ -96,7 +122,7 @@ class SharedGradients(Gradients):
                 )
             known = GradientSum(optimizer, self._replicas, find_networks())
             self._sums[id(optimizer)] = known
-        known.collect(replica, ends_window=ends_window)
+        return known
 
     def finish(self, optimizer: Optimizer) -> None:
         """Finish the tree over all processes."""
@@ -125,6 +151,7 @@ class GradientSum:
         networks: by path, to name their parameters in messages.
 
     Attributes:
+        parameters: whose gradients.
         is_open: whether gradients wait for the window's end.
     """
 
@@ -136,22 +163,17 @@ class GradientSum:
             for path, network in networks.items()
             for name, parameter in network.named_parameters()
         }
-        self._parameters = parameters_of(optimizer)
+        self.parameters = parameters_of(optimizer)
         self._replicas = replicas
         self._flat = FlatGradients(
             (names.get(id(parameter), f"parameter {place} of the optimizer"), parameter)
-            for place, parameter in enumerate(self._parameters)
+            for place, parameter in enumerate(self.parameters)
         )
         self._leaves: dict[int, FlatBuffer] = {}
         self._stack = TreeStack(replicas.block, replicas.num_replicas, self._flat.add)
         self.is_open = False
-
-    def is_for(self, optimizer: Optimizer) -> bool:
-        """Whether these are still the parameters of an optimizer; a group may have come."""
-        present = parameters_of(optimizer)
-        return len(present) == len(self._parameters) and all(
-            map(operator.is_, self._parameters, present)
-        )
+        self._sending: Sending | None = None
+        self._may_send: dict[tuple[int, ...], bool] = {}
 
     def collect(self, replica: int, *, ends_window: bool) -> None:
         """Take the gradients of a replica's micro-batch; ``.grad`` is None after it.
@@ -161,15 +183,65 @@ class GradientSum:
             ends_window: whether it is the replica's last micro-batch of the window.
         """
         self.is_open = True
+        if self._sending is not None:
+            self._stack.push(self._sending.finish(), partial(self._flat.add, only_marks=True))
+            return
         leaf = self._flat.collect(self._leaves.pop(replica, None))
         if ends_window:
             self._stack.push(leaf)
         else:
             self._leaves[replica] = leaf
 
+    @contextmanager
+    def sending(self, replica: int, num_bytes: int) -> Iterator[None]:
+        """Let gradients leave while the last backward of a window goes on, in a ``with`` statement.
+
+        Args:
+            replica: the last one of this process.
+            num_bytes: what goes together, at least.
+
+        Raises:
+            UsageError: if a parameter is reached twice.
+        """
+        self.is_open = True
+        buckets = self._flat.buckets(num_bytes)
+        if not buckets or not self._agree_on_hooks():
+            yield
+            return
+        self._flat.agree(self._replicas.reducer)
+        leaf = self._leaves.pop(replica, None)
+        sending = Sending(self._flat, buckets, leaf, self._add_slice)
+        with sending.hooked():
+            self._sending = sending
+            yield
+
+    def _agree_on_hooks(self) -> bool:
+        """Whether nobody else hears of gradients one by one; asked once for each set of them."""
+        trained = self._flat.trained()
+        known = tuple(number for number, _ in trained)
+        if known not in self._may_send:
+            hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for _, p in trained)
+            (are_there,) = self._replicas.agree(any(hooks))
+            self._may_send[known] = not are_there
+        return self._may_send[known]
+
+    def _add_slice(self, group: int, part: slice) -> None:
+        """Add a slice of the leaf that is being filled, over the replicas and processes."""
+        assert self._sending is not None
+        reducer = self._replicas.reducer
+        left, beside = self._stack.preview()
+        total = self._sending.leaf.flats[group][part]
+        for buffer in left:
+            total = buffer.flats[group][part].add_(total)
+        sums = {node: buffer.flats[group][part] for node, buffer in beside.items()}
+        reducer.all_reduce({**sums, reducer.nodes[-1]: total})
+
     def finish(self) -> None:
         """Add over all replicas; ``.grad`` holds the sum, the same on all processes."""
-        self._flat.show(self._flat.reduce(self._stack.take(), self._replicas.reducer))
+        is_sent, self._sending = self._sending is not None, None
+        sums, reducer = self._stack.take(), self._replicas.reducer
+        total = self._flat.reduce(sums, reducer, only_marks=is_sent)
+        self._flat.show(total)
         self.is_open = False
 
 

@@ -88,8 +88,18 @@ class TreeStack(Generic[T]):
             for child in children(node):
                 self._count_sums(child)
 
-    def push(self, leaf: T) -> None:
+    def preview(self) -> tuple[list[T], dict[range, T]]:
+        """Return what the next leaf will be added to, nearest first, and the sums beside them."""
+        place = len(self._values) - self._sums_after.get(self._next, 0)
+        left = [value for _, value in reversed(self._values[place:])]
+        return left, dict(self._values[:place])
+
+    def push(self, leaf: T, add: Callable[[T, T], T] | None = None) -> None:
         """Take the leaf of the next replica, and add what is complete with it.
+
+        Args:
+            leaf: of the next replica.
+            add: in the place of the usual one, where elements were added before.
 
         Raises:
             UsageError: if all leaves of the block are there already.
@@ -102,7 +112,8 @@ class TreeStack(Generic[T]):
         self._values.append((range(self._next, self._next + 1), leaf))
         for _ in range(self._sums_after[self._next]):
             (last, right), (first, left) = self._values.pop(), self._values.pop()
-            self._values.append((range(first.start, last.stop), self._add(left, right)))
+            total = (add or self._add)(left, right)
+            self._values.append((range(first.start, last.stop), total))
         self._next += 1
 
     def take(self) -> dict[range, T]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, final
 
 from torch import Tensor, nn
@@ -69,6 +70,12 @@ class Collector(Protocol):
         """Take the gradients of a replica's backward."""
         ...
 
+    def sending_gradients(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = ...
+    ) -> AbstractContextManager[None]:
+        """Send gradients while the last backward of a window goes on."""
+        ...
+
 
 Seed = Callable[[int | None], None]
 
@@ -117,6 +124,15 @@ class Turns(ABC):
             UsageError: for a second one where the turns of other replicas are to follow.
         """
         return None
+
+    def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Send gradients while the last backward of a window goes on, in a ``with`` statement.
+
+        Args:
+            engine: sends them.
+            optimizer: whose parameters have them.
+        """
+        return nullcontext()
 
     def end_backward(
         self,
@@ -280,6 +296,10 @@ class SharedTurns(Turns):
             fields = ("train", self._iteration, self.replica, self._num_reopened)
             rng.reseed(rng.key(self._seed, *fields))
         return self._watch.begin()
+
+    def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Send those of the last replica, along with what is added to them."""
+        return engine.sending_gradients(optimizer, self.replica, self._find_networks)
 
     def end_backward(
         self,

@@ -95,10 +95,14 @@ class OptimizerLoop(Loop):
         self._show({"loss": loss.detach()})
         if turns.is_first:
             engine.count_micro_batch()
-        self._backward(loss)
         optimizer = self._find_optimizer()
         ends_window = state.is_step_boundary
         updates = ends_window and turns.is_last
+        if updates and engine.sends_early and session.agreement.frees_gradients:
+            with turns.sending(engine, optimizer):
+                self._backward(loss)
+        else:
+            self._backward(loss)
         turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window, updates=updates)
         if updates:
             self._note_update(is_committed=self._update(optimizer))

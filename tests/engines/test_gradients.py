@@ -6,6 +6,8 @@ import functools
 import gc
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.optim import SGD
 from helios.core.group import DistributedInfo
 from helios.engines.engine import Engine
 from helios.engines.flat import FlatBuffer
-from helios.engines.gradients import GradientSum, parameters_of
+from helios.engines.gradients import GradientSum, SharedGradients, parameters_of
 from helios.engines.replicated import Replicas
 from helios.errors import UsageError
 from tests.engines.joined import joined
@@ -306,7 +308,6 @@ def test_an_open_window_says_so() -> None:
     optimizer = SGD(model.parameters(), lr=1.0)
     summed = GradientSum(optimizer, Replicas(2), {})
     assert not summed.is_open
-    assert summed.is_for(optimizer)
     model.fill(0, 0)
     summed.collect(0, ends_window=True)
     assert summed.is_open
@@ -314,11 +315,24 @@ def test_an_open_window_says_so() -> None:
     summed.collect(1, ends_window=True)
     summed.finish()
     assert not summed.is_open
-    fewer = SGD(list(model.parameters())[1:], lr=1.0)
-    reordered = SGD(list(model.parameters())[::-1], lr=1.0)
-    assert not summed.is_for(fewer)
-    assert not summed.is_for(reordered)
-    assert [id(p) for p in parameters_of(fewer)] == [id(p) for p in fewer.param_groups[0]["params"]]
+
+
+@pytest.mark.parametrize("change", [list.pop, list.reverse])
+def test_the_parameters_of_an_open_window_stay(change: Callable[[list[Any]], object]) -> None:
+    model, gradients = Parts(), SharedGradients(Replicas(2))
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for replica in range(2):
+        model.fill(replica, 0)
+        gradients.collect(optimizer, replica, dict, ends_window=True)
+    gradients.finish(optimizer)
+    present = optimizer.param_groups[0]["params"]
+    assert parameters_of(optimizer) == present
+    change(present)
+    model.fill(0, 1)
+    gradients.collect(optimizer, 0, dict, ends_window=True)
+    change(present)
+    with pytest.raises(UsageError, match="must get or lose parameters between two steps"):
+        gradients.collect(optimizer, 1, dict, ends_window=True)
 
 
 def test_a_replica_that_is_missing_is_an_error() -> None:
