@@ -7,12 +7,14 @@ processes have agreed on it (DESIGN R4).
 from __future__ import annotations
 
 import operator
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import final
 
 from helios.engines.replicated import Replicas
+from helios.errors import UsageError
 
 
 @dataclass
@@ -61,12 +63,25 @@ class Agreement(ABC):
         self._look = look
         self._take_skip = take_skip
 
-    def begin(self, asking: Set[str], *, is_usual: bool) -> None:
+    def doubt(self) -> None:
+        """Note that loops or an engine are not Helios' own: they may ask at any place."""
+
+    def begin(self, asking: Set[str]) -> None:
         """Learn what may be asked late; all processes call it, before the first iteration.
 
         Args:
             asking: the events in which somebody may ask for something.
-            is_usual: whether no loops are the user's own, which could ask at any place.
+        """
+
+    def check_open(self, call: str) -> None:
+        """Check that something may be asked for here.
+
+        Args:
+            call: how the error calls what asks.
+
+        Raises:
+            UsageError: behind the gradients of a window, where nobody was thought to ask: it would
+                count one boundary later than on one replica.
         """
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
@@ -139,29 +154,57 @@ class SharedAgreement(Agreement):
         self.asked, self.agreed = Requests(), Requests()
         self._replicas = replicas
         self._skips_late = self._asks_late = True
+        self._is_doubted = False
         self._tells_skip = False
         self._skip: bool | None = None
         self._told: Sequence[bool] = ()
+        self._thread: int | None = None
 
-    def begin(self, asking: Set[str], *, is_usual: bool) -> None:
+    def doubt(self) -> None:
+        """Let all processes know with the next gradients, or when the run begins."""
+        self._is_doubted = True
+
+    def begin(self, asking: Set[str]) -> None:
         """Agree on what may be asked late in any process."""
         late = (_BEFORE_UPDATE, _IN_UPDATE, _AFTER_UPDATE, _BEHIND_BACKWARD)
         self._skips_late, changes_losses, self._asks_late, looks = self._replicas.agree(
-            *(not is_usual or not asking.isdisjoint(events) for events in late)
+            *(self._is_doubted or not asking.isdisjoint(events) for events in late)
         )
+        self._is_doubted = False
         self.keeps_losses, self.frees_gradients = not changes_losses, not looks
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
         """Return what cannot be asked for any more: a skip, and at the boundary all the rest."""
         self._tells_skip = is_before_update and not self._skips_late
         is_skipped = self._tells_skip and bool(self._take_skip())
-        return (is_skipped,) if self._asks_late else (is_skipped, *self._ask())
+        if self._asks_late:
+            return (self._is_doubted, is_skipped)
+        asked = self._ask()
+        # Others may ask in threads of their own: that counts whenever it is heard.
+        self._thread = threading.get_ident()
+        return (self._is_doubted, is_skipped, *asked)
 
     def listen(self, flags: Sequence[bool]) -> None:
-        """Keep it for the update and for the boundary."""
-        is_skipped, *self._told = flags
+        """Keep it for the update and for the boundary; ask there again where loops are new."""
+        is_doubted, is_skipped, *told = flags
+        if told:
+            self._told = [*map(operator.or_, self._told, told)] if self._told else told
         if self._tells_skip:
             self._skip = is_skipped
+        if is_doubted:
+            self._skips_late = self._asks_late = True
+            self._is_doubted = self.keeps_losses = self.frees_gradients = False
+            self._thread = None
+
+    def check_open(self, call: str) -> None:
+        """Refuse what the other processes would hear of one boundary later."""
+        if self._thread == threading.get_ident():
+            raise UsageError(
+                f"{call} must be called in an event or a step of the model, but was called behind "
+                "the gradients in code that nobody expects to ask: in the step of an optimizer or "
+                "a scheduler, say, or in a method that is marked @asks_nothing. Call it in "
+                "on_optimizer_step_end, and take the mark away."
+            )
 
     def _ask(self) -> tuple[bool, ...]:
         """Return what this process asks for; a wish for a checkpoint is taken from it."""
@@ -172,14 +215,15 @@ class SharedAgreement(Agreement):
     def agree_on_skip(self) -> bool:
         """Return what all know from in front of the gradients; else ask."""
         known, self._skip = self._skip, None
-        if known is None:
-            (known,) = self._replicas.agree(bool(self._take_skip()))
+        if known is None or self._skips_late:
+            (is_asked,) = self._replicas.agree(bool(self._take_skip()))
+            return is_asked or bool(known)
         return known
 
     def settle(self, *, ends_window: bool = False) -> bool:
         """Add what any process has asked for."""
-        told, self._told = self._told, ()
-        if not told or not ends_window:
+        told, self._told, self._thread = self._told, (), None
+        if not told or self._asks_late or not ends_window:
             found = self._replicas.agree(*self._ask())
             told = [*map(operator.or_, told, found)] if told else found
         is_wanted, stops, interrupts, is_alarm = told

@@ -48,6 +48,17 @@ def _do_nothing() -> None:
     return
 
 
+# What an engine does behind the gradients.
+_UPDATE = (
+    "average_gradients",
+    "unscale_gradients",
+    "clip_gradients",
+    "optimizer_step",
+    "zero_grad",
+    "close_window",
+)
+
+
 @dataclass
 class Session:
     """One call of fit, validate, test or predict, as its loops see it.
@@ -253,14 +264,17 @@ class Session:
 
     def request_checkpoint(self) -> None:
         """Ask for a checkpoint at the next safe point (DESIGN R4)."""
+        self.agreement.check_open("Context.request_checkpoint()")
         self.requests.is_checkpoint_wanted = True
 
     def request_stop(self, reason: str) -> None:
         """Ask for the end of the run at the next safe point; the first reason counts."""
+        self.agreement.check_open("Context.request_stop()")
         self.requests.stop_reason = self.requests.stop_reason or reason
 
     def interrupt(self, reason: str) -> None:
         """Ask for a checkpoint and an early return at the next safe point."""
+        self.agreement.check_open("Context.interrupt()")
         self.requests.interruption = self.requests.interruption or reason
 
     def _look_around(self) -> bool:
@@ -339,13 +353,11 @@ class Session:
         meters = {**self.model.discovery.values.meters, **self.owner_states.meters}
         self.recorder.save(snapshot, meters)
 
-    def begin_training(self, *, is_usual: bool) -> None:
-        """Note that the start events are over: what they set up, every start sets up again.
-
-        Args:
-            is_usual: whether all loops are Helios' own.
-        """
-        self.agreement.begin(self.hooks.asking, is_usual=is_usual)
+    def begin_training(self) -> None:
+        """Note that the start events are over: what they set up, every start sets up again."""
+        if any(redefines(self.engine, Engine, name) for name in _UPDATE):
+            self.agreement.doubt()
+        self.agreement.begin(self.hooks.asking)
         if self.can_save:
             self.model.discovery.begin_training()
             self.owner_states.begin_training()

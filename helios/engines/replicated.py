@@ -205,6 +205,7 @@ class Replicas:
     def close(self) -> None:
         """Let go of the process group, so that nothing keeps it alive after the run."""
         self._losses, self._scores = NumberReducer(1), NumberReducer(1)
+        self._ranks, self._message = Ranks(1, 0, None), None
 
     def make_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return a tensor without content, where this process computes."""

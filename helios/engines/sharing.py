@@ -51,6 +51,8 @@ class Sharing:
         self._speaker = speaker
         self._tables: list[dict[str, Any]] = []
         self._means: dict[str, Tensor] | None = None
+        self._is_final = False
+        self._shown: dict[str, Any] = {}
 
     def keep_losses(self, table: Mapping[str, Any]) -> None:
         """Keep the losses of a turn as they are now.
@@ -84,6 +86,7 @@ class Sharing:
         has_losses = not is_before_update or self._speaker.keeps_losses
         if has_losses:
             self.keep_losses(table)
+            self._is_final, self._shown = not is_before_update, dict(table)
         self.buffers.commit()
         is_whole = self._replicas.is_whole
         has_changed, content = (False, NOTHING) if is_whole else self.buffers.write()
@@ -99,6 +102,9 @@ class Sharing:
             self.buffers.read(heard.content, has_changed=has_changed)
         self._speaker.listen(flags)
         self._means = heard.means
+        if not self._is_final and not self._speaker.keeps_losses:
+            # A loop is new, so that losses may change: they are asked for at the end.
+            self.reopen()
 
     def drop_window(self) -> None:
         """End a window without an update, behind its last iteration."""
@@ -110,14 +116,31 @@ class Sharing:
 
         Args:
             table: the losses of the last turn, unless they were kept.
+
+        Raises:
+            UsageError: if they were told, and changed since.
         """
-        means = self._means
-        if means is None:
+        means, shown = self._means, self._shown
+        if means is not None:
+            is_same = [*map(id, table.values())] == [*map(id, shown.values())]
+            if not is_same or [*table] != [*shown]:
+                raise _make_change_error(table, shown)
+        else:
             if len(self._tables) < len(self._replicas.block):
                 self.keep_losses(table)
             means = self._replicas.mean_losses(self._tables)
         self._tables, self._means = [], None
         return means
+
+
+def _make_change_error(table: Mapping[str, Any], shown: Mapping[str, Any]) -> UsageError:
+    names = sorted(x for x in {**table, **shown} if table.get(x) is not shown.get(x))
+    return UsageError(
+        "Model._loss_items must hold its losses before the gradients are added, or get them in an "
+        f"event, but {names} changed behind them in code that nobody expects to do so: in the step "
+        "of an optimizer or a scheduler, say, or in a method that is marked @asks_nothing. Change "
+        "them in on_optimizer_step_end, and take the mark away."
+    )
 
 
 def _make_loss_error(name: str, loss: Any) -> UsageError:

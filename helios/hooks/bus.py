@@ -159,7 +159,8 @@ class Bus:
     Attributes:
         heard: the events that anybody hears, each with its first receiver. What happens in every
             iteration looks here first, which spares the call for an event that nobody hears.
-        asking: those in which somebody may ask for a checkpoint, the end or a skip.
+        asking: those in which somebody may ask for a checkpoint, the end or a skip, or change the
+            losses.
 
     Raises:
         ArgumentTypeError: for a method whose parameters are not those of the table, or that is

@@ -118,9 +118,8 @@ class EpochLoop(Loop):
             if not session.state.is_step_boundary:
                 return
             if self._is_complete and self._kind is WINDOW:
-                session.agree(
-                    ends_window=True
-                )  # The epoch's end takes the place of its last boundary.
+                # The epoch's end takes the place of its last boundary.
+                session.agree(ends_window=True)
             elif self._boundary.follow(self._kind, self._validate):
                 self._leave()
         except StopIteration as error:

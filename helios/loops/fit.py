@@ -61,7 +61,7 @@ class FitLoop(Loop):
             session.hooks.emit("on_training_resume", session.state)
             self._check_length()
             session.restore_randomness()
-        session.begin_training(is_usual=self.is_usual)
+        session.begin_training()
         session.agree()
         session.check_alike()
         boundary = Boundary(session)

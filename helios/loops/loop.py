@@ -107,12 +107,6 @@ class Loop(ABC):
         found = {role: getattr(self, role) for role in self.roles}
         return {role: child for role, child in found.items() if child is not None}
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether this loop and all below it are Helios' own, none of a subclass."""
-        is_own = type(self).__module__.startswith("helios.")
-        return is_own and all(child.is_usual for child in self.children().values())
-
     @final
     def adopt(self, other: Loop) -> None:
         """Take over the children of another loop in roles that are still empty here (L11)."""
@@ -138,6 +132,8 @@ class Loop(ABC):
             vars(self).pop(name, None)
         if session is not None:
             self.session = self._session = session
+            if not type(self).__module__.startswith("helios.") or self._is_redefined():
+                session.agreement.doubt()
             if self._has_one_round():
                 self.enter = self.advance  # type: ignore[method-assign]
         for role, child in self.children().items():
@@ -227,9 +223,13 @@ class Loop(ABC):
         return (
             self.advances_once
             and kind.enter is Loop.enter
-            and vars(self).keys().isdisjoint(_CYCLE)
+            and not self._is_redefined()
             and all(getattr(kind, name) is method for name, method in self._cycle.items())
         )
+
+    def _is_redefined(self) -> bool:
+        """Whether the object itself has a method of the cycle."""
+        return not vars(self).keys().isdisjoint(_CYCLE)
 
     @property
     def skip(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import helios
+from helios.engines.engine import Engine
 from helios.engines.message import Message
 from helios.engines.ranks import Ranks
 from helios.engines.reduce import TreeReducer
+from helios.errors import UsageError
 from helios.hooks.bus import Bus
 from helios.plugins import Plugin
 from helios.plugins.gradient_norm import GradientNormMonitor
@@ -166,26 +169,169 @@ def test_losses_that_a_hook_puts_there_are_in_the_means(event: str) -> None:
 class Asking(helios.loops.BatchLoop):
     """Asks for the end behind the update."""
 
-    last = 0
-
     def advance(self, batch: Any) -> None:
         super().advance(batch)
-        session = self.session
-        self.last = session.state.global_iteration
-        if session.replicas.rank == 1 and session.state.global_iteration == 2:
-            session.context.request_stop("a loop says so")
+        ask(self)
 
 
-def _stop_in_loop(rank: int) -> int:
-    options = {"train_unit": "iteration", "total_steps": 9, "use_cpu": True}
-    trainer = helios.Trainer(**options, num_replicas=2, print_banner=False)
-    trainer.fit_loop.epoch_loop.connect(batch_loop=(loop := Asking()))
-    trainer.fit(Net("net"), Data())
-    return loop.last
+def ask(loop: helios.loops.BatchLoop) -> None:
+    session = loop.session
+    if session.replicas.rank == 0 and session.state.global_iteration == 4:
+        session.context.request_stop("a loop says so")
 
 
-def test_what_a_loop_of_a_user_asks_for_counts_at_the_next_boundary() -> None:
-    assert run_ranks(_stop_in_loop, 2) == [2, 2]
+class Clock(Plugin):
+    """Knows the last iteration, and connects a loop in the third one."""
+
+    def __init__(self, act: Callable[[Any], None]) -> None:
+        super().__init__("clock")
+        self.act = act
+        self.last = 0
+
+    def setup(self) -> None: ...
+
+    def on_training_batch_start(self, state: TrainingState) -> None:
+        self.last = state.global_iteration
+        if self.last == 3:
+            self.act(self)
+
+
+class Clipping(Engine):
+    """Asks where an engine of Helios asks for nothing; puts a number into the losses."""
+
+    def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        MODELS[-1].loss_items["norm"] = 0.5
+        if MODELS[-1].trainer_context.state.global_iteration == 4 and self.replicas.rank == 0:
+            MODELS[-1].trainer_context.request_stop("an engine says so")
+        return super().optimizer_step(optimizer)
+
+
+MODELS: list[Any] = []
+
+
+def _stop_late(rank: int, num_replicas: int, way: str) -> tuple[int, list[list[str]]]:
+    engine = Clipping("cpu") if way == "engine" else None
+    options = {"train_unit": "iteration", "total_steps": 9, "engine": engine}
+    epoch_loop: Any = None
+    connect = way == "connected in mid-run"
+    clock = Clock(lambda _: epoch_loop.connect(batch_loop=Asking()) if connect else None)
+    seen: list[list[str]] = []
+
+    class Seeing(Net):
+        def on_training_batch_start(self, state: TrainingState) -> None:
+            self.trainer_context = clock.context
+            super().on_training_batch_start(state)
+
+        def on_training_epoch_end(self, current_epoch: int) -> None:
+            seen.append(sorted(self.loss_items))
+
+    trainer = helios.Trainer(
+        **options,
+        use_cpu=None if engine else True,
+        num_replicas=num_replicas,
+        print_banner=False,
+        plugins=[clock],
+    )
+    epoch_loop = trainer.fit_loop.epoch_loop
+    if way == "subclass":
+        epoch_loop.connect(batch_loop=Asking())
+    if way == "method":
+        loop = epoch_loop.batch_loop
+        usual = loop.advance
+
+        def advance(batch: Any) -> None:
+            usual(batch)
+            ask(loop)
+
+        loop.advance = advance
+    MODELS.append(Seeing("net"))
+    MODELS[-1].unsaved = ("trainer_context",)
+    trainer.fit(MODELS[-1], Data())
+    return clock.last, seen
+
+
+@pytest.mark.parametrize("way", ["subclass", "method", "connected in mid-run", "engine"])
+@pytest.mark.parametrize(("num_replicas", "num_processes"), [(1, 1), (2, 1), (2, 2), (3, 2)])
+def test_what_the_code_of_users_asks_for_counts_at_the_next_boundary(
+    way: str, num_replicas: int, num_processes: int
+) -> None:
+    """Loops and engines of their own may ask at any place, and change the losses."""
+    found = run_ranks(_stop_late, num_processes, num_replicas, way)
+    names = ["loss", "norm"] if way == "engine" else ["loss"]
+    assert found == [(4, [names])] * num_processes
+
+
+def _ask_in_a_step(rank: int, num_replicas: int, act: str) -> str:
+    class Hooked(Net):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.optimizer.register_step_post_hook(lambda *_: acts[act]())
+
+    clock = Clock(lambda _: None)
+    model = Hooked("net")
+    acts: dict[str, Callable[[], object]] = {
+        "request_stop": lambda: clock.context.request_stop("enough"),
+        "interrupt": lambda: clock.context.interrupt("enough"),
+        "request_checkpoint": lambda: clock.context.request_checkpoint(),
+        "losses": lambda: model.loss_items.update(norm=0.5),
+    }
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=2,
+        num_replicas=num_replicas,
+        use_cpu=True,
+        print_banner=False,
+        plugins=[clock],
+    )
+    with pytest.raises(UsageError, match=r"Call it in|Change them in") as info:
+        trainer.fit(model, Data())
+    return str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        ("request_stop", r"Context.request_stop() must be called in an event"),
+        ("interrupt", r"Context.interrupt() must be called in an event"),
+        ("request_checkpoint", r"Context.request_checkpoint() must be called in an event"),
+        ("losses", r"['norm'] changed behind them"),
+    ],
+)
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_nobody_expects_to_ask_is_refused(act: str, text: str, num_processes: int) -> None:
+    """It would count one boundary later than on one replica, or be lost."""
+    for found in run_ranks(_ask_in_a_step, num_processes, 2, act):
+        assert text in found
+
+
+def test_a_thread_may_ask_at_any_time() -> None:
+    (last,) = run_ranks(_ask_in_a_thread, 1)
+    assert last in (2, 3)
+
+
+def _ask_in_a_thread(rank: int) -> int:
+    class Hooked(Net):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.optimizer.register_step_post_hook(self.ask)
+
+        def ask(self, *_: Any) -> None:
+            if clock.last == 2:
+                thread = Thread(target=clock.context.request_stop, args=("enough",))
+                thread.start()
+                thread.join()
+
+    clock = Clock(lambda _: None)
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=9,
+        num_replicas=2,
+        use_cpu=True,
+        print_banner=False,
+        plugins=[clock],
+    )
+    trainer.fit(Hooked("net"), Data())
+    return clock.last
 
 
 def test_who_overrides_a_method_that_asks_for_nothing_may_ask() -> None:
