@@ -123,6 +123,15 @@ def _cut(group: list[tuple[str, Tensor]]) -> None:
                 f"{other} ({tensor.dtype}) cannot be saved: it shares its memory with "
                 f"{where} ({first.dtype}). Save one of them, or a clone."
             )
-    needed = first.numel() * first.element_size()
+    size = first.element_size()
+    needed = first.numel() * size
     if not others and first.untyped_storage().nbytes() > needed:
         first.data = first.detach().clone()
+    elif first.untyped_storage().nbytes() % size:
+        # torch.load refuses a storage whose end is a part of an element.
+        storage = first.untyped_storage()
+        length = storage.nbytes() // size
+        whole = tensor_on(storage, first.dtype, (length,), (1,), 0).clone().untyped_storage()
+        for _, tensor in group:
+            place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            tensor.data = tensor_on(whole, tensor.dtype, *place)

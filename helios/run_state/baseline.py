@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from helios.core.generators import kind_of_generator
+from helios.run_state.blocks import block_marks, crossings
 from helios.run_state.classes import class_marks
 from helios.run_state.extra_states import extra_marks
 from helios.run_state.forms import Forms, forms_of
@@ -20,7 +21,7 @@ from helios.run_state.optimizers import Roster, roster_of
 from helios.run_state.parts import Shape, shape_of
 from helios.run_state.scene import Scene
 from helios.run_state.scripted import script_marks
-from helios.run_state.ties import Ties, ties_of
+from helios.run_state.ties import Ties
 from helios.run_state.values import Identities
 from helios.run_state.walk import settled_in, unwrap
 
@@ -45,6 +46,8 @@ class Baseline:
         classes: marks of the attributes of classes.
         scripts: marks of the attributes of scripted networks.
         generators: kinds of generators, by path.
+        blocks: marks of memory that several look at.
+        crossings: which tensors share memory with those of other owners.
         started: marks of what start events have created.
         extra: marks of what modules tell by ``get_extra_state``.
         containers: whether what may hold others is a list, by path.
@@ -66,6 +69,8 @@ class Baseline:
     generators: dict[str, str]
     extra: dict[str, bytes]
     containers: dict[str, bool]
+    blocks: dict[str, Any]
+    crossings: dict[str, Any]
     started: dict[str, bytes] = field(default_factory=dict)
     _known: list[tuple[int, Callable[[], object | None], str]] = field(default_factory=list)
 
@@ -97,9 +102,20 @@ class Baseline:
         for parent, key in places:
             self.settled.get(parent, {}).pop(key, None)
 
+    def distrust_blocks(self, blocks: Mapping[str, Any]) -> None:
+        """Take memory that was restored for changed."""
+        for anchor, block in blocks.items():
+            if block["memory"] is not None:
+                self.blocks.pop(anchor, None)
+
 
 def take_baseline(
-    owner: object, scene: Scene, identities: Identities, *, states_too: bool
+    owner: object,
+    scene: Scene,
+    identities: Identities,
+    reached: Collection[int],
+    *,
+    states_too: bool,
 ) -> Baseline:
     """Remember what an owner holds.
 
@@ -107,6 +123,7 @@ def take_baseline(
         owner: the owner.
         scene: a look at it.
         identities: numbers for what cannot be pickled.
+        reached: storages of which plain values see more than what is saved with a tensor.
         states_too: whether to digest the states of all objects, for an owner whose own
             ``state_dict`` may leave some out.
     """
@@ -118,7 +135,7 @@ def take_baseline(
         shapes={path: shape_of(part, found.networks) for path, part in found.objects.items()},
         forms=forms_of(found, scene.parameters),
         roster=roster_of(found, scene.parameters),
-        ties=ties_of(found, scene.parameters),
+        ties=scene.ties,
         settled=settled_in(found),
         aliases=dict(found.aliases),
         orders=dict(found.orders),
@@ -129,6 +146,8 @@ def take_baseline(
         generators={path: kind_of_generator(part) for path, part in found.generators.items()},
         extra=extra_marks(found, identities),
         containers=_containers_of(found),
+        blocks=block_marks(scene, scene.ties.overlapping.union(reached)),
+        crossings=crossings(scene),
         _known=_references(found),
     )
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
-from helios.core.memory import extent_of, overlapping
 from helios.core.named import type_name
 from helios.core.sizes import size_text
 from helios.protocols import Clock, Meter
@@ -19,6 +18,7 @@ from helios.run_state import obstacles
 from helios.run_state.aliases import holds, put, remove
 from helios.run_state.costs import SHARE, Costs
 from helios.run_state.found import Found, Slot, SlotKey
+from helios.run_state.links import links_of
 from helios.run_state.look import look_at
 from helios.run_state.marks import Digest, Look
 from helios.run_state.rebuild import Resolver, Values, rebuild, substitute
@@ -46,7 +46,9 @@ class Changes:
         large: plain values beyond the limit.
         costly: attributes and modules that take too long to be looked at.
         others: what no checkpoint can hold.
-        reached: storages of which plain values see more than what is saved with a tensor.
+        reached: storages of which plain values see more than what is saved with a tensor, and
+            the places of these.
+        room: bytes that more plain values may have.
     """
 
     values: dict[str, Any]
@@ -54,7 +56,16 @@ class Changes:
     large: list[Slot] = field(default_factory=list)
     costly: list[str] = field(default_factory=list)
     others: list[Slot] = field(default_factory=list)
-    reached: set[int] = field(default_factory=set)
+    reached: dict[int, list[Slot]] = field(default_factory=dict)
+    room: int = 0
+
+    def refuse(self, slots: Iterable[Slot], limit: int) -> None:
+        """Name places that are too large, and leave them out of what is saved."""
+        for slot in slots:
+            self.drop([(slot.parent, slot.key)])
+            if slot.path not in self.missing:
+                self.large.append(slot)
+                self.missing[slot.path] = obstacles.TOO_LARGE.format(size_text(limit))
 
     def drop(self, wheres: Iterable[SlotKey]) -> None:
         """Leave out places of what is saved."""
@@ -104,21 +115,24 @@ class PlainValues:
         self.limit = LIMIT
         self.safe_types: tuple[Any, ...] = ()
 
-    def remember(self, found: Found, surroundings: Surroundings) -> None:
-        """Take what there is now as made by setup."""
+    def remember(self, found: Found, surroundings: Surroundings) -> set[int]:
+        """Take what there is now as made by setup; return the storages that values reach."""
         self.costs = Costs(self._clock)
         self._lost = {}
         digests: dict[SlotKey, Digest] = {}
         shared: dict[SlotKey, Look] = {}
         types: set[type] = set()
+        reached: set[int] = set()
         for where, look in self._look(found.slots, surroundings):
             digests[where] = look.digest
             types |= look.types
+            reached |= look.reached
             if look.parts:
                 # Networks have thousands of numbers, of which nothing else is kept.
                 shared[where] = look
         self.costs.end()
-        self._made = _Made(digests, _links(shared), types)
+        self._made = _Made(digests, links_of(shared), types)
+        return reached
 
     def renew_unsaved(
         self, found: Found, surroundings: Surroundings, new: Collection[str] = ()
@@ -232,7 +246,7 @@ class PlainValues:
         lost: dict[SlotKey, Slot],
         costly: Mapping[str, float],
     ) -> Changes:
-        before, links = self._made, _links(looks)
+        before, links = self._made, links_of(looks)
         known = before.types | {kind for kind in self.safe_types if isinstance(kind, type)}
         changed: list[_Value] = []
         unchanged: list[_Value] = []
@@ -253,17 +267,20 @@ class PlainValues:
                 )
                 if look.obstacle and type(slot.value) not in MEMBERS_OF:
                     self._lost[where] = type(slot.value), missing[slot.path]
-        kept, large = _within_limit(_with_aliases(changed, unchanged), self.limit)
-        too_large = obstacles.TOO_LARGE.format(size_text(self.limit))
-        missing |= {slot.path: too_large for slot in large}
+        kept, large, room = _within_limit(_with_aliases(changed, unchanged), self.limit)
         missing |= {
             place: obstacles.TOO_SLOW.format(seconds, SHARE) for place, seconds in costly.items()
         }
         begin = self.costs.time()
         values = _payload(kept, _deleted(found, before.digests))
         self._share_out(kept, self.costs.time() - begin)
-        reached = set[int]().union(*(look.reached for look in looks.values()))
-        return Changes(values, missing, large, list(costly), others, reached)
+        reached: dict[int, list[Slot]] = {}
+        for where, look in looks.items():
+            for storage in look.reached:
+                reached.setdefault(storage, []).append(found.slots[where])
+        changes = Changes(values, missing, [], list(costly), others, reached, room)
+        changes.refuse(large, self.limit)
+        return changes
 
     def _share_out(self, kept: list[_Value], seconds: float) -> None:
         """Count the time of copies, which are made together, for the values by their sizes."""
@@ -289,35 +306,6 @@ def _unknown(kinds: set[type]) -> str:
     return obstacles.UNKNOWN.format(names)
 
 
-def _links(looks: dict[SlotKey, Look]) -> dict[SlotKey, frozenset[SlotKey]]:
-    """Return with which others each plain value shares mutable parts."""
-    _join_memory(looks)
-    first: dict[int, SlotKey] = {}
-    links: dict[SlotKey, set[SlotKey]] = {}
-    for where, look in looks.items():
-        for part in look.parts if look.is_plain else ():
-            other = first.setdefault(part, where)
-            if other is not where:
-                links.setdefault(where, set()).add(other)
-                links.setdefault(other, set()).add(where)
-    return {where: frozenset(others) for where, others in links.items()}
-
-
-def _join_memory(looks: dict[SlotKey, Look]) -> None:
-    """Count arrays and tensors that lie in the same memory as one part."""
-    if not any(look.lends for look in looks.values()):
-        return
-    holders: list[Look] = []
-    extents = []
-    for look in looks.values():
-        for part in look.memory:
-            holders.append(look)
-            extents.append(extent_of(part))
-    for number, group in enumerate(overlapping(extents)):
-        for member in group if len(group) > 1 else ():
-            holders[member].parts.add(-1 - number)
-
-
 def _with_aliases(changed: list[_Value], unchanged: list[_Value]) -> list[_Value]:
     """Add the values that share a list, dict, array or tensor with one that is saved."""
     group = list(changed)
@@ -330,8 +318,8 @@ def _with_aliases(changed: list[_Value], unchanged: list[_Value]) -> list[_Value
     return group
 
 
-def _within_limit(values: list[_Value], limit: int) -> tuple[list[_Value], list[Slot]]:
-    """Return what is saved, and what is too large; the smallest values come first."""
+def _within_limit(values: list[_Value], limit: int) -> tuple[list[_Value], list[Slot], int]:
+    """Return what is saved, what is too large, and the room left; the smallest come first."""
     kept: list[_Value] = []
     large: list[Slot] = []
     counted: set[int] = set()
@@ -345,7 +333,8 @@ def _within_limit(values: list[_Value], limit: int) -> tuple[list[_Value], list[
         total += size
         counted |= parts
         kept.append(value)
-    return sorted(kept, key=lambda value: _order(value.slot)), sorted(large, key=_order)
+    kept.sort(key=lambda value: _order(value.slot))
+    return kept, sorted(large, key=_order), limit - total
 
 
 def _order(slot: Slot) -> tuple[str, int, str]:

@@ -147,9 +147,11 @@ class Discovery:
         self._named = set()
         scene = self._look()
         complete(optimizers_of(scene.found).values())
-        self.values.remember(scene.found, scene)
+        reached = self.values.remember(scene.found, scene)
         self._omissions.remember(scene.found)
-        self._baseline = take_baseline(self._owner, scene, self._identities, states_too=states_too)
+        self._baseline = take_baseline(
+            self._owner, scene, self._identities, reached, states_too=states_too
+        )
 
     def begin_training(self) -> None:
         """Forget changes of the start events, which every start repeats.
@@ -209,8 +211,7 @@ class Discovery:
             unchanged.take_baseline()
             state = unchanged.capture()
             return state if state["objects"] or state["parameters"] else {}
-        baseline = self._baseline
-        scene = self._look(baseline.settled)
+        baseline, scene = self._baseline, self._look(self._baseline.settled)
         found = scene.found
         moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
         objects = {path: read_state(path, part) for path, part in found.objects.items()}
@@ -220,9 +221,10 @@ class Discovery:
         covered = Coverages(found, objects | inner, own, self._mark)
         covered.leave_out()
         changes = self.values.changes(found, scene)
+        ties, untied = changed_ties(baseline.ties, scene.ties, found)
+        blocks = find_blocks(scene, changes, baseline.blocks, self.values)
         covered.drop_copies(changes)
         leave_to_extra_states(changes, found, baseline.extra, self._identities)
-        ties, untied, overlapping = changed_ties(baseline.ties, found, scene.parameters)
         misfits |= untied | structure_since(baseline.shapes, found)
         new = baseline.new_containers(found)
         aliases, lost = changed_aliases(baseline.aliases, found, new)
@@ -249,7 +251,7 @@ class Discovery:
             **moved,
             "forms": changed_forms(baseline.forms, forms_of(found, scene.parameters)),
             "ties": ties,
-            "blocks": find_blocks(scene, overlapping | changes.reached),
+            "blocks": blocks,
             "parameters": loose,
             "flags": flags_of(found, scene.parameters),
             "grads": grads_of(scene.parameters),
@@ -289,6 +291,7 @@ class Discovery:
             self.values.distrust(places)
             self._grown.note(parent or key for parent, key in places)
             self._baseline.distrust(places)
+            self._baseline.distrust_blocks(state.get("blocks", {}))
             for parent, members in state.get("aliases", {}).get("set", {}).items():
                 for key in members:
                     self._baseline.aliases.pop((parent, key), None)

@@ -33,6 +33,14 @@ AROUND = (
     "and take the part of that"
 )
 BEYOND = "it sees more of the memory that {} lies in than that, which another owner saves: copy it"
+MINGLED = (
+    "its memory overlaps that of {} otherwise than after setup(), in an array that torch does not "
+    "know: make a tensor of the whole array by torch.from_numpy, and take parts of that"
+)
+CROSSING = (
+    "it shares memory with {}, which another owner saves, otherwise than after setup(): share it "
+    "in setup(), or copy it"
+)
 GRAPH = "it holds a tensor that is the result of a computation with gradients: detach() it"
 STRAY_PARAMETER = "it holds a {} that no saved object holds: register it in a network in setup()"
 REFERENCE = "it refers to {}: keep objects in attributes, or in lists and dicts"

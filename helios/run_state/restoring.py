@@ -83,7 +83,7 @@ class Restoring:
         restore_ties(state.get("ties", {}), scene.found)
         blocks = state.get("blocks", {})
         # Files that were written before there were blocks do not tell which are gone.
-        before = part_memory(scene.found, scene.parameters) if "blocks" in state else {}
+        homes = part_memory(scene.found, scene.parameters, blocks) if "blocks" in state else {}
         if not is_inference:
             self._warn_of_casts(casts(scene.found, state))
         shared = shared_tables(objects)
@@ -95,7 +95,7 @@ class Restoring:
         if not is_inference:
             check_covered(scene.found, state, scene.parameters)
         restore_omitted(omitted, scene.found)
-        restore_blocks(blocks, scene.found, scene.parameters, before)
+        restore_blocks(blocks, scene.found, scene.parameters, homes)
         if not is_inference:
             restore_tables(state.get("tables", {}), scene.found, scene.parameters)
         self._restore_places(scene, state)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from helios.run_state.found import Rules
 from helios.run_state.parts import Parameters, parameters_of, storages_of
+from helios.run_state.ties import Ties, ties_of
 from helios.run_state.values import Storages
 from helios.run_state.walk import walk_all
 
@@ -34,10 +35,15 @@ class Scene:
     @cached_property
     def parameters(self) -> Parameters:
         """The tensors that training moves."""
-        return parameters_of(self.found, self._others.values())
+        return parameters_of(self.found, self.others.values())
 
     @cached_property
-    def _others(self) -> dict[str, Tensor]:
+    def ties(self) -> Ties:
+        """Which tensors share memory."""
+        return ties_of(self.found, self.parameters)
+
+    @cached_property
+    def others(self) -> dict[str, Tensor]:
         """The tensors that other owners save."""
         outside = self._rules.outside().items()
         return {name: part for name, part in outside if isinstance(part, Tensor)}
@@ -45,7 +51,7 @@ class Scene:
     @cached_property
     def storages(self) -> Storages:
         """The tensors that are saved on their own account."""
-        return storages_of(self.found, self.parameters, self._others)
+        return storages_of(self.found, self.parameters, self.others)
 
     @cached_property
     def _names(self) -> dict[int, str]:

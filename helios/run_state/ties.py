@@ -39,11 +39,14 @@ class Ties:
         names: all parameters and persistent buffers.
         tied: those that look at the very same elements as one that comes before them.
         overlapping: the storages in which tensors overlap otherwise.
+        mingled: tensors whose storages overlap, with the other one and the distance in bytes:
+            arrays lent them their memory, and torch does not know.
     """
 
     names: frozenset[str]
     tied: dict[str, _Tie]
     overlapping: frozenset[int]
+    mingled: dict[str, tuple[str, int]]
 
 
 def ties_of(found: Found, parameters: Parameters) -> Ties:
@@ -55,39 +58,43 @@ def ties_of(found: Found, parameters: Parameters) -> Ties:
         known = first.setdefault(_key(place.tensor), (name, place.tensor))
         if known[0] != name:
             tied[name] = known[0], known[1] is place.tensor
-    keys = {_key(tensor): tensor for tensor in parameters.loose.values()}
-    keys |= {key: tensor for key, (_, tensor) in first.items()}
-    dense = [tensor for key, tensor in keys.items() if isinstance(key, tuple)]
-    return Ties(frozenset(places), tied, _overlapping(dense))
+    keys = {_key(tensor): (name, tensor) for name, tensor in parameters.loose.items()} | first
+    dense = [entry for key, entry in keys.items() if isinstance(key, tuple)]
+    return Ties(frozenset(places), tied, *_overlapping(dense))
 
 
-def _overlapping(tensors: Iterable[Tensor]) -> frozenset[int]:
+def _overlapping(
+    tensors: Iterable[tuple[str, Tensor]],
+) -> tuple[frozenset[int], dict[str, tuple[str, int]]]:
+    """Return the storages in which tensors overlap, and which tensors overlap across storages."""
     shared: set[int] = set()
+    mingled: dict[str, tuple[str, int]] = {}
     reached = 0
-    for begin, tensor in sorted(((part.data_ptr(), part) for part in tensors), key=itemgetter(0)):
-        if begin < reached:
+    last: tuple[str, Tensor] | None = None
+    placed = ((part.data_ptr(), name, part) for name, part in tensors)
+    for begin, name, tensor in sorted(placed, key=itemgetter(0)):
+        if last is not None and begin < reached:
             shared.add(storage_of(tensor))
+            if storage_of(tensor) != storage_of(last[1]):
+                mingled[name] = last[0], begin - last[1].data_ptr()
         end = begin + tensor.nbytes if tensor.is_contiguous() else span_of(tensor)[1]
-        reached = max(reached, end)
-    return frozenset(shared)
+        if end > reached:
+            reached, last = end, (name, tensor)
+    return frozenset(shared), mingled
 
 
-def changed_ties(
-    before: Ties, found: Found, parameters: Parameters
-) -> tuple[dict[str, Any], dict[str, str], frozenset[int]]:
+def changed_ties(before: Ties, now: Ties, found: Found) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what is tied otherwise than after setup.
 
     Args:
         before: what was tied then.
+        now: what is tied now.
         found: what is there now.
-        parameters: the tensors that training moves among it.
 
     Returns:
         The tie of each tensor whose memory is shared otherwise, ``None`` for one that has its own;
-        the parameters that are another object than setup makes, with what has changed; and the
-        storages in which tensors overlap.
+        and the parameters that are another object than setup makes, with what has changed.
     """
-    now = ties_of(found, parameters)
     changed: dict[str, Any] = {}
     misfits: dict[str, str] = {}
     places = _places(found) if now.tied != before.tied else {}
@@ -100,7 +107,7 @@ def changed_ties(
             misfits[name] = f"it was {_text(old)}, now {_text(new)}"
         else:
             changed[name] = new
-    return changed, misfits, now.overlapping
+    return changed, misfits
 
 
 def restore_ties(changed: Mapping[str, Any], found: Found) -> None:

@@ -1,4 +1,7 @@
-"""What can only be named: hooks, attributes of classes, and attributes of scripted networks."""
+"""What can only be named: hooks, attributes of classes and scripts, and some shared memory.
+
+Memory of several owners, and of tensors whose storages overlap, cannot be shared again.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from helios.run_state import obstacles
 from helios.run_state.baseline import Baseline
+from helios.run_state.blocks import crossings
 from helios.run_state.classes import class_marks
 from helios.run_state.hooks import hooks_of
 from helios.run_state.scene import Scene
@@ -21,6 +25,7 @@ def renew_unsavable(
     baseline.hooks = hooks_of(scene.found)
     baseline.scripts = script_marks(scene.found, scene, identities)
     baseline.classes = class_marks(owner, scene.found, scene, identities)
+    baseline.crossings = crossings(scene)
 
 
 def unsavable_changes(
@@ -32,7 +37,17 @@ def unsavable_changes(
     lost |= _changed(baseline.classes, marks, obstacles.OF_CLASS)
     scripts = script_marks(scene.found, scene, identities)
     lost |= _changed(baseline.scripts, scripts, obstacles.OF_SCRIPT)
-    return lost
+    lost |= _shared_otherwise(baseline.crossings, crossings(scene), obstacles.CROSSING)
+    return lost | _shared_otherwise(baseline.ties.mingled, scene.ties.mingled, obstacles.MINGLED)
+
+
+def _shared_otherwise(
+    before: Mapping[str, tuple[Any, ...]], now: Mapping[str, tuple[Any, ...]], reason: str
+) -> dict[str, str]:
+    """Return the reason for what shares memory otherwise, with the name of the other tensor."""
+    partners = {name: place[0] for name, place in {**before, **now}.items()}
+    changed = _changed(before, now, reason)
+    return {name: text.format(partners[name]) for name, text in changed.items()}
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], reason: str) -> dict[str, str]:

@@ -101,6 +101,80 @@ class OfATensorParted(OfATensorSinceSetup):
         self.net.scale = self.net.scale.clone()
 
 
+class OfTheFirstParted(OfATensorSinceSetup):
+    """The tensor by which the larger one is found gets memory of its own, and another one stays."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.other = self.large[1:8]
+
+    def change(self) -> None:
+        self.net.scale = self.net.scale.clone()
+
+    def write(self) -> None:
+        super().write()
+        self.net.scale *= 2
+
+
+class OfTheFirstOfThreeParted(OfTheFirstParted):
+    def build(self) -> None:
+        super().build()
+        self.net.register_buffer("third", self.large[3:6])
+        self.large = None
+
+    def write(self) -> None:
+        self.net.other += 0.125
+        self.net.scale *= 2
+
+
+class OfAParameterParted(Sharing):
+    def build(self) -> None:
+        weight = self.net.layer.weight
+        self.large = torch.arange(10.0) / 8
+        weight.data, self.net.other = self.large[:6].view_as(weight), self.large[5:]
+
+    def change(self) -> None:
+        self.net.layer.weight.data = self.net.layer.weight.data.clone()
+
+
+class OfTheLastPartedOfTied(Sharing):
+    """Two are tied, and overlap a third one, which gets memory of its own."""
+
+    def build(self) -> None:
+        self.net.scale = self.net.other[2:5]
+        self.net.register_buffer("tied", self.net.other[2:5])
+        self.net.register_buffer("first", self.net.other[1:3])
+
+    def change(self) -> None:
+        self.net.other, self.net.first = self.net.other.clone(), self.net.first.clone()
+
+    def write(self) -> None:
+        self.net.scale += 0.125
+
+
+class OfBytes(Sharing):
+    """Of memory that ends within an element."""
+
+    def change(self) -> None:
+        self.large = torch.arange(15, dtype=torch.uint8)
+        self.net.scale = self.large[:12].view(torch.float32)
+
+    def write(self) -> None:
+        self.large[12:] += 1
+
+
+class TwoOfBytes(OfBytes):
+    def change(self) -> None:
+        super().change()
+        self.net.other = self.large[4:12].view(torch.float32)
+
+
+class OfHalves(OfBytes):
+    def change(self) -> None:
+        self.large = torch.zeros(7, dtype=torch.float16)
+        self.net.scale = self.large[:6].view(torch.float32)
+
+
 class OfALargerOne(OfATensorSinceSetup):
     """Both look at other memory, each where it looked from the other."""
 
@@ -221,6 +295,13 @@ _SHARING = [
     OfATensorSinceSetup,
     OfATensorMoved,
     OfATensorParted,
+    OfTheFirstParted,
+    OfTheFirstOfThreeParted,
+    OfAParameterParted,
+    OfTheLastPartedOfTied,
+    OfBytes,
+    TwoOfBytes,
+    OfHalves,
     OfALargerOne,
     OfAShiftedOne,
     OfAnArray,
@@ -299,6 +380,15 @@ class AroundTheTensor(OfAnArray):
         self.net.scale = torch.from_numpy(self.large[2:5])
 
 
+class OfOneArray(AroundTheTensor):
+    """Torch does not know that these overlap."""
+
+    def change(self) -> None:
+        large = np.arange(8, dtype=np.float32)
+        self.net.scale = torch.from_numpy(large[:3])
+        self.net.other = torch.from_numpy(large[1:4])
+
+
 class Owning(Plugin):
     """Gives a network's buffer a part of its own memory."""
 
@@ -314,13 +404,33 @@ class Owning(Plugin):
         self.large += 0.125
 
 
+class Looking(Plugin):
+    """Lets a buffer of its own network look at one of the model."""
+
+    def __init__(self) -> None:
+        super().__init__("looking")
+
+    def setup(self) -> None:
+        self.large = nn.BatchNorm1d(3)
+
+    def on_training_batch_end(self, state: Any, should_log: bool) -> None:
+        self.large.running_mean = self.context.model.net.other[2:5]
+
+
+class LookingFromTheStart(Looking):
+    def on_training_start(self) -> None:
+        self.large.running_mean = self.context.model.net.other[2:5]
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
         (Case(AroundTheTensor), "make a tensor of the whole array"),
+        (Case(OfOneArray), "make a tensor of the whole array"),
         (Case(Sharing, options=lambda _: {"plugins": [Owning()]}), "which another owner saves"),
+        (Case(Sharing, options=lambda _: {"plugins": [Looking()]}), "which another owner saves"),
     ],
-    ids=["an array around a tensor", "of a plugin"],
+    ids=["an array around a tensor", "of one array", "of a plugin", "of a network of a plugin"],
 )
 def test_memory_that_cannot_be_shared_again_is_named(
     case: Case, reason: str, tmp_path: Path
@@ -328,4 +438,10 @@ def test_memory_that_cannot_be_shared_again_is_named(
     outcome = train(case, tmp_path)
     assert len(outcome.warnings) == 1
     assert reason in outcome.warnings[0]
-    assert all("large" in str(sidecar["missing"]) for sidecar in outcome.sidecars)
+    names = str([sidecar["missing"] for sidecar in outcome.sidecars])
+    assert names.count("large") + names.count("net.other':") == len(outcome.sidecars)
+
+
+def test_memory_that_each_start_shares_anew_is_not_named(tmp_path: Path) -> None:
+    case = Case(Sharing, options=lambda _: {"plugins": [LookingFromTheStart()]})
+    assert_ordinary(case, tmp_path)
