@@ -885,7 +885,7 @@ FAULTS = (
     ),
     Fault(
         "an array that looks at a saved tensor stays behind",
-        "helios/run_state/changes.py",
+        "helios/run_state/links.py",
         "            holders[member].parts.add(-1 - number)",
         "            pass",
         "tests/run_state/test_shared_memory.py::test_a_changed_array_takes_what_looks_at_it_along",
