@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from tests import leaks
 
+# To import inductor would start processes that stay, in PyTorch 2.6.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # CPU sums depend on the number of threads, and several test processes share the cores.
 torch.set_num_threads(1)
 

@@ -153,6 +153,8 @@ class Scheduled(Regression):
         self.scheduler = SCHEDULERS[self.name](self.optimizer)
 
 
+# PyTorch 2.6 warns of what its own SequentialLR does.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_stock_scheduler_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     assert_ordinary(Case(lambda: Scheduled(name)), tmp_path)

@@ -125,6 +125,8 @@ def test_what_a_state_dict_holds_is_not_saved_twice() -> None:
     assert state["values"]["changed"] == {}
 
 
+# PyTorch 2.6 warns of what its own SequentialLR does.
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
 def test_the_stock_sequence_of_schedulers_is_saved_once(said: list[str]) -> None:
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
