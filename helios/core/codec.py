@@ -31,7 +31,10 @@ from helios.protocols import Meter
 _CHUNK_BYTES = 1 << 20
 _FOLDER_FLAG = 0x10
 _ZIP_BEGINS = b"PK\x03\x04"
+# Said of loads that are as they should be: advice to run what torch takes for a script, and news
+# that it checks sparse tensors.
 _SCRIPT_WARNING = "'torch.load' received a zip file that looks like a TorchScript archive"
+_SPARSE_WARNING = "Validating sparse tensor invariants"
 # How torch begins the RuntimeError that it raises in place of a MemoryError.
 _ALLOCATOR = "DefaultCPUAllocator"
 # How torch's writer replaces whatever was raised while it wrote.
@@ -164,13 +167,11 @@ def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> A
     """
     types = list(safe_types)
     try:
-        with path.open("rb") as handle, _allowing(types), warnings.catch_warnings():
+        with path.open("rb") as handle, _loading(types):
             # torch's older formats promise sizes that nothing in the file has to keep.
             if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
                 raise zipfile.BadZipFile("it is no container")
             records.check_sizes(handle)
-            # It advises to load what it takes for code by another function, which runs it.
-            warnings.filterwarnings("ignore", _SCRIPT_WARNING, UserWarning)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         return decode(tree, safe_types=types)
     except Exception as error:
@@ -236,7 +237,7 @@ def read_structure(path: Path) -> tuple[Any, list[str]]:
 
 
 def _map(path: Path, safe_types: Iterable[Any]) -> Any:
-    with path.open("rb"), _allowing(safe_types):
+    with path.open("rb"), _loading(safe_types):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -332,11 +333,19 @@ def _allowing(safe_types: Iterable[Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _loading(safe_types: Iterable[Any]) -> Iterator[None]:
+    with _allowing(safe_types), warnings.catch_warnings():
+        for text in (_SCRIPT_WARNING, _SPARSE_WARNING):
+            warnings.filterwarnings("ignore", text, UserWarning)
+        yield
+
+
 def _try_loading(value: Any, safe_types: list[Any]) -> None:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    with _allowing(safe_types):
+    with _loading(safe_types):
         try:
             torch.load(buffer, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:

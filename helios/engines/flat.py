@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from helios.core.memory import fills_its_reach
 from helios.engines.reduce import TreeReducer
 from helios.errors import UsageError
 
@@ -65,19 +66,10 @@ class _Group:
         return flat[self.num_elements :]
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill their memory without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
     part = flat[offset : offset + parameter.numel()]
-    if _is_dense(parameter):  # Optimizers are fast where gradients lie as their parameters do.
+    # Optimizers are fast where gradients lie as their parameters do.
+    if fills_its_reach(parameter):
         return part.as_strided(parameter.shape, parameter.stride())
     return part.view(parameter.shape)
 
