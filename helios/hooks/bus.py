@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from helios.errors import ArgumentError, ArgumentTypeError
-from helios.hooks.events import EVENTS, Event, Receiver, Verb, is_silent, may_ask
+from helios.hooks.events import EVENTS, Event, Receiver, Verb, find_after_base, is_silent, may_ask
 
 _LOGGER = logging.getLogger(__name__)
 _WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
@@ -37,8 +37,23 @@ def name_of(owner: object) -> str:
 
 
 def overridden(owner: object, event: Event) -> Callable[..., Any] | None:
-    """Return the method with which an object hears an event, or ``None`` if it does not."""
-    method = getattr(owner, event.name, None)
+    """Return the method with which an object receives an event, or ``None`` if it does not.
+
+    That is what a call would find, unless it is a method of a base class that does nothing: then
+    what stands after it counts, a mixin or what the class's own ``__getattr__`` returns.
+    """
+    method: Callable[..., Any] | None = getattr(owner, event.name, None)
+    if method is None or not is_silent(method):
+        return method
+    return find_after_base(owner, event.name) or _find_dynamically(owner, event.name)
+
+
+def _find_dynamically(owner: object, name: str) -> Callable[..., Any] | None:
+    find = getattr(type(owner), "__getattr__", None)
+    try:
+        method: Callable[..., Any] | None = None if find is None else find(owner, name)
+    except AttributeError:
+        return None
     return None if method is None or is_silent(method) else method
 
 

@@ -6,10 +6,11 @@ Methods keep the names and parameters that Helios users know (FEATURES section 8
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -286,10 +287,32 @@ CHANNELS = (
 
 
 def silent(method: Method) -> Method:
-    """Mark a base class's method as one that does nothing, so that the bus need not call it."""
+    """Mark the method of a base class as one that does nothing, so that the bus does not call it.
+
+    ``super().<method>(...)`` in an override reaches it, and then a mixin that stands after the
+    base class, if it has the method.
+    """
+
+    @functools.wraps(method)
+    def base(self: Any, *args: Any, **kwargs: Any) -> Any:
+        following = find_after_base(self, method.__name__)
+        return method(self, *args, **kwargs) if following is None else following(*args, **kwargs)
+
     # The mark names its method: functools.wraps copies it to overrides, which are not silent.
-    method.__dict__["_helios_silent"] = method
-    return method
+    base.__dict__["_helios_silent"] = base
+    return cast("Method", base)
+
+
+def find_after_base(owner: object, name: str) -> Callable[..., Any] | None:
+    """Return the method of a mixin that stands after the base class, which has a silent one.
+
+    ``None`` where there is none, and where a class has made the method of its base silent.
+    """
+    kinds = [kind for kind in type(owner).__mro__ if name in vars(kind)]
+    silent_ones = [kind for kind in kinds if is_silent(vars(kind)[name])]
+    if len(silent_ones) != 1 or silent_ones == kinds[-1:]:
+        return None
+    return cast("Callable[..., Any]", getattr(super(silent_ones[0], owner), name))
 
 
 def asks_nothing(method: Method) -> Method:

@@ -18,7 +18,8 @@ from helios.core.registry import Registry
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
-from helios.hooks.events import asks_nothing, silent
+from helios.hooks.events import asks_nothing
+from helios.hooks.interface import Hooks
 from helios.model.processor import BatchProcessor, Processed
 from helios.run_state.discovery import Discovery
 from helios.run_state.owners import internals_of
@@ -55,7 +56,7 @@ def find_pretrained_file(root: Path, name: str) -> Path:
     raise UsageError(f"No .pth file in {root} has {part!r} in its name. Check the folder.")
 
 
-class Model(ABC):
+class Model(Hooks, ABC):
     """Base of all models.
 
     Attributes:
@@ -264,22 +265,6 @@ class Model(ABC):
         for network in networks:
             network.eval()
 
-    @silent
-    def on_training_start(self) -> None:
-        """Hear that the training starts."""
-
-    @silent
-    def on_training_end(self) -> None:
-        """Hear that the run is finished."""
-
-    @silent
-    def on_training_epoch_start(self, current_epoch: int) -> None:
-        """Hear that an epoch starts; epochs count from 1."""
-
-    @silent
-    def on_training_epoch_end(self, current_epoch: int) -> None:
-        """Hear that an epoch has ended."""
-
     def on_training_batch_start(self, state: TrainingState) -> None:
         """Clear the table of losses."""
         self._loss_items.clear()
@@ -309,10 +294,6 @@ class Model(ABC):
         """Clear the validation scores; cycles count from 0."""
         self._val_scores.clear()
 
-    @silent
-    def on_validation_batch_start(self, step: int) -> None:
-        """Hear that a validation batch starts; steps count from 0."""
-
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | Processed | None:
         """Validate one batch, without gradients; by default as :attr:`batch_processor` does.
 
@@ -324,10 +305,6 @@ class Model(ABC):
         """
         return self._process(batch, is_evaluating=True)
 
-    @silent
-    def on_validation_batch_end(self, step: int) -> None:
-        """Hear that a validation batch is done."""
-
     def on_validation_end(self, validation_cycle: int) -> None:
         """Clear the running losses."""
         self._running_losses.clear()
@@ -336,30 +313,13 @@ class Model(ABC):
         """Say whether the last validation was better than those before; asked after each."""
         return True
 
-    @silent
-    def should_training_stop(self) -> bool:
-        """Say whether the training should stop after the present window."""
-        return False
-
     def on_testing_start(self) -> None:
         """Clear the test scores."""
         self._test_scores.clear()
 
-    @silent
-    def on_testing_batch_start(self, step: int) -> None:
-        """Hear that a test batch starts; steps count from 0."""
-
     def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | Processed | None:
         """Test one batch, without gradients; returns as :meth:`valid_step` does."""
         return self._process(batch, is_evaluating=True)
-
-    @silent
-    def on_testing_batch_end(self, step: int) -> None:
-        """Hear that a test batch is done."""
-
-    @silent
-    def on_testing_end(self) -> None:
-        """Hear that a test has ended."""
 
     def predict_step(self, batch: Any, step: int) -> Any:
         """Return the prediction for one batch, without gradients.

@@ -1,4 +1,4 @@
-"""A plugin: an object beside the model that hears events, may hold state and may own a batch."""
+"""A plugin: an object beside the model that receives events, holds state and may map batches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from helios.core.registry import Registry
 from helios.errors import UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import silent
+from helios.hooks.interface import Hooks
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:
@@ -46,14 +47,14 @@ class UniquePluginOverrides:
     should_training_stop: bool = False
 
 
-class Plugin(ABC):
+class Plugin(Hooks, ABC):
     """Base of all plugins.
 
-    Plugins hear every event of :data:`helios.hooks.events.EVENTS` whose method they define, before
-    the model does; with ``monitor = True`` they hear the ends of validations and epochs after it.
+    Override the methods of the events that you need. A plugin is called before the model; with
+    ``monitor = True`` it is called after the model at the ends of validations and epochs.
 
     Attributes:
-        monitor: hear the end events after the model.
+        monitor: receive the end events after the model.
         sanity_steps: batches of a trial validation before the training; 0 for none (C17).
         batch_limits: the most batches of a pass, by phase, for a quick trial.
         unsaved: names of attributes that training changes and that no checkpoint needs.
@@ -156,48 +157,43 @@ class Plugin(ABC):
         """Prepare; called once at the start of fit, validate, test or predict, before the data."""
 
     @silent
-    def on_training_start(self) -> None:
-        """Hear that the training starts."""
+    def on_sanity_check_start(self) -> None:
+        """Called before the trial validation of a new run; see ``sanity_steps``."""
+
+    @silent
+    def on_sanity_check_end(self) -> None:
+        """Called when the trial validation is over and everything that it changed is put back."""
 
     @silent
     def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
-        """Map a training batch, already on the device; overriding it makes the owner."""
+        """Return the training batch that the model gets; only one plugin may override this.
+
+        Args:
+            batch: the batch of one replica, on the device.
+            state: the counters.
+        """
         return batch
-
-    @silent
-    def on_training_end(self) -> None:
-        """Hear that the run is finished."""
-
-    @silent
-    def on_validation_start(self, validation_cycle: int) -> None:
-        """Hear that a validation starts; cycles count from 0."""
 
     @silent
     def process_validation_batch(self, batch: Any, step: int) -> Any:
-        """Map a validation batch, already on the device; overriding it makes the owner."""
+        """Return the validation batch that the model gets; only one plugin may override this.
+
+        Args:
+            batch: the batch of one replica, on the device.
+            step: number of the batch in its loader, from 0. An override may also take
+                ``dataloader_idx: int = 0``.
+        """
         return batch
-
-    @silent
-    def on_validation_end(self, validation_cycle: int) -> None:
-        """Hear that a validation has ended."""
-
-    @silent
-    def should_training_stop(self) -> bool:
-        """Say whether the training should stop after the present window."""
-        return False
-
-    @silent
-    def on_testing_start(self) -> None:
-        """Hear that a test starts."""
 
     @silent
     def process_testing_batch(self, batch: Any, step: int) -> Any:
-        """Map a test batch, already on the device; overriding it makes the owner."""
+        """Return the test batch that the model gets; arguments as in validations."""
         return batch
 
     @silent
-    def on_testing_end(self) -> None:
-        """Hear that a test has ended."""
+    def process_predicting_batch(self, batch: Any, step: int) -> Any:
+        """Return the batch to predict that the model gets; arguments as in validations."""
+        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the plugin besides attributes that training changes."""

@@ -421,3 +421,75 @@ def test_hearers_are_named_in_the_order_of_the_calls() -> None:
         "plugin 'monitor' (Loud)",
         "Listener",
     ]
+
+
+class Mixin:
+    """Stands after the base class in what follows: none of its methods may be lost."""
+
+    calls: list[object]
+
+    def on_fit_start(self) -> None:
+        self.calls.append("fit")
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        self.calls.append(current_epoch)
+
+    def process_training_batch(self, batch: Any, state: Any) -> Any:
+        return f"mixed {batch}"
+
+
+def test_a_mixin_after_the_base_class_receives_events() -> None:
+    class Mixed(QuietPlugin, Mixin): ...
+
+    plugin = Mixed("mixed")
+    plugin.calls = []
+    bus = Bus(plugins=[plugin])
+    bus.emit("on_fit_start")
+    bus.emit("on_training_epoch_start", 3)
+    assert plugin.calls == ["fit", 3]
+    assert bus.transform("process_training_batch", "batch", None) == "mixed batch"
+
+
+def test_an_override_that_calls_super_reaches_a_mixin_after_the_base_class() -> None:
+    class First(QuietPlugin):
+        def on_training_epoch_start(self, current_epoch: int) -> None:
+            super().on_training_epoch_start(current_epoch + 1)
+
+        def process_training_batch(self, batch: Any, state: Any) -> Any:
+            return super().process_training_batch(f"first {batch}", state)
+
+    class Mixed(First, Mixin): ...
+
+    plugin = Mixed("mixed")
+    plugin.calls = []
+    bus = Bus(plugins=[plugin])
+    bus.emit("on_training_epoch_start", 3)
+    assert plugin.calls == [4]
+    assert bus.transform("process_training_batch", "batch", None) == "mixed first batch"
+    assert First("first").process_training_batch("batch", TrainingState()) == "first batch"
+
+
+def test_methods_that_an_object_finds_by_getattr_receive_events() -> None:
+    """A plugin that stands for another one passes on what it does not define itself."""
+
+    class Inner(QuietPlugin):
+        def on_training_start(self) -> None: ...
+
+    inner = Inner("inner")
+
+    class Proxy(QuietPlugin):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("on_"):
+                return getattr(inner, name)
+            raise AttributeError(name)
+
+    bus = Bus(plugins=[Proxy("proxy")])
+    assert "on_training_start" in bus.heard
+    assert "on_fit_start" not in bus.heard, "a base method that does nothing, of the inner plugin"
+
+
+def test_a_method_that_is_assigned_to_an_object_receives_events() -> None:
+    plugin, calls = QuietPlugin("assigned"), []
+    plugin.on_fit_start = lambda: calls.append("fit")  # type: ignore[method-assign]
+    Bus(plugins=[plugin]).emit("on_fit_start")
+    assert calls == ["fit"]
