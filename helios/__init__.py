@@ -3,6 +3,26 @@
 from helios.checkpoint.options import KeepBest
 from helios.checkpoint.store import CheckpointStore, load_checkpoint
 from helios.data.datamodule import DataLoaderParams, DataModule
+from helios.engines.engine import Engine
+from helios.engines.precision import Precision
+from helios.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CheckpointError,
+    DamagedCheckpointError,
+    DuplicateError,
+    FolderInUseError,
+    HeliosError,
+    IncompatibleCheckpointError,
+    LossNotProvidedError,
+    MovedModuleError,
+    RankError,
+    RunMismatchError,
+    SaveError,
+    StateError,
+    UsageError,
+)
+from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.startup.signals import Signals
@@ -12,17 +32,35 @@ from helios.trainer import Trainer, find_last_checkpoint
 from helios.version import __version__
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CheckpointError",
     "CheckpointStore",
+    "Context",
+    "DamagedCheckpointError",
     "DataLoaderParams",
     "DataModule",
+    "DuplicateError",
+    "Engine",
+    "FolderInUseError",
+    "HeliosError",
+    "IncompatibleCheckpointError",
     "KeepBest",
+    "LossNotProvidedError",
     "Model",
+    "MovedModuleError",
     "Phase",
     "Plugin",
+    "Precision",
+    "RankError",
+    "RunMismatchError",
+    "SaveError",
     "Signals",
+    "StateError",
     "Trainer",
     "TrainingState",
     "TrainingUnit",
+    "UsageError",
     "__version__",
     "find_last_checkpoint",
     "load_checkpoint",

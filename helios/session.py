@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from helios.checkpoint.capture import capture
 from helios.checkpoint.level import list_missing
 from helios.checkpoint.live import NoOwners, NoStates, OwnerStates, States
@@ -189,7 +191,7 @@ class Session:
         """Return the learning-rate schedulers of the model, by attribute path."""
         return self.model.discovery.schedulers()
 
-    def find_loader(self) -> Any:
+    def find_loader(self) -> DataLoader[Any] | None:
         """Return the loader of the present phase; the first one of several, ``None`` for none."""
         sources = self.sources.get(self.phase)
         return sources[0].loader if sources else None

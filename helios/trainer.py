@@ -1,14 +1,10 @@
-"""The trainer: arguments become objects, objects become a run, and everything is torn down again.
-
-What happens when is in ``helios.loops``; what is saved is in ``helios.session``; how a run starts
-and ends is in ``helios.startup``.
-"""
+"""The trainer: arguments become objects, objects become a run, and everything is torn down."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from helios.checkpoint.layout import find_last_checkpoint
 from helios.checkpoint.migrations import (
@@ -27,6 +23,7 @@ from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup.arguments import Arguments
 from helios.startup.call import Call, Standing, only_call
+from helios.startup.changes import Change
 from helios.startup.checks import check_subjects
 from helios.startup.launching import carry_out
 from helios.startup.registration import PluginTable
@@ -109,7 +106,7 @@ class Trainer:
     def __init__(  # noqa: PLR0913 - the historical arguments keep their order
         self,
         run_name: str = "",
-        train_unit: TrainingUnit | str = TrainingUnit.EPOCH,
+        train_unit: TrainingUnit | Literal["epoch", "iteration"] = TrainingUnit.EPOCH,
         total_steps: float = 0,
         valid_frequency: int | None = None,
         chkpt_frequency: int | None = None,
@@ -133,7 +130,7 @@ class Trainer:
         print_banner: bool = True,
         *,
         engine: Engine | None = None,
-        precision: Precision | str | None = None,
+        precision: Precision | Literal["fp32", "bf16", "fp16"] | None = None,
         plugins: Sequence[Plugin] = (),
         store: CheckpointStore | None = None,
         signals: Signals | None = None,
@@ -142,8 +139,8 @@ class Trainer:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         resume: str | Path = "auto",
-        allow_changes: Sequence[str] = (),
-        on_incomplete: str = "warn",
+        allow_changes: Sequence[Change] = (),
+        on_incomplete: Literal["warn", "raise"] = "warn",
     ) -> None:
         options = locals()
         del options["self"]
@@ -165,9 +162,11 @@ class Trainer:
         return self._arguments.gpu_ids
 
     @property
-    def rank(self) -> int:
-        """Number of this process among all, from 0; in the process that starts ranks, 0 (C9)."""
+    def global_rank(self) -> int:
+        """Number of this process among all, from 0; in the process that starts ranks, 0."""
         return self._standing.info.rank
+
+    rank = global_rank
 
     @property
     def local_rank(self) -> int:

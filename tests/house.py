@@ -35,8 +35,11 @@ NEIGHBOURS = {
     ("__main__", "cli"),
     ("cli", "chkpt_migrator"),
 }
-# Only to annotate the properties that users read; never at run time.
+# Only to annotate what users read: the trainer of a model, the model of a context. At run time
+# nothing is imported, so what a context shows may stand above it.
 TYPE_ONLY = {
+    ("hooks", "engines"),
+    ("hooks", "model"),
     ("data", "house"),
     ("model", "house"),
     ("plugins", "house"),

@@ -7,7 +7,7 @@ any of them keeps it, and with no rule at all everything stays.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from helios.errors import ArgumentError
 
@@ -33,7 +33,7 @@ class KeepBest:
 
     count: int
     metric: str
-    mode: str = "max"
+    mode: Literal["min", "max"] = "max"
 
     def __post_init__(self) -> None:
         if not _is_count(self.count):

@@ -76,13 +76,17 @@ class DataModule(ABC):
 
     Attributes:
         unsaved: names of attributes that training changes and that no checkpoint needs.
+        global_rank: number of this process among all, from 0.
+        local_rank: number of this process on its machine, from 0.
     """
 
     _internals: ClassVar[str] = (
         "_is_distributed _num_replicas _predict_dataset _test_dataset _train_dataset _trainer "
-        "_valid_dataset"
+        "_valid_dataset global_rank local_rank"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
+    global_rank: int = 0
+    local_rank: int = 0
 
     _train_dataset: Dataset | None = None
     _valid_dataset: Datasets | None = None

@@ -75,6 +75,11 @@ class Peer:
         return get_dist_info().rank if self.is_ddp else -1
 
     @property
+    def global_rank(self) -> int:
+        """Number of this process among all, from 0; 0 outside of a process group too."""
+        return max(self.rank, 0)
+
+    @property
     def local_rank(self) -> int:
         """Number of this process on its machine, from 0; -1 outside of a process group."""
         return get_dist_info().local_rank if self.is_ddp else -1

@@ -8,79 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from helios.errors import UsageError
-from helios.schedule import Schedule
+from helios.hooks.run_view import RunView
 from helios.state import Cursor, Phase, TrainingState, TrainingUnit
 
+if TYPE_CHECKING:
+    from helios.engines.engine import Engine
+    from helios.model.model import Model
 
-class RunView(Protocol):
-    """What a context reads of a session, and what it asks of it."""
 
-    model: Any
-    engine: Any
-    state: TrainingState
-    cursor: Cursor
-    schedule: Schedule
-    phase: Phase
-    is_sanity_check: bool
-    can_save: bool
-    turns: Any
-
-    @property
-    def replicas(self) -> Any:
-        """The replicas of the run, and who carries them."""
-        ...
-
-    @property
-    def is_in_epoch(self) -> bool:
-        """Whether the run goes on inside an epoch."""
-        ...
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether the run breaks off at the next safe point, unfinished."""
-        ...
-
-    @property
-    def is_manual_mode(self) -> bool:
-        """Whether the model steps its optimizers itself."""
-        ...
-
-    def find_optimizers(self) -> dict[str, Any]:
-        """Return the optimizers of the model."""
-        ...
-
-    def find_schedulers(self) -> dict[str, Any]:
-        """Return the learning-rate schedulers of the model."""
-        ...
-
-    def find_loader(self) -> Any:
-        """Return the loader of the phase."""
-        ...
-
-    def indices_of(self, place: Cursor) -> list[Any] | None:
-        """Return the indices of the samples of a training batch."""
-        ...
-
-    def log(self, scalars: Mapping[str, Any]) -> None:
-        """Log numbers by name."""
-        ...
-
-    def request_checkpoint(self) -> None:
-        """Ask for a checkpoint."""
-        ...
-
-    def request_stop(self, reason: str) -> None:
-        """Ask for the regular end."""
-        ...
-
-    def interrupt(self, reason: str) -> None:
-        """Ask for an early return."""
-        ...
+Item = TypeVar("Item")
 
 
 class Context:
@@ -108,7 +52,7 @@ class Context:
         self._raw_batch: Any = None
         self.model_outputs: Any = None
         self.attached_loss: Tensor | None = None
-        self.stepping_optimizer: Any = None
+        self.stepping_optimizer: Optimizer | None = None
         self.is_optimizer_step_committed: bool | None = None
         self.exception: BaseException | None = None
         self.resumed = False
@@ -135,12 +79,12 @@ class Context:
         return None if self.attached_loss is None else self.attached_loss.detach()
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """The user's model."""
         return self._run.model
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> Engine:
         """The engine: the device and what it does."""
         return self._run.engine
 
@@ -177,8 +121,7 @@ class Context:
     @property
     def num_replicas(self) -> int:
         """The data-parallel workers over which the run is defined (DESIGN R3); 1 for most runs."""
-        count: int = self._run.replicas.num_replicas
-        return count
+        return self._run.replicas.num_replicas
 
     def choose(self, lone: Any, shared: Any) -> Any:
         """Return the way for one replica, or that for several: to be chosen once, at a start."""
@@ -187,14 +130,19 @@ class Context:
     @property
     def num_processes(self) -> int:
         """The processes that carry the replicas; no result may depend on it."""
-        count: int = self._run.replicas.num_processes
-        return count
+        return self._run.replicas.num_processes
 
     @property
-    def rank(self) -> int:
+    def global_rank(self) -> int:
         """Number of this process among all of them, from 0."""
-        number: int = self._run.replicas.rank
-        return number
+        return self._run.replicas.rank
+
+    rank = global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine, from 0."""
+        return self._run.model.local_rank
 
     @property
     def replica(self) -> int:
@@ -203,8 +151,7 @@ class Context:
         It holds from ``on_forward_start`` to ``on_backward_end``, which come once for each replica
         of this process; :attr:`batch`, :attr:`model_outputs` and :attr:`loss` are the replica's.
         """
-        number: int = self._run.turns.replica
-        return number
+        return self._run.turns.replica
 
     def agree(self, flag: bool) -> bool:
         """Return whether any process raises a flag; the same on all of them.
@@ -228,8 +175,7 @@ class Context:
         Args:
             value: plain values and CPU tensors.
         """
-        found: list[Any] = self._run.replicas.gather_objects(value)
-        return found
+        return self._run.replicas.gather_objects(value)
 
     @property
     def epoch_id(self) -> int:
@@ -279,27 +225,30 @@ class Context:
         return schedule.total_steps if schedule.unit is TrainingUnit.ITERATION else None
 
     @property
-    def dataloader(self) -> Any:
-        """The loader of the phase, for its properties; its data is the loop's to read."""
+    def dataloader(self) -> DataLoader[Any] | None:
+        """The loader of the phase, to read its properties; the loop iterates over it.
+
+        A loader that is no ``torch.utils.data.DataLoader`` is returned as it is.
+        """
         return self._run.find_loader()
 
     @property
-    def optimizers(self) -> dict[str, Any]:
+    def optimizers(self) -> dict[str, Optimizer]:
         """The optimizers of the model, by attribute path."""
         return self._run.find_optimizers()
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> Optimizer | None:
         """The optimizer that steps, or the model's only one; ``None`` where there are several."""
         return self.stepping_optimizer or _only(self.optimizers)
 
     @property
-    def lr_schedulers(self) -> dict[str, Any]:
+    def lr_schedulers(self) -> dict[str, LRScheduler]:
         """The learning-rate schedulers of the model, by attribute path."""
         return self._run.find_schedulers()
 
     @property
-    def lr_scheduler(self) -> Any:
+    def lr_scheduler(self) -> LRScheduler | None:
         """The model's only learning-rate scheduler; ``None`` where there are none or several."""
         return _only(self.lr_schedulers)
 
@@ -395,5 +344,5 @@ class Context:
         return reason
 
 
-def _only(found: Mapping[str, Any]) -> Any:
+def _only(found: Mapping[str, Item]) -> Item | None:
     return next(iter(found.values())) if len(found) == 1 else None

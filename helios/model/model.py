@@ -63,7 +63,8 @@ class Model(Hooks, ABC):
         unsaved: names of attributes that training changes and that no checkpoint needs.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
-        rank: local rank of this process.
+        global_rank: number of this process among all, from 0.
+        rank: same as ``local_rank``.
         batch_processor: a :class:`BatchProcessor` that stands in for the steps; ``None`` for none.
         scheduler_interval: when schedulers move in automatic mode, ``{name: "step" | "epoch" |
             "validation:<metric>"}``; default ``"step"``.
@@ -74,7 +75,8 @@ class Model(Hooks, ABC):
 
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_losses _test_scores _save_name is_distributed map_loc "
-        "_device _engine rank _trainer _discovery _modes_before_eval unsaved scheduler_interval"
+        "_device _engine _trainer _discovery _modes_before_eval unsaved scheduler_interval "
+        "global_rank rank"
     )
 
     unsaved: tuple[str, ...] = ()
@@ -93,6 +95,7 @@ class Model(Hooks, ABC):
         self.map_loc: str | dict[str, str] = ""
         self._device: torch.device | None = None
         self._engine: Engine | None = None
+        self.global_rank = 0
         self.rank = 0
         self._trainer: Trainer | None = None
         self._loss_items: dict[str, Any] = {}
@@ -101,6 +104,11 @@ class Model(Hooks, ABC):
         self._test_scores: dict[str, Any] = {}
         self._modes_before_eval: list[tuple[torch.nn.Module, bool]] = []
         self._discovery = Discovery(self, exclude=internals_of(self), unsaved=self.unsaved)
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine, from 0."""
+        return self.rank
 
     @property
     def save_name(self) -> str:

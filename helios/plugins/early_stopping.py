@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -57,7 +57,7 @@ class EarlyStopping(Plugin):
     def __init__(
         self,
         metric: str,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         *,
         patience: int,
         min_delta: float = 0.0,

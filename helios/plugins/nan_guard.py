@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,8 +82,8 @@ class NaNGuard(Plugin):
 
     def __init__(
         self,
-        action: str = "raise",
-        checks: str = "both",
+        action: Literal["raise", "skip", "stop"] = "raise",
+        checks: Literal["loss", "gradients", "both"] = "both",
         *,
         limit: int | None = None,
         plug_id: str = "nan-guard",

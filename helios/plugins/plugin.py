@@ -61,7 +61,8 @@ class Plugin(Hooks, ABC):
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
         device: device of the training.
-        rank: local rank of this process.
+        global_rank: number of this process among all, from 0.
+        rank: same as ``local_rank``.
         trainer: the trainer, once one runs.
 
     Args:
@@ -69,7 +70,7 @@ class Plugin(Hooks, ABC):
     """
 
     _internals: ClassVar[str] = (
-        "_context _plug_id _unique_overrides device is_distributed map_loc rank trainer"
+        "_context _plug_id _unique_overrides device global_rank is_distributed map_loc rank trainer"
     )
 
     monitor: bool = False
@@ -84,9 +85,15 @@ class Plugin(Hooks, ABC):
         self.is_distributed = False
         self.map_loc: str | dict[str, str] = ""
         self.device = torch.device("cpu")
+        self.global_rank = 0
         self.rank = 0
         self.trainer: Trainer | None = None
         self._context: Context | None = None
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine, from 0."""
+        return self.rank
 
     @property
     def context(self) -> Context:

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
@@ -82,7 +82,7 @@ class TimeLimit(Plugin):
     def __init__(
         self,
         limit: float | str | timedelta,
-        counts: str = "launch",
+        counts: Literal["launch", "run"] = "launch",
         *,
         margin: float | str | timedelta = 0.0,
         clock: Clock = time.monotonic,

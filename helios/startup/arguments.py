@@ -23,26 +23,11 @@ from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
+from helios.startup.changes import CHANGEABLE
 from helios.startup.signals import Signals
 from helios.state import TrainingUnit
 
 _LOGGER = logging.getLogger(__name__)
-
-CHANGEABLE = (
-    "dataset",
-    "length",
-    "batch_size",
-    "shuffle",
-    "drop_last",
-    "seed",
-    "sampler",
-    "random_seed",
-    "train_unit",
-    "accumulation_steps",
-    "limit_batches",
-    "is_distributed",
-    "precision",
-)
 
 
 def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:

@@ -281,13 +281,15 @@ class Run(ABC):
     def _tell_place(self) -> None:
         """Tell the user's objects where they are."""
         is_distributed = not self.replicas.is_lone
+        info = self.plan.info
         owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
         for owner in owners:
             owner.device = self.engine.device
             owner.map_loc = str(self.engine.device)
-            owner.rank = self.plan.info.local_rank
+            owner.global_rank, owner.rank = info.rank, info.local_rank
             owner.is_distributed = is_distributed
         self.model.engine = self.engine
+        self.datamodule.global_rank, self.datamodule.local_rank = info.rank, info.local_rank
         self.datamodule.is_distributed = is_distributed
         self.datamodule.num_replicas = self.replicas.num_replicas
 
