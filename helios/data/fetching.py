@@ -13,16 +13,18 @@ from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
-from helios.data.deal import Deal, Turn
+from helios.data.interfaces import BatchIterator, make_cut_error, run_on_one_thread
 from helios.data.keyed import BatchedDataset
-from helios.data.legacy import LegacyWatch
 from helios.data.loader import KeyedLoader, end_workers
-from helios.data.order import Place
-from helios.data.passes import BatchIterator, make_cut_error, run_on_one_thread
-from helios.data.share import NO_BATCH
+from helios.data.numpy_global_rng import LegacyWatch
+from helios.data.order import Position
+from helios.data.shard import NO_BATCH
+from helios.data.sharding_plan import ReplicaIndices, ShardingPlan
 
 
-def begin_pass(loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> BatchIterator:
+def begin_pass(
+    loader: KeyedLoader, deal: ShardingPlan, place: Position, watch: LegacyWatch
+) -> BatchIterator:
     """Begin a pass whose iterations give a list, one entry for each replica of the process."""
     kind = _WorkerBatches if loader.num_workers else _LocalBatches
     return kind(loader, deal, place, watch)
@@ -70,7 +72,7 @@ def _make_unpinned_fetch(
 class _DealtBatches(BatchIterator):
     """Where a pass stands."""
 
-    def __init__(self, deal: Deal, place: Place, watch: LegacyWatch) -> None:
+    def __init__(self, deal: ShardingPlan, place: Position, watch: LegacyWatch) -> None:
         self._deal = deal
         self._place = place
         self._batch = place.batch
@@ -96,12 +98,14 @@ class _DealtBatches(BatchIterator):
 class _LocalBatches(_DealtBatches):
     """A pass that is fetched in the training process, without PyTorch's iterator (10 µs less)."""
 
-    def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
+    def __init__(
+        self, loader: KeyedLoader, deal: ShardingPlan, place: Position, watch: LegacyWatch
+    ) -> None:
         super().__init__(deal, place, watch)
         self._fetch = _make_fetch(loader)
         self._is_pure = _is_pure(loader)
         self._keys = [replace(place, replica=replica).fetch_keys() for replica in deal.share.block]
-        self._turns: Iterator[Turn] = deal.turns(place)
+        self._turns: Iterator[ReplicaIndices] = deal.turns(place)
         self._following = next(self._turns, None)
         self._is_done = self._following is None
 
@@ -134,7 +138,9 @@ class _LocalBatches(_DealtBatches):
 class _WorkerBatches(_DealtBatches):
     """A pass that PyTorch's workers fetch ahead."""
 
-    def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
+    def __init__(
+        self, loader: KeyedLoader, deal: ShardingPlan, place: Position, watch: LegacyWatch
+    ) -> None:
         super().__init__(deal, place, watch)
         self._lives_on = loader.persistent_workers
         self._ledger: deque[tuple[int, int, bool]] = deque()

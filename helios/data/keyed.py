@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from helios.core import rng
-from helios.data.legacy import WorkerWatch, legacy_numpy_kept
-from helios.data.order import Order, Place
+from helios.data.numpy_global_rng import WorkerWatch, legacy_numpy_kept
+from helios.data.order import Order, Position
 
 _Found = TypeVar("_Found")
 
@@ -111,7 +111,7 @@ class KeyedBatchSampler(Sampler[Keyed]):
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._walk: Walk | None = None
-        self._last_by_hand: Place | None = None
+        self._last_by_hand: Position | None = None
 
     @property
     def is_batched(self) -> bool:
@@ -148,7 +148,7 @@ class KeyedBatchSampler(Sampler[Keyed]):
         for batch, indices in enumerate(self._lists(place), place.batch):
             yield Keyed(keys.at(batch), indices)
 
-    def _lists(self, place: Place) -> Iterator[Any]:
+    def _lists(self, place: Position) -> Iterator[Any]:
         """Iterate over the lists of a pass, or over single samples, without keys."""
         blocks = self.order.blocks(place)
         if self.order.yields_batches or self._batch_size is None:
@@ -157,7 +157,7 @@ class KeyedBatchSampler(Sampler[Keyed]):
         least = self._batch_size if self._drop_last else 1
         return (indices for indices in lists if len(indices) >= least)
 
-    def _place_by_hand(self) -> Place:
+    def _place_by_hand(self) -> Position:
         """Return the place of a user's own loop; the same epoch again runs on new streams.
 
         Without that, a loop that never calls ``set_epoch`` would repeat its augmentation.
@@ -169,7 +169,7 @@ class KeyedBatchSampler(Sampler[Keyed]):
         return place
 
 
-def ask_twice(place: Place, ask: Callable[[], _Found | None]) -> _Found | None:
+def ask_twice(place: Position, ask: Callable[[], _Found | None]) -> _Found | None:
     """Return what the copy of a user's sampler answers, if it answers so twice.
 
     One whose order follows from more than the place, say a counter of its own, gives itself away

@@ -21,13 +21,12 @@ from torch.utils.data import (
 )
 
 from helios.core import rng
-from helios.core.distributed import is_dist_active
 from helios.core.registry import Registry
-from helios.core.signals import ignore_signals, noted_signals
-from helios.data.drawn import DrawnOrder
+from helios.core.signal_watch import ignore_signals, noted_signals
 from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
-from helios.data.order import Order, Place, PositionalOrder
+from helios.data.order import Order, Position, PositionalOrder
 from helios.data.params import DataLoaderParams
+from helios.data.replayed_sampler import ReplayedOrder
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
@@ -35,6 +34,7 @@ from helios.data.samplers import (
     ResumableSequentialSampler,
     is_positional,
 )
+from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 
 LoaderPair: TypeAlias = tuple[DataLoader[Any], ResumableSamplerType | None]
@@ -138,7 +138,7 @@ class KeyedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return super().__iter__() if self.num_workers else self._iterate_here(super().__iter__())
 
-    def start(self, place: Place, walk: Walk) -> Iterator[Any]:
+    def start(self, place: Position, walk: Walk) -> Iterator[Any]:
         """Start PyTorch's own iteration; persistent workers are used again.
 
         Args:
@@ -277,10 +277,10 @@ def build_loader(
             "Check its path and filters."
         )
     if params.batch_sampler is not None:
-        batches = KeyedBatchSampler(DrawnOrder(params.batch_sampler, yields_batches=True))
+        batches = KeyedBatchSampler(ReplayedOrder(params.batch_sampler, yields_batches=True))
         return KeyedLoader(dataset, batches, params), None
     sampler = params.sampler or _choose_sampler(dataset, params, name, num_replicas)
-    order: Order = PositionalOrder(sampler) if is_positional(sampler) else DrawnOrder(sampler)
+    order: Order = PositionalOrder(sampler) if is_positional(sampler) else ReplayedOrder(sampler)
     batches = KeyedBatchSampler(order, batch_size=params.batch_size, drop_last=params.drop_last)
     # What many replicas get is checked where they share it: an evaluation pads and cuts nothing.
     is_whole = num_replicas is None or num_replicas == 1
