@@ -1551,10 +1551,9 @@ FAULTS = (
     Fault(
         "replicas fetch under the key of the first one",
         "helios/data/fetching.py",
-        "        self._keys = [replace(place, replica=replica).fetch_keys() "
-        "for replica in deal.share.block]",
-        "        self._keys = [replace(place, replica=deal.share.block.start).fetch_keys() "
-        "for replica in deal.share.block]",
+        "replace(position, replica=replica).fetch_keys() for replica in deal.share.block",
+        "replace(position, replica=deal.share.block.start).fetch_keys()\n"
+        "            for replica in deal.share.block",
         f"{SAME_BITS}[4-3-1]",
     ),
     Fault(

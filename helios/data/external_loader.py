@@ -121,13 +121,13 @@ class ExternalSource(Source):
         for listener in self._listeners:
             listener.set_epoch(epoch)
         replica = self._share.block.start
-        place = Position(self._run_seed, self._purpose, epoch, batch, sample, replica=replica)
+        position = Position(self._run_seed, self._purpose, epoch, batch, sample, replica=replica)
         if self._share.num_replicas > 1:
-            self._seed_workers(place)
+            self._seed_workers(position)
         self._watch.begin()
         if self._length is not None:
-            return _CountedBatches(self.loader, place, self._watch, self._length)
-        return _ProbedBatches(self.loader, place, self._watch, self)
+            return _CountedBatches(self.loader, position, self._watch, self._length)
+        return _ProbedBatches(self.loader, position, self._watch, self)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the loader's length, where it can be trusted."""
@@ -187,11 +187,11 @@ class ExternalSource(Source):
         """Return a copy of the loader's present state."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
-    def _seed_workers(self, place: Position) -> None:
+    def _seed_workers(self, position: Position) -> None:
         """Let the workers of a stream that we have made draw other numbers on each replica."""
         loader = self.loader
         if isinstance(loader, DataLoader) and isinstance(loader.worker_init_fn, WorkerInit):
-            seed = rng.key("workers", place.run_seed, place.epoch, place.replica)
+            seed = rng.key("workers", position.run_seed, position.epoch, position.replica)
             loader.generator.manual_seed(seed)
 
     def close(self) -> None:
@@ -268,13 +268,13 @@ def _count_batches(loader: Any) -> int | None:
 class _ForeignBatches(BatchIterator):
     """A pass over a foreign loader; the fetch is seeded where it runs in this process."""
 
-    def __init__(self, loader: Iterable[Any], place: Position, watch: LegacyWatch) -> None:
-        self._keys = place.fetch_keys()
-        self._batch = place.batch
+    def __init__(self, loader: Iterable[Any], position: Position, watch: LegacyWatch) -> None:
+        self._keys = position.fetch_keys()
+        self._batch = position.batch
         self._watch = watch
         self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
-        # What a loader draws at its start, as PyTorch's shuffling does, follows from the place.
-        with rng.stream(place.order_key()):
+        # What a loader draws at its start, as PyTorch's shuffling does, follows from the position.
+        with rng.stream(position.order_key()):
             self._batches: Iterator[Any] | None = iter(loader)
 
     def close(self) -> None:
@@ -302,9 +302,9 @@ class _CountedBatches(_ForeignBatches):
     """A pass whose last batch is known by the loader's length."""
 
     def __init__(
-        self, loader: Iterable[Any], place: Position, watch: LegacyWatch, length: int
+        self, loader: Iterable[Any], position: Position, watch: LegacyWatch, length: int
     ) -> None:
-        super().__init__(loader, place, watch)
+        super().__init__(loader, position, watch)
         self._length = length
 
     def __next__(self) -> Any:
@@ -336,9 +336,9 @@ class _ProbedBatches(_ForeignBatches):
     """A pass over a loader without length: one batch is fetched ahead to see the end."""
 
     def __init__(
-        self, loader: Iterable[Any], place: Position, watch: LegacyWatch, source: ExternalSource
+        self, loader: Iterable[Any], position: Position, watch: LegacyWatch, source: ExternalSource
     ) -> None:
-        super().__init__(loader, place, watch)
+        super().__init__(loader, position, watch)
         self._source = source
         self._following: Any = _END
         self._is_begun = False

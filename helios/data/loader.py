@@ -106,7 +106,7 @@ class WorkerInit:
 
 @final
 class KeyedLoader(DataLoader[Any]):
-    """A DataLoader whose batches carry keys, and which can begin at any place.
+    """A DataLoader whose batches carry keys, and which can begin at any position.
 
     By hand it begins where its sampler's ``set_epoch`` and ``start_iter`` say, and leaves the
     generators of the training process as it finds them.
@@ -138,15 +138,15 @@ class KeyedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return super().__iter__() if self.num_workers else self._iterate_here(super().__iter__())
 
-    def start(self, place: Position, walk: Walk) -> Iterator[Any]:
+    def start(self, position: Position, walk: Walk) -> Iterator[Any]:
         """Start PyTorch's own iteration; persistent workers are used again.
 
         Args:
-            place: where it begins.
+            position: where it begins.
             walk: gives the batches from there on, each with its key.
         """
         if self.generator is not None:
-            self.generator.manual_seed(rng.key("workers", place.run_seed, place.epoch))
+            self.generator.manual_seed(rng.key("workers", position.run_seed, position.epoch))
         self.batches.seek(walk)
         try:
             return super().__iter__()

@@ -1,7 +1,7 @@
 """The order of a user's sampler: drawn ahead of its use, on a stream of its own.
 
-What was drawn before the place of a pass is drawn again and left out (DESIGN R1); nothing of it is
-fetched.
+What was drawn before the position of a pass is drawn again and left out (DESIGN R1), without
+fetching it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplayedOrder(Order):
     """The order of a user's sampler or batch sampler, drawn ahead of its use.
 
     It runs on a stream of its own, so that training does not shift it and it does not shift
-    training. A resume draws again what comes before the place, and fetches none of it. A sampler
+    training. A resume draws again what comes before the position, and fetches none of it. A sampler
     with ``state_dict``, or with generators of its own, is put back to the state that it had when
     the epoch began.
     """
@@ -45,18 +45,18 @@ class ReplayedOrder(Order):
         self._epoch_state: dict[str, Any] | None = None
         self._is_loaded = False
 
-    def blocks(self, place: Position) -> Iterator[list[Any]]:
-        """Iterate over the items from a place on, in lists; lists of samples are copied."""
-        self._settle(place)
-        return self._draw(place)
+    def blocks(self, position: Position) -> Iterator[list[Any]]:
+        """Iterate over the items from a position on, in lists; lists of samples are copied."""
+        self._settle(position)
+        return self._draw(position)
 
-    def blocks_and_head(self, place: Position, count: int) -> BlocksAndHead:
+    def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
         """Iterate likewise; the head is taken on the way, as nothing can be drawn again."""
         if not count:
-            return self.blocks(place), ()
+            return self.blocks(position), ()
         head: list[Any] = []
-        start = place.batch if self.yields_batches else place.sample
-        whole = self.blocks(dataclasses.replace(place, batch=0, sample=0))
+        start = position.batch if self.yields_batches else position.sample
+        whole = self.blocks(dataclasses.replace(position, batch=0, sample=0))
         return _skip(whole, start, head, count), head
 
     @property
@@ -71,18 +71,18 @@ class ReplayedOrder(Order):
     def _with(self, sampler: Any) -> Order:
         return ReplayedOrder(sampler, yields_batches=self.yields_batches)
 
-    def leave(self, place: Position) -> None:
+    def leave(self, position: Position) -> None:
         """Leave a pass before its end: a sampler with state stands where it was left.
 
         How far it was drawn ahead depends on blocks and workers, and must not show in the next
         epoch.
         """
-        if self._stateful is None or self._epoch_state is None or place.is_by_hand:
+        if self._stateful is None or self._epoch_state is None or position.is_by_hand:
             return
         self._stateful.load_state_dict(copy.deepcopy(self._epoch_state["state"]))
-        with _PrivateStream(place.order_key()):
-            self._open(place)
-        self._remember(place.epoch + 1)
+        with _PrivateStream(position.order_key()):
+            self._open(position)
+        self._remember(position.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the sampler had at the start of an epoch, and which epoch."""
@@ -115,26 +115,26 @@ class ReplayedOrder(Order):
         self._epoch_state = copy.deepcopy(state_dict)
         self._is_loaded = True
 
-    def _settle(self, place: Position) -> None:
+    def _settle(self, position: Position) -> None:
         """Bring a sampler with state to the start of the epoch, and remember it there."""
         if self._stateful is None:
             return
         if self._is_loaded and self._epoch_state is not None:
             self._is_loaded = False
             self._stateful.load_state_dict(copy.deepcopy(self._epoch_state["state"]))
-            for epoch in range(self._epoch_state["epoch"], place.epoch):
-                whole = dataclasses.replace(place, epoch=epoch, batch=0, sample=0)
+            for epoch in range(self._epoch_state["epoch"], position.epoch):
+                whole = dataclasses.replace(position, epoch=epoch, batch=0, sample=0)
                 deque(self._draw(whole), maxlen=0)
-        self._remember(place.epoch)
+        self._remember(position.epoch)
 
     def _remember(self, epoch: int) -> None:
         if self._stateful is not None:
             self._epoch_state = _as_of(epoch, self._stateful)
 
-    def _draw(self, place: Position) -> Iterator[list[Any]]:
-        stream = _PrivateStream(place.order_key())
+    def _draw(self, position: Position) -> Iterator[list[Any]]:
+        stream = _PrivateStream(position.order_key())
         with stream:
-            items = self._open(place)
+            items = self._open(position)
         draw = self._draw_batches if self.yields_batches else self._draw_samples
         while True:
             with stream:
@@ -143,15 +143,15 @@ class ReplayedOrder(Order):
                 return
             yield block
 
-    def _open(self, place: Position) -> Iterator[Any]:
+    def _open(self, position: Position) -> Iterator[Any]:
         """Begin the sampler's pass, and leave out what was trained on."""
-        if not place.is_by_hand:
+        if not position.is_by_hand:
             for part in parts_of(self.sampler):
-                prepare(part, place)
+                prepare(part, position)
         items = iter(self.sampler)
-        if place.is_by_hand:
+        if position.is_by_hand:
             return items
-        skipped = place.batch if self.yields_batches else place.sample
+        skipped = position.batch if self.yields_batches else position.sample
         next(islice(items, skipped, skipped), None)
         return items
 

@@ -38,7 +38,7 @@ class ReplicaIndices(NamedTuple):
 
 @final
 class ShardingPlan:
-    """The iterations of a pass, from any place.
+    """The iterations of a pass, from any position.
 
     Args:
         order: the order of all samples; the replica's own where ``is_split`` is False because a
@@ -78,35 +78,35 @@ class ShardingPlan:
         # A window goes to the only replica as it is.
         self._is_whole = share.num_replicas == 1 and not self._is_single
 
-    def turns(self, place: Position, replicas: range | None = None) -> Iterator[ReplicaIndices]:
+    def turns(self, position: Position, replicas: range | None = None) -> Iterator[ReplicaIndices]:
         """Iterate over the iterations of a pass.
 
         Args:
-            place: where it begins; its sample is a multiple of the number of replicas.
+            position: where it begins; its sample is a multiple of the number of replicas.
             replicas: for whom; the replicas of this process by default.
         """
         replicas = self.share.block if replicas is None else replicas
-        for window in chain.from_iterable(self._windows(place)):
+        for window in chain.from_iterable(self._windows(position)):
             if self._is_whole:
                 yield ReplicaIndices([window], len(window))
                 continue
             num_items = sum(map(len, window)) if self._is_listed else len(window)
             yield ReplicaIndices(self._hand_out(window, replicas), num_items * self._weight)
 
-    def walk(self, place: Position, ledger: deque[tuple[int, int, bool]]) -> Iterator[Keyed]:
+    def walk(self, position: Position, ledger: deque[tuple[int, int, bool]]) -> Iterator[Keyed]:
         """Iterate over the batches of this process, iteration by iteration, each with its key.
 
         An iteration without a batch for this process shows in the ledger only: the step that finds
         no more batch has entered it.
 
         Args:
-            place: where the pass begins.
+            position: where the pass begins.
             ledger: filled with an entry for each iteration, ahead of its batches: how many
                 replicas of the process have one, positions that all replicas of the run consume,
                 and whether it ends the pass.
         """
-        keys = [replace(place, replica=replica).fetch_keys() for replica in self.share.block]
-        turns, batch = self.turns(place), place.batch
+        keys = [replace(position, replica=replica).fetch_keys() for replica in self.share.block]
+        turns, batch = self.turns(position), position.batch
         following = next(turns, None)
         while following is not None:
             turn, following = following, next(turns, None)
@@ -115,12 +115,12 @@ class ShardingPlan:
                 yield Keyed(series.at(batch), indices)
             batch += 1
 
-    def leave(self, place: Position) -> None:
-        """Leave a pass before its end, at the place of the iteration that would have come next."""
-        self.order.leave(self._place_in_order(place))
+    def leave(self, position: Position) -> None:
+        """Leave a pass before its end, at the position of the iteration that would follow."""
+        self.order.leave(self._position_in_order(position))
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the iterations of a pass that goes on, or went on, at a place.
+        """Return the iterations of a pass that goes on, or went on, at a position.
 
         The first replica has the most batches, so these are its.
         """
@@ -135,7 +135,7 @@ class ShardingPlan:
         num_left = -(-max(total - first, 0) // self._stride)
         return batch + (num_left // self._size if self._drop_last else -(-num_left // self._size))
 
-    def indices_at(self, place: Position, dataset: Any) -> list[Any] | None:
+    def indices_at(self, position: Position, dataset: Any) -> list[Any] | None:
         """Return the indices of one iteration, of all V replicas, replica by replica.
 
         Found on the side: nothing is fetched or moved.
@@ -157,22 +157,24 @@ class ShardingPlan:
         )
         everybody = range(self.share.num_replicas)
         turn: ReplicaIndices | None = ask_twice(
-            place, lambda: next(twin.turns(place, everybody), None)
+            position, lambda: next(twin.turns(position, everybody), None)
         )
         if turn is None:
             return None
         is_flat = self._is_single and not self._is_listed
         return turn.hands if is_flat else list(chain.from_iterable(turn.hands))
 
-    def _place_in_order(self, place: Position) -> Position:
-        """Return the place as the order counts."""
-        return replace(place, batch=place.batch * self._stride, sample=place.sample // self._weight)
+    def _position_in_order(self, position: Position) -> Position:
+        """Return the position as the order counts."""
+        return replace(
+            position, batch=position.batch * self._stride, sample=position.sample // self._weight
+        )
 
-    def _windows(self, place: Position) -> Iterator[list[list[Any]]]:
+    def _windows(self, position: Position) -> Iterator[list[list[Any]]]:
         """Cut the order into what all replicas get in one iteration, several at once."""
         width = self._size * self._stride
         num_head = 0 if self._is_cut or not self.share.pads or self._stride == 1 else self._stride
-        blocks, head = self.order.blocks_and_head(self._place_in_order(place), num_head)
+        blocks, head = self.order.blocks_and_head(self._position_in_order(position), num_head)
         # With as many samples or less, not even the first replica's batch is complete.
         too_few = width - self._stride if self._drop_last else 0
         for windows in cut(blocks, width):

@@ -1,6 +1,6 @@
-"""The data of a run: batches from any place of any epoch, and what is needed to resume.
+"""The data of a run: batches from any position of any epoch, and what is needed to resume.
 
-A loader of ours computes a batch from its place and seeds before it fetches (DESIGN R1, R2); a
+A loader of ours computes a batch from its position and seeds before it fetches (DESIGN R1, R2); a
 foreign one (:mod:`helios.data.external_loader`) goes on where it says it can.
 """
 
@@ -50,7 +50,7 @@ def open_source(
 
 @final
 class KeyedSource(Source):
-    """The data of a loader of ours; exact from any place.
+    """The data of a loader of ours; exact from any position.
 
     Args:
         loader: the loader.
@@ -108,14 +108,14 @@ class KeyedSource(Source):
         return self._deal.is_own and self.loader.batches.order.has_state
 
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
-        """Begin a pass; nothing before its place is fetched."""
-        place = Position(self._run_seed, self._purpose, epoch, batch, sample)
+        """Begin a pass; nothing before its position is fetched."""
+        position = Position(self._run_seed, self._purpose, epoch, batch, sample)
         self._pass_length = self.length
         self._watch.begin()
-        return begin_pass(self.loader, self._deal, place, self._watch)
+        return begin_pass(self.loader, self._deal, position, self._watch)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the batches of a whole pass that goes on at a place."""
+        """Return the batches of a whole pass that goes on at a position."""
         return self._deal.num_batches(batch=batch, sample=sample)
 
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
@@ -124,8 +124,8 @@ class KeyedSource(Source):
         Those of all V replicas, replica by replica. ``None`` where a user's sampler has a state or
         splits the data by rank, and where there is no such batch.
         """
-        place = Position(self._run_seed, self._purpose, epoch, batch, sample)
-        return self._deal.indices_at(place, self.loader.keyed_dataset.dataset)
+        position = Position(self._run_seed, self._purpose, epoch, batch, sample)
+        return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a user's sampler had when the epoch began; empty without one."""

@@ -86,9 +86,9 @@ class TruncatedSource(Source):
         return _LimitedBatches(batches, self._limit - batch)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the batches of a whole pass that goes on at a place, up to the limit.
+        """Return the batches of a whole pass that goes on at a position, up to the limit.
 
-        A lowered limit takes nothing back: those before the place count in any case.
+        A lowered limit takes nothing back: those before the position count in any case.
         """
         whole = self._source.num_batches(batch=batch, sample=sample)
         return None if whole is None else min(whole, max(self._limit, batch))

@@ -9,7 +9,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
 
 
-def join(
+def join_process_group(
     device: torch.device, rank: int | None, world_size: int | None, meeting: str
 ) -> tuple[torch.device, bool]:
     """Join the process group, if there is something to join; see ``Engine.setup_process``.

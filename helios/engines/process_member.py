@@ -187,7 +187,9 @@ class ProcessMember:
             ArgumentError: for one of ``rank`` and ``world_size`` without the other.
             UsageError: where nothing says where to meet.
         """
-        self.device, has_joined = manual_join.join(self.device, rank, world_size, meeting)
+        self.device, has_joined = manual_join.join_process_group(
+            self.device, rank, world_size, meeting
+        )
         self._has_joined |= has_joined
 
     def cleanup_process(self, *, is_failing: bool = False) -> None:

@@ -21,7 +21,7 @@ from helios.plugins.nonfinite_report import (
     BadLoss,
     NonFiniteReport,
     describe,
-    join,
+    merge_reports,
     name_batch,
     name_moment,
 )
@@ -168,7 +168,7 @@ class NaNGuard(Plugin):
         context = self.context
         if context.is_optimizer_step_committed:
             return
-        found = join(context.gather(self._found))
+        found = merge_reports(context.gather(self._found))
         self._found = None
         if not found.is_empty:
             self._act(self._describe(found))

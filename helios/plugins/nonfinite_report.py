@@ -47,7 +47,7 @@ class NonFiniteReport(NamedTuple):
         return not (self.losses or self.gradients)
 
 
-def join(findings: Iterable[NonFiniteReport | None]) -> NonFiniteReport:
+def merge_reports(findings: Iterable[NonFiniteReport | None]) -> NonFiniteReport:
     """Return what several processes have found, in the order of batches and replicas."""
     found = [part for part in findings if part is not None]
     losses = [loss for part in found for loss in part.losses]
