@@ -17,8 +17,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from helios.checkpoint.migrating import BACKUP_FOLDER, Migration, Report, Result, find
 from helios.errors import ArgumentError, CheckpointError
+from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Report, Result, find
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import final
 
-from helios.engines.replicated import Replicas
 from helios.errors import UsageError
+from helios.replicas.replicas import Replicas
 
 
 @dataclass

@@ -15,30 +15,30 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from helios.checkpoint.capture import capture
-from helios.checkpoint.level import list_missing
-from helios.checkpoint.live import NoOwners, NoStates, OwnerStates, States
 from helios.checkpoint.record import Record
+from helios.checkpoint.reproducibility import list_missing
+from helios.checkpoint.run_protocols import NoOwners, NoStates, OwnerStates, States
 from helios.core import rng
-from helios.core.progress import Display
 from helios.core.scalars import as_number, as_numbers
 from helios.data.source import Source
 from helios.engines.engine import Engine
-from helios.engines.peer import redefines
-from helios.engines.replicated import Replicas
-from helios.engines.turns import Turns, make_turns
+from helios.engines.process_member import redefines
 from helios.errors import StateError, UsageError
 from helios.hooks.bus import Bus
 from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
-from helios.plugins.states import PluginStates
+from helios.plugins.plugin_states import PluginStates
 from helios.protocols import Recorder
+from helios.replicas.replica_state import Turns, make_turns
+from helios.replicas.replicas import Replicas
 from helios.requests import Agreement, Requests, make_agreement
 from helios.run_state.consistency import check_alike
 from helios.run_state.replica_watch import ReplicaWatch
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
+from helios.terminal.progress import Display
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from helios.checkpoint.layout import find_last_checkpoint
-from helios.checkpoint.migrations import (
+from helios.checkpoint.file_names import find_last_checkpoint
+from helios.checkpoint.schema_upgrades import (
     get_trainer_safe_types_for_load,
     register_trainer_types_for_safe_load,
 )
 from helios.checkpoint.store import CheckpointStore
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
-from helios.engines.handover import refuse_nested_start
 from helios.engines.precision import Precision
 from helios.errors import UsageError
+from helios.launch.ipc import refuse_nested_start
 from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin

@@ -28,7 +28,7 @@ ELASTIC = "tests/distributed/test_elastic.py"
 SAME_BITS = f"{ELASTIC}::test_any_number_of_processes_gives_the_same_bits"
 SAVER = "tests/checkpoint/test_saver.py"
 SAVE_FAULTS = "tests/integration/test_save_faults.py"
-FOREIGN = "tests/data/test_foreign.py"
+FOREIGN = "tests/data/test_external_loader.py"
 OTHER_DATA = "tests/integration/test_other_data.py"
 STAGES = "tests/integration/test_stages.py"
 TWO_RUNS = "tests/integration/test_two_runs.py"
@@ -37,16 +37,16 @@ BUCKETS = "tests/distributed/test_buckets.py"
 EXCHANGES = "tests/distributed/test_exchanges.py"
 COMMANDS = "tests/cli/test_commands.py"
 ALIASES = "tests/run_state/test_aliases.py"
-BLOCKS = "tests/run_state/test_blocks.py"
-BLOCK_SIZES = "tests/run_state/test_block_sizes.py"
-FORMS = "tests/run_state/test_forms.py"
+BLOCKS = "tests/run_state/test_shared_views.py"
+BLOCK_SIZES = "tests/run_state/test_shared_view_sizes.py"
+FORMS = "tests/run_state/test_tensor_formats.py"
 OPTIMIZERS = "tests/run_state/test_optimizers.py"
 PARTIAL = "tests/run_state/test_partial_networks.py"
 EXTRA_STATES = "tests/run_state/test_extra_states.py"
 PARTIAL_OPTIMIZERS = "tests/run_state/test_partial_optimizers.py"
-MIGRATIONS = "tests/checkpoint/test_migrations.py"
+MIGRATIONS = "tests/migration/test_migrations.py"
 LEVELS = "tests/startup/test_levels.py"
-TRIAL = "tests/data/test_trial.py"
+TRIAL = "tests/data/test_loader_state_check.py"
 RECORD = "tests/checkpoint/test_record.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 
@@ -115,28 +115,28 @@ FAULTS = (
     ),
     Fault(
         "what the state_dict of a network leaves out is not filled in",
-        "helios/run_state/omissions.py",
+        "helios/run_state/custom_state_dicts.py",
         '            _fill(f"{path}.{name}", pieces[name], saved)',
         "            pass",
         f"{PARTIAL}::test_what_a_network_leaves_out_resumes_to_the_same_bits",
     ),
     Fault(
         "a frozen backbone is saved beside the state that leaves it out",
-        "helios/run_state/omissions.py",
+        "helios/run_state/custom_state_dicts.py",
         "                if name not in before or before[name] != self._mark(value)",
         "                if True",
         f"{PARTIAL}::test_a_frozen_backbone_is_neither_saved_nor_named",
     ),
     Fault(
         "a name that the state lacked is looked for in it",
-        "helios/run_state/parts.py",
+        "helios/run_state/module_state.py",
         "    missing, unexpected = value.load_state_dict(state, strict=False)",
         "    missing, unexpected = value.load_state_dict(state)",
         f"{PARTIAL}::test_what_a_network_leaves_out_resumes_to_the_same_bits",
     ),
     Fault(
         "any name may be lacking in the state of a network",
-        "helios/run_state/parts.py",
+        "helios/run_state/module_state.py",
         "    if lacking or unknown:",
         "    if False:",
         f"{PARTIAL}::test_a_state_that_lacks_a_name_that_was_saved_is_refused",
@@ -150,7 +150,7 @@ FAULTS = (
     ),
     Fault(
         "published wrappers lack what torch relies on",
-        "helios/run_state/parts.py",
+        "helios/run_state/module_state.py",
         "            table.setdefault(name, OrderedDict())",
         "            pass",
         f"{PARTIAL_OPTIMIZERS}::test_what_an_optimizer_leaves_out_resumes_to_the_same_bits",
@@ -164,17 +164,17 @@ FAULTS = (
     ),
     Fault(
         "weights that training unties are saved as they are",
-        "helios/run_state/ties.py",
+        "helios/run_state/tied_tensors.py",
         '            misfits[name] = f"it was {_text(old)}, now {_text(new)}"',
         "            changed[name] = new",
-        "tests/run_state/test_ties.py::test_parameters_that_training_ties_or_unties_fit_no_resume",
+        "tests/run_state/test_tied_tensors.py::test_parameters_that_training_ties_or_unties_fit_no_resume",
     ),
     Fault(
         "memory that training shares or parts stays as setup makes it",
         "helios/run_state/restoring.py",
         '        restore_ties(state.get("ties", {}), scene.found)',
         "        pass",
-        "tests/run_state/test_ties.py"
+        "tests/run_state/test_tied_tensors.py"
         "::test_memory_that_training_shares_or_parts_is_shared_as_it_was",
     ),
     Fault(
@@ -216,28 +216,28 @@ FAULTS = (
     ),
     Fault(
         "tensors that setup lets overlap, and training parts, are loaded into one memory",
-        "helios/run_state/blocks.py",
+        "helios/run_state/shared_views.py",
         "                parted |= {id(part): part for part in leaving}",
         "                pass",
         f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfABufferParted]",
     ),
     Fault(
         "a view of a tensor whose memory moves counts as unchanged",
-        "helios/run_state/marks.py",
+        "helios/run_state/value_hash.py",
         "        self.tokens += (_SHARES, *target, *_form_of(held))",
         "        self.tokens += (_SHARES, *target)",
         f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfAShiftedOne]",
     ),
     Fault(
         "what a value sees beyond a buffer is not saved",
-        "helios/run_state/marks.py",
+        "helios/run_state/value_hash.py",
         "            self.look.reached.add(storage_of(held))",
         "            pass",
         f"{BLOCKS}::test_tensors_of_networks_look_where_they_looked[OfATensorSinceSetup]",
     ),
     Fault(
         "memory is restored over a tensor that has memory of its own by now",
-        "helios/run_state/blocks.py",
+        "helios/run_state/shared_views.py",
         """            if anchor in blocks and _may_stay(blocks[anchor], members)
         }
 """,
@@ -249,63 +249,63 @@ FAULTS = (
     ),
     Fault(
         "memory that setup made and nobody has changed is saved",
-        "helios/run_state/blocks.py",
+        "helios/run_state/shared_views.py",
         "        is_changed = mark is None or mark != _mark(members, mark)",
         "        is_changed = True",
         f"{BLOCK_SIZES}::test_what_is_around_a_view_is_not_saved_unless_it_changes",
     ),
     Fault(
         "memory that several look at does not count in the limit of plain values",
-        "helios/run_state/blocks.py",
+        "helios/run_state/shared_views.py",
         "            if size > room:",
         "            if False:",
         f"{BLOCK_SIZES}::test_memory_beyond_the_limit_is_named_and_tensors_resume",
     ),
     Fault(
         "changes between the elements of a view with a step are not seen",
-        "helios/run_state/blocks.py",
+        "helios/run_state/shared_views.py",
         "            yield _without(looking, whole, first - start, end - start)",
         "            pass",
         f"{BLOCK_SIZES}::test_what_is_around_a_view_is_not_saved_unless_it_changes",
     ),
     Fault(
         "what a network of a plugin shares with the model is lost",
-        "helios/run_state/blocks.py",
+        "helios/run_state/shared_views.py",
         "            if max(begin, first) < min(end, last):",
         "            if False:",
         f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "tensors that overlap in one array, which torch does not know, are lost",
-        "helios/run_state/ties.py",
+        "helios/run_state/tied_tensors.py",
         "            if storage_of(tensor) != storage_of(last[1]):",
         "            if False:",
         f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "an array around the memory of a buffer is saved as its own",
-        "helios/run_state/marks.py",
-        "            self._refuse(obstacles.AROUND.format(within))",
+        "helios/run_state/value_hash.py",
+        "            self._refuse(unsupported_values.AROUND.format(within))",
         "            pass",
         f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "what a plugin sees beyond a buffer of the model is lost",
-        "helios/run_state/marks.py",
-        "            self._refuse(obstacles.BEYOND.format(target.name))",
+        "helios/run_state/value_hash.py",
+        "            self._refuse(unsupported_values.BEYOND.format(target.name))",
         "            pass",
         f"{BLOCKS}::test_memory_that_cannot_be_shared_again_is_named",
     ),
     Fault(
         "attributes of modules with an extra state are not looked at",
-        "helios/run_state/members.py",
+        "helios/run_state/attribute_rules.py",
         "    return not type(module).__module__.startswith(_WRAPPERS)",
         '    return "get_extra_state" not in vars(type(module))',
         f"{EXTRA_STATES}::test_attributes_that_an_extra_state_leaves_out_come_back",
     ),
     Fault(
         "what an extra state holds is saved twice",
-        "helios/run_state/coverage.py",
+        "helios/run_state/state_dict_coverage.py",
         "                self._of |= _extra_states(path, state, mark)",
         "                pass",
         f"{EXTRA_STATES}::test_a_copy_in_an_extra_state_is_not_saved_twice",
@@ -336,7 +336,7 @@ FAULTS = (
     ),
     Fault(
         "an equal value under any key counts as a copy",
-        "helios/run_state/coverage.py",
+        "helios/run_state/state_dict_coverage.py",
         "        known = [self._state[name] for name in names if name in self._state]",
         "        known = [*self._state.values()]",
         "tests/run_state/test_inner.py::test_a_state_dict_of_the_owner_covers_what_it_holds",
@@ -351,30 +351,30 @@ FAULTS = (
     Fault(
         "class attributes are not looked at",
         "helios/run_state/unsavable.py",
-        "    lost |= _changed(baseline.classes, marks, obstacles.OF_CLASS)",
+        "    lost |= _changed(baseline.classes, marks, unsupported_values.OF_CLASS)",
         "    pass",
         "tests/run_state/test_named.py::test_class_attributes_that_training_changes_are_named",
     ),
     Fault(
         "scripted networks are not looked at",
         "helios/run_state/unsavable.py",
-        "    lost |= _changed(baseline.scripts, scripts, obstacles.OF_SCRIPT)",
+        "    lost |= _changed(baseline.scripts, scripts, unsupported_values.OF_SCRIPT)",
         "    pass",
         "tests/run_state/test_named.py::test_attributes_of_scripted_and_traced_networks_are_named",
     ),
     Fault(
         "attributes of Helios' own classes count as the user's",
-        "helios/run_state/owners.py",
+        "helios/run_state/owner_states.py",
         '    return frozenset(" ".join(declared).split())',
         "    return frozenset()",
-        "tests/run_state/test_owners.py::test_attributes_of_base_classes_do_not_count",
+        "tests/run_state/test_owner_states.py::test_attributes_of_base_classes_do_not_count",
     ),
     Fault(
         "a data set is read",
-        "helios/run_state/data_members.py",
+        "helios/run_state/dataset_attributes.py",
         "        if left < 0:",
         "        if False:",
-        "tests/run_state/test_owners.py::test_of_a_data_set_only_small_values_and_generators_count",
+        "tests/run_state/test_owner_states.py::test_of_a_data_set_only_small_values_and_generators_count",
     ),
     Fault(
         "what differs between processes is taken for the same",
@@ -442,42 +442,42 @@ FAULTS = (
     ),
     Fault(
         "a trial moves the generators",
-        "helios/data/trial.py",
+        "helios/data/loader_state_check.py",
         "        rng.load_rng_state_dict(found)",
         "        pass",
         f"{TRIAL}::test_a_trial_leaves_the_loader_and_all_generators_as_they_were",
     ),
     Fault(
         "a trial moves the old generator of NumPy",
-        "helios/data/trial.py",
+        "helios/data/loader_state_check.py",
         "        np.random.set_state(legacy)",
         "        pass",
         f"{TRIAL}::test_a_trial_leaves_the_loader_and_all_generators_as_they_were",
     ),
     Fault(
         "a trial uses the loader of the run",
-        "helios/data/trial.py",
+        "helios/data/loader_state_check.py",
         "    undisturbed = copy.deepcopy(source)",
         "    undisturbed = source",
         f"{TRIAL}::test_a_trial_leaves_the_loader_and_all_generators_as_they_were",
     ),
     Fault(
         "a trial has no limit of time",
-        "helios/data/trial.py",
+        "helios/data/loader_state_check.py",
         "        if clock() > deadline:",
         "        if clock() < 0:",
         f"{TRIAL}::test_a_trial_that_takes_more_than_two_seconds_says_nothing",
     ),
     Fault(
         "a trial copies any amount of data",
-        "helios/data/trial.py",
+        "helios/data/loader_state_check.py",
         "        if size > _MAX_BYTES:",
         "        if size < 0:",
         f"{TRIAL}::test_much_data_is_not_copied_for_a_trial",
     ),
     Fault(
         "a trial compares values in place of bytes",
-        "helios/data/trial.py",
+        "helios/data/loader_state_check.py",
         "torch.equal(_bytes_of(left), _bytes_of(right))",
         "torch.equal(left, right)",
         f"{TRIAL}::test_batches_are_compared_on_bytes",
@@ -527,9 +527,9 @@ FAULTS = (
     ),
     Fault(
         "files of schema 1 are not brought to schema 2",
-        "helios/checkpoint/migrations.py",
-        "{0: _from_helios_ml, 1: _add_what_is_missing}",
-        "{0: _from_helios_ml}",
+        "helios/checkpoint/schema_upgrades.py",
+        "{1: _add_what_is_missing}",
+        "{}",
         "tests/checkpoint/test_golden_checkpoints.py"
         "::test_a_run_of_every_schema_goes_on_where_it_was",
     ),
@@ -543,13 +543,13 @@ FAULTS = (
     Fault(
         "an import of a module that is gone says nothing",
         "helios/core/__init__.py",
-        "explain_moved_modules()\n",
+        "install_moved_modules()\n",
         "\n",
         "tests/core/test_moved.py",
     ),
     Fault(
         "the storage of a lazy parameter is measured",
-        "helios/run_state/size.py",
+        "helios/run_state/state_size.py",
         "    if is_lazy(tensor):",
         "    if False:",
         "tests/integration/test_odd_tensors.py",
@@ -570,7 +570,7 @@ FAULTS = (
     ),
     Fault(
         "the migrator does not know the present class of the counters",
-        "helios/checkpoint/old_files.py",
+        "helios/migration/helios_ml.py",
         "    _PRESENT_STATE: _make_state,\n",
         "",
         "tests/test_chkpt_migrator.py"
@@ -578,7 +578,7 @@ FAULTS = (
     ),
     Fault(
         "the generator that a sampler holds is not saved",
-        "helios/data/drawn.py",
+        "helios/data/replayed_sampler.py",
         "    return OwnGenerators(generators) if generators else None",
         "    return None",
         "tests/integration/test_data.py"
@@ -586,35 +586,35 @@ FAULTS = (
     ),
     Fault(
         "a stream that begins anew at its end repeats the pass",
-        "helios/data/foreign.py",
+        "helios/data/external_loader.py",
         "            if self._source.begins_at_end(is_empty=self._following is _END):",
         "            if False:",
         "tests/integration/test_data.py::test_a_stream_with_state_resumes_from_every_step",
     ),
     Fault(
         "the stream of a loader with workers is asked for its state",
-        "helios/data/foreign.py",
+        "helios/data/external_loader.py",
         "isinstance(loader, DataLoader) or loader.num_workers:",
         "isinstance(loader, DataLoader):",
         f"{FOREIGN}::test_a_stream_with_state_behind_workers_cannot_resume",
     ),
     Fault(
         "a stream is saved as far as it was read ahead",
-        "helios/data/foreign.py",
+        "helios/data/external_loader.py",
         "        self._source.hold_state()\n",
         "",
         f"{FOREIGN}::test_a_stream_with_state_goes_on_from_every_batch",
     ),
     Fault(
         "an average has the names of data parallelism",
-        "helios/plugins/weights.py",
+        "helios/plugins/averaged_weights.py",
         "        bare.of(name): part",
         "        name: part",
         f"{AVERAGES}::test_an_average_goes_on_with_and_without_data_parallelism",
     ),
     Fault(
         "the averages of earlier versions keep the names of data parallelism",
-        "helios/plugins/weights.py",
+        "helios/plugins/averaged_weights.py",
         "        self._rename(known)\n",
         "",
         f"{AVERAGES}::test_an_average_goes_on_with_and_without_data_parallelism",
@@ -628,7 +628,7 @@ FAULTS = (
     ),
     Fault(
         "what a wrapper wraps does not count as the data set",
-        "helios/data/identity.py",
+        "helios/data/fingerprint.py",
         "        return [dataset.dataset]\n    # Only",
         "        return []\n    # Only",
         f"{OTHER_DATA}::test_another_class_inside_a_subset_stops_the_run",
@@ -684,59 +684,59 @@ FAULTS = (
     ),
     Fault(
         "a file is believed what it says of its tensors' sizes",
-        "helios/core/codec.py",
-        "            records.check_sizes(handle)\n",
+        "helios/storage/codec.py",
+        "            archive_records.check_sizes(handle)\n",
         "",
         "tests/checkpoint/test_trust.py::test_a_record_that_promises_gigabytes_takes_none",
     ),
     Fault(
         "a reference is read with what the memo held before",
-        "helios/core/records.py",
+        "helios/storage/archive_records.py",
         "            memo[argument] = top",
         "            memo.setdefault(argument, top)",
-        "tests/core/test_records.py::test_a_reference_that_torch_does_not_write_is_refused",
+        "tests/storage/test_archive_records.py::test_a_reference_that_torch_does_not_write_is_refused",
     ),
     Fault(
         "of two records one is looked at and the other one read",
-        "helios/core/records.py",
+        "helios/storage/archive_records.py",
         "    if len(records) < len(container.infolist()):",
         "    if not records:",
-        "tests/core/test_records.py::test_two_records_whose_names_differ_in_case_only_are_refused",
+        "tests/storage/test_archive_records.py::test_two_records_whose_names_differ_in_case_only_are_refused",
     ),
     Fault(
         "a graph is drawn with a warning that nobody can heed",
-        "helios/core/tensorboard.py",
+        "helios/storage/tensorboard_writer.py",
         "(DeprecationWarning, FutureWarning):",
         "(DeprecationWarning,):",
-        "tests/core/test_tensorboard.py"
+        "tests/storage/test_tensorboard_writer.py"
         "::test_a_graph_is_drawn_without_a_warning_that_its_author_cannot_heed",
     ),
     Fault(
         "a large tensor is known by its version",
-        "helios/run_state/marks.py",
+        "helios/run_state/value_hash.py",
         "self.tokens.append(tensor_sum(part))",
         "self.tokens.append(part._version)",
         "tests/run_state/test_changes.py::test_a_write_through_data_is_seen_whatever_the_size",
     ),
     Fault(
         "a checksum is a plain sum",
-        "helios/run_state/bits.py",
+        "helios/run_state/checksums.py",
         "    return zlib.crc32(whole.reshape(-1).view(np.uint8).data)",
         "    return int(whole.reshape(-1).view(np.uint8).sum())",
-        "tests/run_state/test_bits.py"
+        "tests/run_state/test_checksums.py"
         "::test_exchanged_elements_and_flipped_signs_change_every_checksum",
     ),
     Fault(
         "a checksum on a device does not weigh words",
-        "helios/run_state/bits.py",
+        "helios/run_state/checksums.py",
         " * _weights(places)",
         "",
-        "tests/run_state/test_bits.py"
+        "tests/run_state/test_checksums.py"
         "::test_exchanged_elements_and_flipped_signs_change_every_checksum",
     ),
     Fault(
         "a place that is too slow is looked at all the same",
-        "helios/run_state/costs.py",
+        "helios/run_state/save_costs.py",
         "if (seconds := self.seconds(place)) > limit",
         "if (seconds := self.seconds(place)) > limit + 1e9",
         "tests/run_state/test_limits.py"
@@ -747,35 +747,35 @@ FAULTS = (
         "helios/session.py",
         "        self.recorder.save(snapshot, meters)",
         "        self.recorder.save(snapshot, {})",
-        "tests/run_state/test_costs.py::test_what_encoding_takes_is_counted_for_the_value",
+        "tests/run_state/test_save_costs.py::test_what_encoding_takes_is_counted_for_the_value",
     ),
     Fault(
         "arrays are encoded at nobody's cost",
-        "helios/core/metering.py",
+        "helios/storage/encoding_cost.py",
         "            meter(own + count * seconds)",
         "            meter(own)",
-        "tests/core/test_metering.py::test_a_part_counts_its_own_time_and_its_share_of_the_arrays",
+        "tests/storage/test_encoding_cost.py::test_a_part_counts_its_own_time_and_its_share_of_the_arrays",
     ),
     Fault(
         "what copying takes is not counted",
         "helios/run_state/changes.py",
         "        self._share_out(kept, self.costs.time() - begin)",
         "        self._share_out(kept, 0.0)",
-        "tests/run_state/test_costs.py::test_what_copying_takes_is_counted",
+        "tests/run_state/test_save_costs.py::test_what_copying_takes_is_counted",
     ),
     Fault(
         "each process leaves out what is too slow by its own clock",
         "helios/session.py",
         "        costs.agree(agreed[_MODEL])",
         "        pass",
-        "tests/run_state/test_costs.py::test_all_processes_leave_out_what_is_too_slow_on_rank_0",
+        "tests/run_state/test_save_costs.py::test_all_processes_leave_out_what_is_too_slow_on_rank_0",
     ),
     Fault(
         "a member of a data set that grows drops out unnamed",
         "helios/run_state/discovery.py",
-        "Losses(Changes(changes.values), {}, lost | grown)",
-        "Losses(Changes(changes.values), {}, lost)",
-        "tests/run_state/test_owners.py"
+        "MissingState(Changes(changes.values), {}, lost | grown)",
+        "MissingState(Changes(changes.values), {}, lost)",
+        "tests/run_state/test_owner_states.py"
         "::test_a_member_of_a_data_set_that_outgrows_what_is_saved_is_named_once",
     ),
     Fault(
@@ -787,10 +787,10 @@ FAULTS = (
     ),
     Fault(
         "a sampler declares in vain",
-        "helios/data/generators.py",
+        "helios/data/sampler_generators.py",
         "        if name in unsaved:",
         "        if False:",
-        "tests/data/test_generators.py"
+        "tests/data/test_sampler_generators.py"
         "::test_a_generator_that_the_class_of_its_sampler_declares_is_left_out",
     ),
     Fault(
@@ -802,15 +802,15 @@ FAULTS = (
     ),
     Fault(
         "the element at fault is not named",
-        "helios/run_state/look.py",
-        '"" if part is None else obstacles.way_to([*open_parts, part])',
+        "helios/run_state/value_scan.py",
+        '"" if part is None else unsupported_values.way_to([*open_parts, part])',
         '""',
         "tests/run_state/test_remedies.py"
         "::test_an_element_of_a_container_is_named_where_it_is_at_fault",
     ),
     Fault(
         "a parameter of an optimizer is named by numbers",
-        "helios/run_state/names.py",
+        "helios/run_state/object_names.py",
         """    return f'{path}.param_groups[{place[0]}]["params"][{place[1]}]'""",
         "    return name",
         "tests/run_state/test_remedies.py"
@@ -826,13 +826,13 @@ FAULTS = (
     Fault(
         "a commit lists its folder again and again",
         "helios/checkpoint/store.py",
-        "layout.list_checkpoints(self._path)",
-        "layout.find_checkpoints(self._path)",
+        "file_names.list_checkpoints(self._path)",
+        "file_names.find_checkpoints(self._path)",
         "tests/checkpoint/test_store.py::test_a_commit_lists_its_folder_once_at_most",
     ),
     Fault(
         "one slow look gives a place up",
-        "helios/run_state/costs.py",
+        "helios/run_state/save_costs.py",
         "return min(self._looks",
         "return max(self._looks",
         "tests/run_state/test_limits.py::test_a_place_that_was_saved_is_given_up_only_when_it_gets_slower",
@@ -850,15 +850,15 @@ FAULTS = (
         "helios/run_state/changes.py",
         "look.obstacle or _unknown(look.types - known)",
         "look.obstacle",
-        "tests/run_state/test_named_types.py"
+        "tests/run_state/test_user_types_in_state.py"
         "::test_a_member_found_late_of_an_unknown_type_is_named_with_the_remedy",
     ),
     Fault(
         "attributes that are no fields are lost with a dataclass",
-        "helios/run_state/values.py",
+        "helios/run_state/plain_values.py",
         "    return contents if attributes.keys() <= contents.keys() else None",
         "    return contents",
-        "tests/run_state/test_named_types.py"
+        "tests/run_state/test_user_types_in_state.py"
         "::test_an_attribute_that_is_no_field_makes_a_dataclass_one_to_be_named",
     ),
     Fault(
@@ -866,12 +866,12 @@ FAULTS = (
         "helios/run_state/rebuild.py",
         "            memo[id(part)] = object.__new__(kind)",
         "            memo[id(part)] = kind(**part.fields)",
-        "tests/run_state/test_named_types.py"
+        "tests/run_state/test_user_types_in_state.py"
         "::test_a_dataclass_comes_back_with_its_fields_and_no_constructor_runs",
     ),
     Fault(
         "views of arrays are written by themselves",
-        "helios/core/sharing.py",
+        "helios/storage/shared_storages.py",
         "            if arrays and len(group) > 1:",
         "            if False:",
         "tests/run_state/test_shared_memory.py::test_views_of_one_array_are_views_of_one_array_again",
@@ -885,7 +885,7 @@ FAULTS = (
     ),
     Fault(
         "an array that looks at a saved tensor stays behind",
-        "helios/run_state/links.py",
+        "helios/run_state/shared_containers.py",
         "            holders[member].parts.add(-1 - number)",
         "            pass",
         "tests/run_state/test_shared_memory.py::test_a_changed_array_takes_what_looks_at_it_along",
@@ -922,7 +922,7 @@ FAULTS = (
     ),
     Fault(
         "a folder is listed once while a run goes on there",
-        "helios/checkpoint/layout.py",
+        "helios/checkpoint/file_names.py",
         "        if found == before:",
         "        if True:",
         "tests/checkpoint/test_vanishing.py::test_a_listing_made_while_a_run_saves_is_made_again",
@@ -945,7 +945,7 @@ FAULTS = (
     Fault(
         "retention takes the files of others",
         "helios/checkpoint/store.py",
-        "own = [entry for entry in self.entries() if layout.belongs_to(entry.path, run_name)]",
+        "own = [entry for entry in self.entries() if file_names.belongs_to(entry.path, run_name)]",
         "own = self.entries()",
         "tests/checkpoint/test_retention.py::test_files_of_others_are_neither_deleted_nor_counted",
     ),
@@ -973,7 +973,7 @@ FAULTS = (
     ),
     Fault(
         "what a process had of its own no longer shares memory",
-        "helios/core/transfer.py",
+        "helios/distributed/pickling.py",
         "        if place not in self._memories:",
         "        if True:",
         "tests/distributed/test_own_parts.py"
@@ -1003,14 +1003,14 @@ FAULTS = (
     ),
     Fault(
         "no re-seeding before the iteration",
-        "helios/engines/turns.py",
+        "helios/replicas/replica_state.py",
         "        rng.reseed(self._keys.at(iteration))",
         "        self._keys.at(iteration)",
         f"{RESUME}::test_workers_change_no_bit[from 0 to 2 workers]",
     ),
     Fault(
         "hooks before the turns of several replicas are not re-seeded",
-        "helios/engines/turns.py",
+        "helios/replicas/replica_state.py",
         "        rng.reseed(self._before.at(iteration))",
         "        pass",
         f"{SAME_BITS}[4-3-1]",
@@ -1122,7 +1122,7 @@ FAULTS = (
     ),
     Fault(
         "buffers that training registered are not registered again",
-        "helios/run_state/forms.py",
+        "helios/run_state/tensor_formats.py",
         '            _register(module, changed[path]["buffers"], saved)',
         "            pass",
         f"{FORMS}::test_what_training_makes_of_tensors_is_resumed",
@@ -1144,30 +1144,30 @@ FAULTS = (
     ),
     Fault(
         "gradients of replicas keep the form that parameters had",
-        "helios/engines/flat.py",
+        "helios/replicas/flat_gradients.py",
         "            if trained == self._trained and forms == self._forms:",
         "            if trained == self._trained:",
-        "tests/engines/test_flat.py::"
+        "tests/replicas/test_flat_gradients.py::"
         "test_gradients_take_the_form_that_parameters_get_between_two_steps",
     ),
     Fault(
         "each look at a network walks it anew",
-        "helios/run_state/networks.py",
+        "helios/run_state/network_parts.py",
         "        if known is None:",
         "        if True:",
-        "tests/run_state/test_networks.py::"
+        "tests/run_state/test_network_parts.py::"
         "test_a_capture_walks_a_network_once_for_each_thing_that_torch_lists",
     ),
     Fault(
         "the collector goes through the tree that is encoded",
-        "helios/core/garbage.py",
+        "helios/core/gc_pause.py",
         "    gc.disable()\n",
         "",
-        "tests/core/test_tagged.py::test_the_collector_rests_while_a_tree_is_encoded",
+        "tests/storage/test_weights_only.py::test_the_collector_rests_while_a_tree_is_encoded",
     ),
     Fault(
         "a shared parameter has one name",
-        "helios/run_state/parts.py",
+        "helios/run_state/module_state.py",
         "module.named_parameters(remove_duplicate=False):",
         "module.named_parameters():",
         f"{OPTIMIZERS}::test_a_shared_parameter_is_found_under_each_of_its_names",
@@ -1210,7 +1210,7 @@ FAULTS = (
     ),
     Fault(
         "a method that is put on an engine is not called",
-        "helios/engines/peer.py",
+        "helios/engines/process_member.py",
         "    return name in vars(owner) or getattr",
         "    return getattr",
         "tests/loops/test_loop.py::test_a_method_that_is_put_on_an_engine_is_called",
@@ -1231,7 +1231,7 @@ FAULTS = (
     ),
     Fault(
         "the losses of a turn are not kept before the update",
-        "helios/engines/turns.py",
+        "helios/replicas/replica_state.py",
         "                table[name] = loss.detach().clone()",
         "                pass",
         "tests/loops/test_replicas.py",
@@ -1268,10 +1268,10 @@ FAULTS = (
     Fault(
         "the commit comes before the sidecar",
         "helios/checkpoint/store.py",
-        "            files.write_text_durably(layout.sidecar_path(path), filled.to_json())\n"
+        "            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())\n"
         "            files.replace(partial, path)",
         "            files.replace(partial, path)\n"
-        "            files.write_text_durably(layout.sidecar_path(path), filled.to_json())",
+        "            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())",
         "tests/checkpoint/test_kills.py",
     ),
     Fault(
@@ -1378,14 +1378,14 @@ FAULTS = (
     ),
     Fault(
         "EMA's count of updates is not saved",
-        "helios/plugins/weights.py",
+        "helios/plugins/averaged_weights.py",
         'return {"num_updates": self.num_updates, ',
         'return {"num_updates": 0, ',
         f"{AVERAGES}::test_a_run_with_an_average_resumes_everywhere[manual steps]",
     ),
     Fault(
         "the average is not swapped out",
-        "helios/plugins/weights.py",
+        "helios/plugins/averaged_weights.py",
         "                tensor.copy_(value)",
         "                pass",
         f"{AVERAGES}::test_a_validation_sees_the_average_in_the_same_parameters[iteration]",
@@ -1454,28 +1454,28 @@ FAULTS = (
         "helios/startup/resume.py",
         '*("limit_batches", "is_distributed")',
         '*("is_distributed",)',
-        "tests/plugins/test_trials.py::"
+        "tests/plugins/test_quick_trials.py::"
         "test_a_changed_limit_stops_a_resume_and_the_epoch_goes_on_where_it_stood_if_allowed",
     ),
     Fault(
         "a CSV file is not cut back",
-        "helios/core/rows.py",
+        "helios/storage/row_file.py",
         '                files.truncate(self._path, mark["size"])',
         "                pass",
-        "tests/core/test_rows.py::test_a_file_is_cut_back_to_its_mark_and_goes_on",
+        "tests/storage/test_row_file.py::test_a_file_is_cut_back_to_its_mark_and_goes_on",
     ),
     Fault(
         "a metric's state is not saved",
-        "helios/plugins/holders.py",
+        "helios/plugins/metric_state.py",
         "{name: holder.capture() for name, holder in self._holders.items()}",
         "{}",
         "tests/plugins/test_metrics.py::test_the_state_of_a_metric_is_whole",
     ),
     Fault(
         "a trial validation leaves its scores",
-        "helios/loops/trial.py",
-        "Trace([session.model, session.engine, *",
-        "Trace([session.engine, *",
+        "helios/loops/sanity_validation.py",
+        "Snapshot([session.model, session.engine, *",
+        "Snapshot([session.engine, *",
         "tests/plugins/test_metrics.py::test_a_trial_validation_leaves_nothing_behind",
     ),
     Fault(
@@ -1496,7 +1496,7 @@ FAULTS = (
     ),
     Fault(
         "gradients are added by a stock all-reduce",
-        "helios/engines/reduce.py",
+        "helios/replicas/tree_reducer.py",
         "                if self._distances is None:\n                    self._send_chunks(parts)",
         "                if self._distances is None:\n"
         "                    for part in parts[1:]:\n"
@@ -1506,44 +1506,44 @@ FAULTS = (
     ),
     Fault(
         "a node of the tree splits after the first half, rounded down",
-        "helios/engines/tree.py",
+        "helios/replicas/reduction_tree.py",
         "    middle = node.start + (len(node) + 1) // 2",
         "    middle = node.start + len(node) // 2",
-        "tests/engines/test_tree.py",
+        "tests/replicas/test_reduction_tree.py",
     ),
     Fault(
         "each process divides its own sum",
-        "helios/engines/gradients.py",
+        "helios/replicas/gradients.py",
         "        leaf = self._flat.collect(self._leaves.pop(replica, None))",
         "        leaf = self._flat.collect(self._leaves.pop(replica, None))\n"
         "        for flat in leaf.flats:\n"
         "            flat.div_(3.0).mul_(3.0)",
-        "tests/engines/test_gradients.py",
+        "tests/replicas/test_gradients.py",
     ),
     Fault(
         "the buffers of the last replica are committed",
-        "helios/engines/buffers.py",
+        "helios/replicas/module_buffers.py",
         "        if 0 in self._own:\n            self._put(self._own[0])",
         "        pass",
         f"{SAME_BITS}[4-2-2]",
     ),
     Fault(
         "a replica goes on with the buffers of the one before it",
-        "helios/engines/turns.py",
+        "helios/replicas/replica_state.py",
         "        self._buffers.enter(replica)\n        rng",
         "        rng",
-        "tests/engines/test_turns.py",
+        "tests/replicas/test_replica_state.py",
     ),
     Fault(
         "all replicas draw the same numbers in a step",
-        "helios/engines/turns.py",
+        "helios/replicas/replica_state.py",
         "suffix=(r,)) for r in replicas.block}",
         "suffix=(replicas.block.start,)) for r in replicas.block}",
         f"{SAME_BITS}[4-2-2]",
     ),
     Fault(
         "hooks draw on the numbers of the last replica",
-        "helios/engines/turns.py",
+        "helios/replicas/replica_state.py",
         "        rng.reseed(self._after.at(self._iteration))",
         "        pass",
         f"{SAME_BITS}[4-3-1]",
@@ -1551,43 +1551,42 @@ FAULTS = (
     Fault(
         "replicas fetch under the key of the first one",
         "helios/data/fetching.py",
-        "        self._keys = [replace(place, replica=replica).fetch_keys() "
-        "for replica in deal.share.block]",
-        "        self._keys = [replace(place, replica=deal.share.block.start).fetch_keys() "
-        "for replica in deal.share.block]",
+        "replace(position, replica=replica).fetch_keys() for replica in deal.share.block",
+        "replace(position, replica=deal.share.block.start).fetch_keys()\n"
+        "            for replica in deal.share.block",
         f"{SAME_BITS}[4-3-1]",
     ),
     Fault(
         "evaluation counts padded samples",
-        "helios/data/deal.py",
+        "helios/data/sharding_plan.py",
         "        if not self.share.pads or not surplus:",
         "        if not surplus:",
         "tests/data/test_shared.py",
     ),
     Fault(
         "the losses of a process are taken for the mean of all",
-        "helios/engines/sharing.py",
+        "helios/replicas/window_exchange.py",
         "        self._tables.append(kept)",
         "        self._tables = [kept] * len(self._replicas.block)",
         f"{SAME_BITS}[4-2-2]",
     ),
     Fault(
         "a bucket leaves before the replicas of its process are added",
-        "helios/engines/gradients.py",
+        "helios/replicas/gradients.py",
         "            total = buffer.flats[group][part].add_(total)",
         "            total = buffer.flats[group][part]",
         f"{BUCKETS}::test_buckets_change_no_bit",
     ),
     Fault(
         "buckets leave as backward comes to them",
-        "helios/engines/sending.py",
+        "helios/replicas/buckets.py",
         "            if self._num_waiting[id(following)]:",
         "            if self._num_waiting[id(following)] and following is bucket:",
         f"{BUCKETS}::test_buckets_change_no_bit",
     ),
     Fault(
         "a process decides alone that gradients leave early",
-        "helios/engines/gradients.py",
+        "helios/replicas/gradients.py",
         "            (are_there,) = self._replicas.agree(any(hooks))",
         "            are_there = any(hooks)",
         f"{BUCKETS}::test_gradients_stay_where_somebody_looks_at_them",
@@ -1601,14 +1600,14 @@ FAULTS = (
     ),
     Fault(
         "a process passes on only what it says itself",
-        "helios/engines/message.py",
+        "helios/replicas/piggyback.py",
         "        sends = [(self.rows[known : known + distance], partner)]",
         "        sends = [(self.rows[rank].expand(distance, -1).contiguous(), partner)]",
         f"{EXCHANGES}::test_a_message_arrives_everywhere",
     ),
     Fault(
         "a sum carries no message",
-        "helios/engines/reduce.py",
+        "helios/replicas/tree_reducer.py",
         "        part, halves, message = own, [], self._take_message()",
         "        part, halves, message = own, [], None",
         f"{EXCHANGES}::test_a_sum_carries_the_message_that_is_attached",
@@ -1643,7 +1642,7 @@ FAULTS = (
     ),
     Fault(
         "losses that are changed behind the gradients are dropped",
-        "helios/engines/sharing.py",
+        "helios/replicas/window_exchange.py",
         "            if not is_same or [*table] != [*shown]:",
         "            if False:",
         f"{EXCHANGES}::test_what_nobody_expects_to_ask_is_refused",
@@ -1664,10 +1663,10 @@ FAULTS = (
     ),
     Fault(
         "the buffers of replica 0 are not read",
-        "helios/engines/buffers.py",
+        "helios/replicas/module_buffers.py",
         "            split_bytes(content, self._tensors())",
         "            pass",
-        "tests/engines/test_buffers.py::test_each_replica_has_its_own_in_a_window",
+        "tests/replicas/test_module_buffers.py::test_each_replica_has_its_own_in_a_window",
     ),
     Fault(
         "what one process asks for is not told to the others",
@@ -1736,14 +1735,14 @@ FAULTS = (
     ),
     Fault(
         "the tensors are not copied before the thread writes",
-        "helios/core/codec.py",
+        "helios/storage/codec.py",
         "    buffers.copy(encoder.groups)\n",
         "",
         f"{SAVER}::test_the_file_holds_what_was_there_at_the_call",
     ),
     Fault(
         "objects that nobody can copy are written later",
-        "helios/core/codec.py",
+        "helios/storage/codec.py",
         "        return Captured(code, is_own=False)",
         "        pass",
         f"{SAVER}::test_objects_that_nobody_can_copy_are_written_before_the_call_returns",
@@ -1873,14 +1872,14 @@ FAULTS = (
     ),
     Fault(
         "the container's sums are not compared",
-        "helios/core/codec.py",
+        "helios/storage/codec.py",
         "    if not record.CRC:\n",
         "    if record.CRC:\n",
         "tests/checkpoint/test_mutations.py::test_mutated_files_are_never_loaded_wrongly",
     ),
     Fault(
         "workers inherit the lock",
-        "helios/core/lock.py",
+        "helios/storage/folder_lock.py",
         "fcntl.lockf(",
         "fcntl.flock(",
         f"{TWO_RUNS}::test_a_kill_frees_the_folder_while_the_workers_live_on",
@@ -1901,10 +1900,10 @@ FAULTS = (
     ),
     Fault(
         "an echo of a Ctrl-C ends the run",
-        "helios/core/signals.py",
+        "helios/core/signal_watch.py",
         "        if now - self._last_press <= ECHO_SECONDS:",
         "        if now == self._last_press:",
-        "tests/core/test_signals.py::"
+        "tests/core/test_signal_watch.py::"
         "test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not",
     ),
     Fault(
@@ -1916,10 +1915,10 @@ FAULTS = (
     ),
     Fault(
         "handlers stay after fit",
-        "helios/core/signals.py",
+        "helios/core/signal_watch.py",
         "                stack.callback(_restore, number, self._found[number])",
         "                pass",
-        "tests/core/test_signals.py::test_signals_are_noted_and_what_was_found_is_there_again",
+        "tests/core/test_signal_watch.py::test_signals_are_noted_and_what_was_found_is_there_again",
     ),
     Fault(
         "a digest that differs is good to the tools",
@@ -1930,7 +1929,7 @@ FAULTS = (
     ),
     Fault(
         "inspect reads the tensors",
-        "helios/core/codec.py",
+        "helios/storage/codec.py",
         "weights_only=True, mmap=True)",
         "weights_only=True, mmap=False)",
         "tests/checkpoint/test_status.py::"
@@ -1947,7 +1946,7 @@ FAULTS = (
     ),
     Fault(
         "a migrated run begins its epoch anew",
-        "helios/checkpoint/migrations.py",
+        "helios/migration/schema_step.py",
         "Cursor(epoch=epoch, batch=state.dataset_iter).dict()",
         "Cursor(epoch=epoch).dict()",
         f"{MIGRATIONS}::test_every_release_goes_on_at_the_batch_that_its_counters_mean",
@@ -1961,36 +1960,36 @@ FAULTS = (
     ),
     Fault(
         "the old file is not kept",
-        "helios/checkpoint/migrating.py",
+        "helios/migration/folder_migration.py",
         "            backup = _back_up(path, source) if self.backs_up else None",
         "            backup = None",
-        "tests/checkpoint/test_migration_kills.py",
+        "tests/migration/test_migration_kills.py",
     ),
     Fault(
         "the migrated file is not written beside the old one",
-        "helios/checkpoint/migrating.py",
+        "helios/migration/folder_migration.py",
         "        partial = files.temporary_path(path)\n        try:\n            digest",
         "        partial = path\n        try:\n            digest",
-        "tests/checkpoint/test_migration_kills.py",
+        "tests/migration/test_migration_kills.py",
     ),
     Fault(
         "a sidecar that a kill has left out is not completed",
-        "helios/checkpoint/migrating.py",
+        "helios/migration/folder_migration.py",
         "            if sidecar is not None or not is_migrated:",
         "            if True:",
-        "tests/checkpoint/test_migration_kills.py",
+        "tests/migration/test_migration_kills.py",
     ),
     Fault(
         "calls in an old file are no obstacle",
-        "helios/checkpoint/migrating.py",
+        "helios/migration/folder_migration.py",
         "        if unknown:\n",
         "        if False:\n",
-        "tests/checkpoint/test_migration_trust.py",
+        "tests/migration/test_migration_trust.py",
     ),
     Fault(
         "a file that was put back is damaged",
         "helios/checkpoint/loading.py",
-        "            if found == sidecar.extra.get(layout.SOURCE_DIGEST):",
+        "            if found == sidecar.extra.get(file_names.SOURCE_DIGEST):",
         "            if False:",
         f"{MIGRATIONS}::test_an_old_file_that_was_put_back_is_unmigrated_and_not_damaged",
     ),

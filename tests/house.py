@@ -1,7 +1,7 @@
 """The rules of the house, as functions that take source text and return what breaks them.
 
-Layers, budgets and bans are those of docs/architecture.md; ``test_house.py`` applies them to the
-package, and to small bad snippets, so that a rule that no longer bites is seen.
+``ROOMS`` says which package may import which; ``test_house.py`` applies all rules to the package,
+and to small bad snippets, so that a rule that no longer bites is seen.
 """
 
 from __future__ import annotations
@@ -9,43 +9,80 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "helios"
 
-LAYERS: dict[str, int] = {
-    **dict.fromkeys(("errors", "state", "schedule", "protocols", "version"), 0),
-    "core": 1,
-    **dict.fromkeys(("data", "engines", "checkpoint", "run_state", "ledger", "hooks"), 2),
-    **dict.fromkeys(("session", "requests", "model", "plugins"), 3),
-    "loops": 4,
-    "house": 5,
-    **dict.fromkeys(("cli", "chkpt_migrator", "__main__"), 6),
+_VALUES = ("errors", "version", "state", "schedule", "protocols")
+_TOOLS = (*_VALUES, "core", "distributed", "storage")
+# Every room, from the lowest to the highest, with the rooms that it may import: only rooms above
+# it in this table, so that there is no cycle.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "version": (),
+    "state": ("errors",),
+    "schedule": ("errors", "state"),
+    "protocols": ("errors", "state"),
+    "core": _VALUES,
+    "distributed": _VALUES,
+    "storage": (*_VALUES, "core", "distributed"),
+    "terminal": _TOOLS,
+    "hooks": _TOOLS,
+    "data": _TOOLS,
+    "replicas": _TOOLS,
+    "launch": _TOOLS,
+    "run_state": _TOOLS,
+    "checkpoint": _TOOLS,
+    "migration": (*_TOOLS, "checkpoint"),
+    "engines": (*_TOOLS, "replicas", "launch"),
+    "requests": (*_TOOLS, "replicas"),
+    "model": (*_TOOLS, "hooks", "data", "run_state", "engines"),
+    "plugins": (*_TOOLS, "hooks", "run_state"),
+    "session": (
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "checkpoint", "engines"),
+        *("requests", "model", "plugins"),
+    ),
+    "loops": (
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "engines", "requests", "model"),
+        *("plugins", "session"),
+    ),
+    "trainer": (
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "launch", "run_state", "checkpoint"),
+        *("engines", "requests", "model", "plugins", "session", "loops"),
+    ),
+    "chkpt_migrator": (*_TOOLS, "migration"),
+    "cli": (*_TOOLS, "checkpoint", "chkpt_migrator"),
+    "__main__": ("cli",),
 }
-HOUSE = ("trainer", "startup")
+# The trainer and what starts its runs are one room.
+SAME_ROOM = {"startup": "trainer"}
+HIGHEST = {"trainer", "chkpt_migrator", "cli", "__main__"}
 FACADE = "__init__"
-NEIGHBOURS = {
-    ("state", "errors"),
-    *((word, below) for word in ("schedule", "protocols") for below in ("state", "errors")),
-    ("session", "model"),
-    ("session", "plugins"),
-    ("session", "requests"),
-    ("__main__", "cli"),
-    ("cli", "chkpt_migrator"),
+# Import paths that scripts use, whose implementation has a room of its own.
+PUBLISHED = {
+    ("core/distributed.py", "distributed"),
+    ("core/logging.py", "storage"),
+    ("core/logging.py", "terminal"),
 }
 # Only to annotate what users read: the trainer of a model, the model of a context. At run time
 # nothing is imported, so what a context shows may stand above it.
 TYPE_ONLY = {
     ("hooks", "engines"),
     ("hooks", "model"),
-    ("data", "house"),
-    ("model", "house"),
-    ("plugins", "house"),
+    ("hooks", "replicas"),
+    ("data", "trainer"),
+    ("model", "trainer"),
+    ("plugins", "trainer"),
     ("plugins", "model"),
 }
-DEAF_TO = {"plugins": {"data", "engines", "checkpoint", "ledger"}}
+# Files that share their name with another one, each with the reason.
+SAME_FILE_NAME = {
+    "__init__.py": "what a package exports",
+    "export.py": "cli/export is the command that calls checkpoint/export, and has its name",
+    "fit.py": "loops/fit is the loop of a fit, startup/fit what surrounds it",
+}
 # One replica goes the way of many: what differs is chosen at the start of a run, in engines/.
 ONE_PATH = {"loops", "session", "model", "plugins"}
 QUESTIONS = {"is_lone", "is_whole", "has_one_each"}
@@ -61,7 +98,7 @@ KEPT_BY_GETTERS = {
     *(("data/samplers.py", name) for name in ("_length", "num_samples", "total_size")),
     ("engines/engine.py", "_scaler"),
     ("run_state/discovery.py", "_named"),
-    ("run_state/owners.py", "_shared"),
+    ("run_state/owner_states.py", "_shared"),
 }
 OWNERS_OF_TRAINER = ("data/datamodule.py", "model/model.py", "plugins/plugin.py")
 
@@ -95,7 +132,7 @@ def source_files() -> dict[str, str]:
 def room_of(path: str) -> str:
     """Return the room that a file or a dotted module below ``helios`` belongs to."""
     first = path.removesuffix(".py").replace(".", "/").split("/")[0]
-    return "house" if first in HOUSE else first
+    return SAME_ROOM.get(first, first)
 
 
 def _is_type_checking(node: ast.AST) -> bool:
@@ -121,7 +158,7 @@ def _targets(node: ast.AST, path: str) -> Iterator[str]:
     for name in names:
         if name.split(".")[0] == "helios":
             room = room_of(name.partition(".")[2])
-            yield room if room in LAYERS else FACADE
+            yield room if room in ROOMS else FACADE
 
 
 def imports(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
@@ -134,27 +171,65 @@ def imports(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, room, node.lineno in lines
 
 
-def _may_import(room: str, other: str, *, is_type_only: bool) -> bool:
-    if room == other or (room, other) in NEIGHBOURS:
+def _may_import(path: str, other: str, *, is_type_only: bool) -> bool:
+    room = room_of(path)
+    if room == other or other in ROOMS[room] or (path, other) in PUBLISHED:
         return True
-    if is_type_only and (room, other) in TYPE_ONLY:
-        return True
-    if other == FACADE or other in DEAF_TO.get(room, ()):
-        return False
-    return LAYERS[other] < LAYERS[room] and LAYERS[room] > 0
+    return is_type_only and (room, other) in TYPE_ONLY
 
 
 def layer_faults(path: str, text: str) -> list[str]:
-    """Imports that point up, sideways or at the façade."""
+    """Imports of a room that the table of rooms does not allow, and of the façade."""
     room = room_of(path)
     if room == FACADE:
         return []
-    if room not in LAYERS:
-        return [f"{path}: the room {room!r} stands on no layer."]
+    if room not in ROOMS:
+        return [f"{path}: the room {room!r} is missing in the table of rooms."]
     return [
         f"{path}:{line}: {room} must not import {other}."
         for line, other, is_type_only in imports(path, text)
-        if not _may_import(room, other, is_type_only=is_type_only)
+        if not _may_import(path, other, is_type_only=is_type_only)
+    ]
+
+
+def table_faults(rooms: Mapping[str, Sequence[str]]) -> list[str]:
+    """Rooms that may import one that does not stand above them in the table."""
+    order = list(rooms)
+    return [
+        f"{room} may import {other}, which does not stand above it."
+        for room, others in rooms.items()
+        for other in others
+        if other not in order[: order.index(room)]
+    ]
+
+
+def idle_exceptions(files: Mapping[str, str]) -> list[str]:
+    """Exceptions of the table of rooms that no import needs any more."""
+    found = {
+        (path, other, is_type_only)
+        for path, text in files.items()
+        for _, other, is_type_only in imports(path, text)
+    }
+    published = {(path, other) for path, other, _ in found}
+    annotated = {(room_of(path), other) for path, other, is_type_only in found if is_type_only}
+    idle = sorted((PUBLISHED - published) | (TYPE_ONLY - annotated))
+    return [f"Nothing needs the exception {exception}." for exception in idle]
+
+
+def same_name_faults(files: Mapping[str, str]) -> list[str]:
+    """Files of one name in two packages, and public classes of one name in two modules."""
+    by_file: dict[str, list[str]] = {}
+    by_class: dict[str, list[str]] = {}
+    for path, text in files.items():
+        by_file.setdefault(path.split("/")[-1], []).append(path)
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                by_class.setdefault(node.name, []).append(path)
+    known = {name: paths for name, paths in by_file.items() if name not in SAME_FILE_NAME}
+    return [
+        f"{name} means several things: {', '.join(paths)}."
+        for name, paths in [*known.items(), *by_class.items()]
+        if len(paths) > 1
     ]
 
 
@@ -231,7 +306,8 @@ def _reads_trainer(node: ast.AST, path: str) -> bool:
         return False
     owner = ast.unparse(node.value)
     is_own = owner == "self" and path in OWNERS_OF_TRAINER
-    is_high = LAYERS.get(room_of(path), 5) >= LAYERS["house"]
+    room = room_of(path)
+    is_high = room in HIGHEST or room not in ROOMS
     return isinstance(node.ctx, ast.Load) and not (is_own or is_high or owner == "helios")
 
 

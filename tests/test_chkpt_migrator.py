@@ -14,8 +14,8 @@ import torch
 
 import helios.chkpt_migrator as migrator
 from helios.checkpoint import loading
-from helios.checkpoint.migrating import BACKUP_FOLDER
 from helios.errors import ArgumentError, CheckpointError
+from helios.migration.folder_migration import BACKUP_FOLDER
 from helios.state import TrainingState
 from tests.support import old_files as old
 

@@ -32,6 +32,28 @@ def test_the_package_keeps(rule: str) -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_every_room_is_in_one_table_without_a_cycle() -> None:
+    assert not (faults := house.table_faults(house.ROOMS)), "\n".join(faults)
+    found = {house.room_of(path) for path in _FILES} - {house.FACADE}
+    assert found == set(house.ROOMS)
+    assert len(house.table_faults({"a": ("b",), "b": ("a",)})) == 1
+
+
+def test_every_exception_of_the_table_is_needed() -> None:
+    assert not (idle := house.idle_exceptions(_FILES)), "\n".join(idle)
+    assert len(house.idle_exceptions({})) == len(house.PUBLISHED) + len(house.TYPE_ONLY)
+
+
+def test_no_name_means_two_things() -> None:
+    faults = house.same_name_faults(_FILES)
+    assert not faults, "\n".join(faults)
+    text = "class A: ...\nclass _B: ...\n"
+    assert house.same_name_faults({"a/x.py": text, "b/y.py": text}) == [
+        "A means several things: a/x.py, b/y.py."
+    ]
+    assert len(house.same_name_faults({"a/x.py": "", "b/x.py": ""})) == 1
+
+
 def test_most_functions_are_short() -> None:
     found = _all_functions()
     by_size = sorted(((len(text.splitlines()), path) for path, text in _FILES.items()))
@@ -112,12 +134,27 @@ _BAD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
         "model/x.py",
         "from helios.trainer import Trainer",
     ),
-    "a word imports a word": (
+    "a value type imports a higher one": (
         house.layer_faults,
         "errors.py",
         "from helios.state import Cursor",
     ),
-    "the house imports a door": (house.layer_faults, "trainer.py", "import helios.cli.main"),
+    "the trainer imports a command": (house.layer_faults, "trainer.py", "import helios.cli.main"),
+    "a published path imports another room": (
+        house.layer_faults,
+        "core/logging.py",
+        "from helios.data import order",
+    ),
+    "another module of core imports upwards": (
+        house.layer_faults,
+        "core/x.py",
+        "from helios.terminal import screen",
+    ),
+    "the rooms of replicas and engines are switched": (
+        house.layer_faults,
+        "replicas/x.py",
+        "from helios.engines.engine import Engine",
+    ),
     "a room imports the façade": (house.layer_faults, "loops/x.py", "from helios import Model"),
     "a room stands nowhere": (house.layer_faults, "attic/x.py", ""),
     "a file is too long": (house.size_faults, "x.py", "x = 1\n" * 401),
@@ -194,6 +231,11 @@ _GOOD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
         "from helios.session import Session\nfrom helios.core import rng\nimport torch",
     ),
     "a room imports itself": (house.layer_faults, "core/x.py", "from helios.core.rng import key"),
+    "a published path imports its implementation": (
+        house.layer_faults,
+        "core/logging.py",
+        "from helios.terminal.root_logger import RootLogger",
+    ),
     "trainer and start-up are one room": (
         house.layer_faults,
         "startup/x.py",

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from helios.checkpoint.live import LiveModel, LiveRun, OwnerStates, States, Team
 from helios.checkpoint.record import Record
+from helios.checkpoint.run_protocols import LiveModel, LiveRun, OwnerStates, States, Team
 from helios.core import rng
 from helios.errors import StateError
 from helios.state import Cursor, TrainingState

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helios.checkpoint import layout
-from helios.core import codec, files
-from helios.core.tagged import TAG
+from helios.checkpoint import file_names
 from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError, UsageError
+from helios.storage import codec, files
+from helios.storage.weights_only import TAG
 
 FORMATS = ("safetensors", "pt")
 
@@ -70,7 +70,7 @@ def select_weights(
     keys that lead to them.
 
     Args:
-        tree: the content of a checkpoint, as :func:`helios.core.codec.read_structure` gives it.
+        tree: the content of a checkpoint, as :func:`helios.storage.codec.read_structure` gives it.
         network: the attribute of the model to take; ``None`` for all networks.
         average: id of the plugin whose averages stand in for the weights; ``None`` for none.
 
@@ -78,7 +78,7 @@ def select_weights(
         ArgumentError: if the checkpoint has no such network or average.
         CheckpointError: if there are no weights in it.
     """
-    state = tree[layout.KEY_MODEL]
+    state = tree[file_names.KEY_MODEL]
     networks = _networks_of(state)
     if networks is None:
         weights = _select_from_own_state(state, network=network, average=average)
@@ -123,7 +123,7 @@ def _choose(
 def _averages_of(tree: Mapping[str, Any], average: str | None) -> Mapping[str, Any]:
     if average is None:
         return {}
-    plugins = tree.get(layout.KEY_PLUGINS)
+    plugins = tree.get(file_names.KEY_PLUGINS)
     found: dict[str, Mapping[str, Any]] = {
         name: part["averages"]
         for name, part in (plugins.items() if isinstance(plugins, Mapping) else ())
@@ -222,7 +222,7 @@ def write_weights(
         CheckpointError: if the format cannot hold a tensor.
         OSError: if the disk fails.
     """
-    if layout.is_checkpoint(path):
+    if file_names.is_checkpoint(path):
         raise ArgumentError(
             f"The file of exported weights must not be called like a checkpoint, got {path}: a "
             "training would find it there. Choose another name."

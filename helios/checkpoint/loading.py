@@ -12,17 +12,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import layout, migrations
+from helios.checkpoint import file_names, schema_upgrades
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
-from helios.core import codec
-from helios.core.digest import digest_file
 from helios.errors import (
     CheckpointError,
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
 from helios.state import TrainingState
+from helios.storage import codec
+from helios.storage.digest import digest_file
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def read_sidecar(path: Path) -> Sidecar | None:
         IncompatibleCheckpointError: if a later version wrote it in another format.
         OSError: if the file system does not give the file.
     """
-    place = layout.sidecar_path(path)
+    place = file_names.sidecar_path(path)
     try:
         data = place.read_bytes()
     except FileNotFoundError:
@@ -103,7 +103,7 @@ def load_present(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = Fal
         return _load(path, safe_types, maps=maps)
     except CheckpointError as error:
         # Half of a file that is gone may look like anything.
-        if layout.is_gone(path):
+        if file_names.is_gone(path):
             raise FileNotFoundError(gone_text(path)) from error
         raise
 
@@ -131,10 +131,10 @@ def _load(path: Path, safe_types: Iterable[Any], *, maps: bool) -> Loaded:
             f"The checkpoint {path} could not be read: {error}. Nothing was renamed; look at the "
             "disk and the permissions, and start again."
         ) from error
-    migrations.refuse_foreign(path, payload)
-    check_schema(payload[layout.KEY_SCHEMA], name=str(path))
-    payload = migrations.upgrade(payload, migrations.OWN_STEPS)
-    migrations.refuse_missing_keys(path, payload)
+    schema_upgrades.refuse_foreign(path, payload)
+    check_schema(payload[file_names.KEY_SCHEMA], name=str(path))
+    payload = schema_upgrades.upgrade(payload, schema_upgrades.STEPS)
+    schema_upgrades.refuse_missing_keys(path, payload)
     check_agreement(path.name, payload, sidecar)
     return Loaded(path, payload, sidecar)
 
@@ -157,9 +157,9 @@ def compare_bytes(path: Path, sidecar: Sidecar | None) -> bool:
     if sidecar is not None and sidecar.digest:
         found = digest_file(path)
         if found != sidecar.digest:
-            if found == sidecar.extra.get(layout.SOURCE_DIGEST):
+            if found == sidecar.extra.get(file_names.SOURCE_DIGEST):
                 # Somebody has put the old file back: it is whole, and must not be put aside.
-                raise migrations.unmigrated(path)
+                raise schema_upgrades.unmigrated(path)
             raise DamagedCheckpointError(
                 f"{path} is damaged: its bytes are not those whose digest is in its sidecar. "
                 "Remove it, or take another checkpoint."
@@ -174,7 +174,7 @@ def _read(path: Path, safe_types: Iterable[Any], *, is_verified: bool, maps: boo
     try:
         return codec.read(path, types, maps=maps and is_verified)
     except IncompatibleCheckpointError:
-        migrations.refuse_old_globals(path, codec.unsafe_globals(path, types))
+        schema_upgrades.refuse_old_globals(path, codec.unsafe_globals(path, types))
         raise
     except DamagedCheckpointError as error:
         if not is_verified:
@@ -194,13 +194,13 @@ def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None)
         DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as
             after files were swapped. Migrated files carry older names, and are not compared.
     """
-    if layout.KEY_MIGRATED_FROM in payload or (sidecar is not None and sidecar.is_migrated):
+    if file_names.KEY_MIGRATED_FROM in payload or (sidecar is not None and sidecar.is_migrated):
         return
-    state = payload[layout.KEY_TRAINING_STATE]
+    state = payload[file_names.KEY_TRAINING_STATE]
     places = {f"({state['global_epoch']}, {state['global_iteration']})"}
-    counts = {str(payload[layout.KEY_NUM_REPLICAS])}
-    if layout.parse(name) is not None:
-        places.add(str(layout.parse(name)))
+    counts = {str(payload[file_names.KEY_NUM_REPLICAS])}
+    if file_names.parse(name) is not None:
+        places.add(str(file_names.parse(name)))
     if sidecar is not None:
         places.add(f"({sidecar.epoch}, {sidecar.iteration})")
         counts.add(str(sidecar.num_replicas))
@@ -227,5 +227,5 @@ def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[st
         CheckpointError: if the file is damaged, of another version, or cannot be read.
     """
     payload = load(Path(path), safe_types).payload
-    state = TrainingState(**payload[layout.KEY_TRAINING_STATE])
-    return payload | {layout.KEY_TRAINING_STATE: state}
+    state = TrainingState(**payload[file_names.KEY_TRAINING_STATE])
+    return payload | {file_names.KEY_TRAINING_STATE: state}

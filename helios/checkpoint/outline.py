@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from helios.core import codec
-from helios.core.tagged import TAG
-from helios.core.unknown import Unknown
+from helios.storage import codec
+from helios.storage.placeholders import Unknown
+from helios.storage.weights_only import TAG
 
 _MAX_DEPTH = 50
 _MAX_TEXT = 200
@@ -55,7 +55,7 @@ def outline(tree: Any) -> list[Node]:
     """Return what is in a tree, each group before its members; the root comes first.
 
     Args:
-        tree: what :func:`helios.core.codec.read_structure` returned.
+        tree: what :func:`helios.storage.codec.read_structure` returned.
     """
     return list(_Outline().visit((), tree))
 
@@ -195,7 +195,7 @@ def section(tree: Any, key: str) -> dict[str, Any]:
     """Return what stands under one key of a tree: plain values as they are, the rest in words.
 
     Args:
-        tree: what :func:`helios.core.codec.read_structure` returned.
+        tree: what :func:`helios.storage.codec.read_structure` returned.
         key: a key of its root; nothing is returned where there is none.
     """
     found = dict(_members(tree) or ()).get(key)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.errors import StateError
 from helios.version import __version__
 
@@ -54,7 +54,7 @@ class Record:
         extra: what hooks have added.
     """
 
-    schema: int = field(default=layout.SCHEMA, metadata=_STAMP)
+    schema: int = field(default=file_names.SCHEMA, metadata=_STAMP)
     version: str = field(default=__version__, metadata=_STAMP)
     training_state: dict[str, Any]
     cursor: dict[str, Any]

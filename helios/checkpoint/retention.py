@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from helios.checkpoint.layout import sidecar_path
+from helios.checkpoint.file_names import sidecar_path
 from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.errors import CheckpointError

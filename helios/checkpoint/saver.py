@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import Draft, RunFolder
-from helios.core.buffers import HostBuffers
 from helios.errors import SaveError
 from helios.protocols import Meter
+from helios.storage.staging import HostBuffers
 
 _LOGGER = logging.getLogger(__name__)
 _START_SECONDS = 1.0
@@ -83,7 +83,7 @@ class Saver:
         """
         self.wait()
         self.raise_failure()
-        place = layout.parse(stem) or (0, 0)
+        place = file_names.parse(stem) or (0, 0)
         committed = self._find(place)
         if committed is not None:
             self.newest = committed
@@ -164,7 +164,7 @@ class Saver:
         )
 
     def _describe_fate(self, path: Path) -> str:
-        if self._find(layout.parse(path) or (0, 0)) is None:
+        if self._find(file_names.parse(path) or (0, 0)) is None:
             return "was NOT saved"
         # Its name is there, and the disk has failed to say that it will stay.
         return "was written, but the disk did not confirm it, and a power cut may lose it"

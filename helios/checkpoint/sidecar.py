@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from helios.checkpoint.layout import SCHEMA
-from helios.checkpoint.level import Level
+from helios.checkpoint.file_names import SCHEMA
 from helios.checkpoint.record import Record
+from helios.checkpoint.reproducibility import Level
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 
 _CHECK = "check"

@@ -13,14 +13,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import layout, loading, migrations
+from helios.checkpoint import file_names, loading, schema_upgrades
 from helios.checkpoint.sidecar import Sidecar, check_schema
-from helios.core import codec
 from helios.errors import (
     CheckpointError,
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
+from helios.storage import codec
 
 _MOVED_ASIDE = "before-"
 # Where functions live that no type of a user's stands beside: torch refuses most of them, too.
@@ -61,7 +61,7 @@ class Depth(Enum):
     BYTES = 3
 
 
-class Outcome(Enum):
+class StartOutcome(Enum):
     """What a start of ``fit`` would do with a folder."""
 
     RESUMES = "resumes"
@@ -113,7 +113,7 @@ class FolderStatus:
     path: Path
     files: tuple[Status, ...]
     start: Path | None
-    outcome: Outcome
+    outcome: StartOutcome
 
     @property
     def is_moved_aside(self) -> bool:
@@ -139,8 +139,9 @@ def look_into(path: Path, depth: Depth = Depth.STRUCTURE) -> tuple[Status, Any]:
         depth: as in :func:`examine`.
 
     Returns:
-        The status, and the tree of the file as :func:`helios.core.codec.read_structure` gives it;
-        ``None`` where it was not or cannot be read.
+        The status, and the tree of the file as
+        :func:`helios.storage.codec.read_structure` gives it; ``None`` where it was not or cannot
+        be read.
     """
     look = _Look(path)
     look.attempt(look.measure, Condition.UNREADABLE)
@@ -192,7 +193,7 @@ class _Look:
             condition,
             reason=reason,
             size=self._size,
-            place=layout.parse(self.path),
+            place=file_names.parse(self.path),
             sidecar=self._sidecar,
             checked=self._checked,
             needs=tuple(self._names),
@@ -213,7 +214,7 @@ class _Look:
             self._note(Condition.UNREADABLE, f"{self.path} could not be read: {what}.")
 
     def _note(self, condition: Condition, reason: str) -> None:
-        if layout.is_gone(self.path):
+        if file_names.is_gone(self.path):
             # Half of a file that is gone may look like anything.
             condition, reason = Condition.UNREADABLE, loading.gone_text(self.path)
         self._fault = self._fault or (condition, reason)
@@ -232,8 +233,8 @@ class _Look:
         if (sidecar := self._sidecar) is not None:
             state = {"global_epoch": sidecar.epoch, "global_iteration": sidecar.iteration}
             said = {
-                layout.KEY_TRAINING_STATE: state,
-                layout.KEY_NUM_REPLICAS: sidecar.num_replicas,
+                file_names.KEY_TRAINING_STATE: state,
+                file_names.KEY_NUM_REPLICAS: sidecar.num_replicas,
             }
             loading.check_agreement(self.path.name, said, sidecar)
 
@@ -262,25 +263,25 @@ class _Look:
     def check_content(self) -> None:
         """Check what kind of file it is, and that name, sidecar and content agree."""
         keys = self.tree.keys() if isinstance(self.tree, Mapping) else ()
-        is_old = layout.KEY_TRAINING_STATE in keys
+        is_old = file_names.KEY_TRAINING_STATE in keys
         # A user's own object may hold a path, as the files of helios-ml do.
-        old_names = [] if layout.KEY_SCHEMA in keys else self._names
+        old_names = [] if file_names.KEY_SCHEMA in keys else self._names
         checks: tuple[tuple[Callable[[], object], Condition], ...] = (
             (self._refuse_functions, Condition.FOREIGN),
             (
-                lambda: migrations.refuse_old_globals(self.path, old_names),
+                lambda: schema_upgrades.refuse_old_globals(self.path, old_names),
                 Condition.UNMIGRATED,
             ),
             (
-                lambda: migrations.refuse_foreign(self.path, self.tree),
+                lambda: schema_upgrades.refuse_foreign(self.path, self.tree),
                 Condition.UNMIGRATED if is_old else Condition.FOREIGN,
             ),
             (
-                lambda: check_schema(self.tree[layout.KEY_SCHEMA], name=str(self.path)),
+                lambda: check_schema(self.tree[file_names.KEY_SCHEMA], name=str(self.path)),
                 Condition.NEWER,
             ),
             (
-                lambda: migrations.refuse_missing_keys(self.path, self.tree),
+                lambda: schema_upgrades.refuse_missing_keys(self.path, self.tree),
                 Condition.FOREIGN,
             ),
             (self._check_numbers, Condition.FOREIGN),
@@ -304,7 +305,7 @@ class _Look:
             )
 
     def _check_numbers(self) -> None:
-        state = self.tree[layout.KEY_TRAINING_STATE]
+        state = self.tree[file_names.KEY_TRAINING_STATE]
         counters = [state[name] for name in ("global_epoch", "global_iteration")]
         if any(type(number) is not int for number in (*counters, self.tree["num_replicas"])):
             raise _FaultError(
@@ -337,33 +338,33 @@ def examine_folder(folder: Path, depth: Depth = Depth.GLANCE) -> FolderStatus:
 def _examine_all(folder: Path, depth: Depth) -> list[Status]:
     """Look at all checkpoints of a folder, and again where a run has deleted one meanwhile."""
     known: dict[Path, Status] = {}
-    for paths in layout.listings(folder):
+    for paths in file_names.listings(folder):
         known |= {path: examine(path, depth) for path in paths if path not in known}
         files = [known[path] for path in paths]
         # What was whole when it was looked at was there, whatever has become of it since.
-        if all(status.is_good or not layout.is_gone(status.path) for status in files):
+        if all(status.is_good or not file_names.is_gone(status.path) for status in files):
             break
     return files
 
 
 def _is_put_aside(path: Path) -> bool:
-    return layout.is_damaged(path) and layout.SUFFIX in path.suffixes
+    return file_names.is_damaged(path) and file_names.SUFFIX in path.suffixes
 
 
 def _put_aside(path: Path) -> Status:
     reason = f"{path} was found damaged at an earlier start."
     size = path.stat().st_size
-    return Status(path, Condition.ASIDE, reason, size=size, place=layout.parse(path))
+    return Status(path, Condition.ASIDE, reason, size=size, place=file_names.parse(path))
 
 
-def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None, Outcome]:
+def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None, StartOutcome]:
     for status in reversed(files):
         if status.is_good:
-            return status.path, Outcome.RESUMES
+            return status.path, StartOutcome.RESUMES
         if status.condition is not Condition.DAMAGED:
-            return status.path, Outcome.REFUSES
+            return status.path, StartOutcome.REFUSES
     # A silent fresh start where all are damaged would hide the loss of the run.
-    return None, Outcome.REFUSES if files or has_damaged else Outcome.FRESH
+    return None, StartOutcome.REFUSES if files or has_damaged else StartOutcome.FRESH
 
 
 def survey(
@@ -390,5 +391,5 @@ def survey(
         below[:] = sorted(part for part in below if with_moved_aside or not _is_before(part))
         folder = Path(name)
         paths = [folder / part for part in names]
-        if any(layout.is_checkpoint(path) or _is_put_aside(path) for path in paths):
+        if any(file_names.is_checkpoint(path) or _is_put_aside(path) for path in paths):
             yield examine_folder(folder, depth)

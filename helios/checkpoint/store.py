@@ -14,17 +14,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.loading import Loaded, load_checkpoint
 from helios.checkpoint.options import CheckpointStore
 from helios.checkpoint.record import Record
 from helios.checkpoint.retention import Entry, Retention
 from helios.checkpoint.sidecar import Sidecar
-from helios.core import codec, files
-from helios.core.buffers import HostBuffers
-from helios.core.digest import DigestWriter
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError
 from helios.protocols import Meter
+from helios.storage import codec, files
+from helios.storage.digest import DigestWriter
+from helios.storage.staging import HostBuffers
 from helios.version import __version__
 
 __all__ = [
@@ -80,8 +80,8 @@ class RunFolder:
     def entries(self) -> list[Entry]:
         """Return the committed checkpoints, oldest first."""
         # Nobody else changes the folder meanwhile: the run holds its lock.
-        found = layout.list_checkpoints(self._path)
-        return sorted(Entry(*(layout.parse(path) or (0, 0)), path) for path in found)
+        found = file_names.list_checkpoints(self._path)
+        return sorted(Entry(*(file_names.parse(path) or (0, 0)), path) for path in found)
 
     def protect(self, path: Path) -> None:
         """Never delete this file: the run was resumed from it."""
@@ -119,7 +119,7 @@ class RunFolder:
             StateError: for a value that could not be loaded again, or a payload that disagrees
                 with its name or sidecar.
         """
-        path = self._path / f"{stem}{layout.SUFFIX}"
+        path = self._path / f"{stem}{file_names.SUFFIX}"
         _check_consistency(path, payload, sidecar)
         if buffers is None:
             code = codec.encode(payload, where="", safe_types=safe_types, meters=meters)
@@ -147,16 +147,16 @@ class RunFolder:
         try:
             digest = self._write_payload(partial, draft.code)
             filled = dataclasses.replace(
-                draft.sidecar, digest=digest, schema=layout.SCHEMA, version=__version__
+                draft.sidecar, digest=digest, schema=file_names.SCHEMA, version=__version__
             )
-            files.write_text_durably(layout.sidecar_path(path), filled.to_json())
+            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())
             files.replace(partial, path)
             self._left.discard(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 files.unlink(partial, missing_ok=True)
                 if not path.exists():
-                    files.unlink(layout.sidecar_path(path), missing_ok=True)
+                    files.unlink(file_names.sidecar_path(path), missing_ok=True)
             raise
         files.fsync_folder(self._path)
         self._apply_retention(path, draft.sidecar.run_name)
@@ -176,7 +176,7 @@ class RunFolder:
         if self._options.keeps_all:
             return
         try:
-            own = [entry for entry in self.entries() if layout.belongs_to(entry.path, run_name)]
+            own = [entry for entry in self.entries() if file_names.belongs_to(entry.path, run_name)]
             doomed = self._retention.plan(own, self._protected | {written})
         except OSError as error:
             _LOGGER.warning("Old checkpoints in %s were not deleted: %s.", self._path, error)
@@ -223,7 +223,7 @@ class RunFolder:
             )
             return
         finished = dataclasses.replace(sidecar, finished=reason)
-        files.write_text_durably(layout.sidecar_path(path), finished.to_json())
+        files.write_text_durably(file_names.sidecar_path(path), finished.to_json())
 
     def read_sidecar(self, path: Path) -> Sidecar | None:
         """Return a checkpoint's sidecar; see :func:`helios.checkpoint.loading.read_sidecar`."""
@@ -269,7 +269,7 @@ class RunFolder:
                     self._put_aside(path)
                 return None
 
-        loaded = layout.search(self._path, look)
+        loaded = file_names.search(self._path, look)
         if loaded is None:
             self._refuse_silent_restart(damaged + self._find_damaged())
             return None
@@ -277,7 +277,7 @@ class RunFolder:
         return loaded
 
     def _refuse_silent_restart(self, damaged: list[Path]) -> None:
-        names = sorted({path.name for path in damaged if layout.SUFFIX in path.suffixes})
+        names = sorted({path.name for path in damaged if file_names.SUFFIX in path.suffixes})
         if names:
             raise DamagedCheckpointError(
                 f"All checkpoints in {self._path} are damaged: {', '.join(names)}. To start anew, "
@@ -297,25 +297,25 @@ class RunFolder:
 
     def rename_damaged(self, path: Path) -> Path:
         """Put a damaged checkpoint and its sidecar aside under names that are never loaded."""
-        target = layout.damaged_path(path)
+        target = file_names.damaged_path(path)
         _LOGGER.warning("Renaming the damaged checkpoint %s to %s.", path, target.name)
         # The checkpoint goes first: left without its sidecar, it would be loaded unverified.
         files.replace(path, target)
-        sidecar = layout.sidecar_path(path)
+        sidecar = file_names.sidecar_path(path)
         if sidecar.exists():
-            files.replace(sidecar, layout.damaged_path(sidecar))
+            files.replace(sidecar, file_names.damaged_path(sidecar))
         files.fsync_folder(self._path)
         return target
 
     def _find_damaged(self) -> list[Path]:
         if not self._path.is_dir():
             return []
-        return [path for path in self._path.iterdir() if layout.is_damaged(path)]
+        return [path for path in self._path.iterdir() if file_names.is_damaged(path)]
 
     def clean(self) -> None:
         """Remove what a kill in the middle of a save left behind; other files are not touched."""
         for path in sorted(self._path.iterdir()) if self._path.is_dir() else ():
-            if not layout.is_temporary(path) and not self._is_orphan(path):
+            if not file_names.is_temporary(path) and not self._is_orphan(path):
                 continue
             try:
                 files.unlink(path, missing_ok=True)
@@ -323,8 +323,10 @@ class RunFolder:
                 _LOGGER.warning("What a kill has left in %s stays: %s.", self._path, error)
 
     def _is_orphan(self, path: Path) -> bool:
-        is_named_so = path.suffix == layout.SIDECAR_SUFFIX and layout.parse(path) is not None
-        if not is_named_so or path.with_suffix(layout.SUFFIX).exists():
+        is_named_so = (
+            path.suffix == file_names.SIDECAR_SUFFIX and file_names.parse(path) is not None
+        )
+        if not is_named_so or path.with_suffix(file_names.SUFFIX).exists():
             return False
         # Somebody's own JSON file may have such a name: only what is a sidecar is removed.
         try:
@@ -333,7 +335,7 @@ class RunFolder:
             return False
         # A migrated file keeps the name that the old package gave it.
         return sidecar is not None and (
-            sidecar.is_migrated or (sidecar.epoch, sidecar.iteration) == layout.parse(path)
+            sidecar.is_migrated or (sidecar.epoch, sidecar.iteration) == file_names.parse(path)
         )
 
     def move_aside(self, clock_text: str, *, keep: Path | None = None) -> Path | None:
@@ -366,7 +368,7 @@ class RunFolder:
 
 def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) -> None:
     Record.from_payload(payload)
-    if layout.parse(path) is None:
+    if file_names.parse(path) is None:
         raise StateError(f"The checkpoint {path.name} must name its epoch and iteration.")
     try:
         loading.check_agreement(path.name, payload, sidecar)

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.checkpoint.export import FORMATS, Weights, select_weights, write_weights
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
-from helios.core.digest import digest_file
 from helios.core.sizes import size_text
 from helios.errors import CheckpointError
+from helios.storage.digest import digest_file
 from helios.version import __version__
 
 NAME = "export"
@@ -81,7 +81,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _metadata(status: Status, tree: Any, average: str | None) -> dict[str, str]:
-    state, sidecar = tree[layout.KEY_TRAINING_STATE], status.sidecar
+    state, sidecar = tree[file_names.KEY_TRAINING_STATE], status.sidecar
     return {
         # What other libraries look for in the header.
         "format": "pt",

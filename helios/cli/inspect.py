@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from helios.checkpoint import layout
-from helios.checkpoint.level import list_missing
+from helios.checkpoint import file_names
 from helios.checkpoint.outline import Node, outline, section
+from helios.checkpoint.reproducibility import list_missing
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.status import Status, look_into
 from helios.cli import output
@@ -31,7 +31,7 @@ the reason follows the state. 2: wrong usage.
 _DEPTH = 4
 _INDENT = "  "
 _MAX_VALUE = 60
-_SECTIONS = (layout.KEY_TRAINING_STATE, layout.KEY_CURSOR, layout.KEY_OPTIONS)
+_SECTIONS = (file_names.KEY_TRAINING_STATE, file_names.KEY_CURSOR, file_names.KEY_OPTIONS)
 _COLUMNS = (
     Column("tree"),
     Column("type", rank=1),

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint.level import list_missing
-from helios.checkpoint.status import Condition, Depth, FolderStatus, Outcome, Status, survey
+from helios.checkpoint.reproducibility import list_missing
+from helios.checkpoint.status import Condition, Depth, FolderStatus, StartOutcome, Status, survey
 from helios.cli import output
 from helios.cli.output import Column
 from helios.core.sizes import size_text
@@ -38,7 +38,7 @@ _COLUMNS = (
     Column("finished", rank=2),
 )
 _MAX_REASONS = 3
-_MARKS = {Outcome.RESUMES: "*", Outcome.REFUSES: "!", Outcome.FRESH: ""}
+_MARKS = {StartOutcome.RESUMES: "*", StartOutcome.REFUSES: "!", StartOutcome.FRESH: ""}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,11 @@ def _lines(folder: FolderStatus, root: Path) -> list[str]:
     rows = [_row(status, folder) for status in folder.files]
     lines = [title, *output.table(_COLUMNS, rows, output.terminal_width())]
     lines += [] if folder.is_moved_aside else [*_reasons(folder), *_losses(folder)]
-    if folder.outcome is Outcome.REFUSES and folder.start is None and not folder.is_moved_aside:
+    if (
+        folder.outcome is StartOutcome.REFUSES
+        and folder.start is None
+        and not folder.is_moved_aside
+    ):
         lines.append("A start of fit stops with an error: all checkpoints here are damaged.")
     return lines
 

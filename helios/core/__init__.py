@@ -1,10 +1,10 @@
-"""Tools without knowledge of training: randomness, logging, files, codec, registries.
+"""Randomness, registries and the helpers that scripts import; no knowledge of training.
 
 Nothing here may know a model, a data set or a loop.
 """
 
 from helios.core import cuda, distributed, logging, rng
-from helios.core.moved import explain_moved_modules
+from helios.core.moved import install_moved_modules
 from helios.core.registry import Registry, update_all_registries
 from helios.core.utils import (
     AverageTimer,
@@ -15,7 +15,7 @@ from helios.core.utils import (
     safe_torch_load,
 )
 
-explain_moved_modules()
+install_moved_modules()
 
 __all__ = [
     "AverageTimer",

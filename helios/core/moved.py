@@ -1,14 +1,17 @@
-"""Modules of helios-ml that are gone: to import one is an error that says what replaces it.
+"""Import paths that no longer exist: old paths of Helios keep working, those of helios-ml explain.
 
-Python asks a finder for a module after everybody else has failed to find it. So nothing is there
-that an editor would offer, and what exists is imported as ever.
+An old path of Helios gives the module at its present path, the same object, with a
+``DeprecationWarning``. To import a module that only helios-ml had is an error that says what
+replaces it. Python asks this finder after all others, so existing modules are imported as usual.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
+import warnings
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import final
@@ -32,6 +35,143 @@ REPLACEMENTS = {
 """What to take in the place of each module."""
 
 
+_NEW_NAMES = {
+    "core": {
+        "buffers": "storage.staging",
+        "codec": "storage.codec",
+        "converters": "storage.type_converters",
+        "declared": "core.unsaved_attributes",
+        "digest": "storage.digest",
+        "files": "storage.files",
+        "garbage": "core.gc_pause",
+        "group": "distributed.process_groups",
+        "lock": "storage.folder_lock",
+        "metering": "storage.encoding_cost",
+        "named": "storage.user_types",
+        "progress": "terminal.progress",
+        "records": "storage.archive_records",
+        "rows": "storage.row_file",
+        "screen": "terminal.screen",
+        "sharing": "storage.shared_storages",
+        "signals": "core.signal_watch",
+        "tagged": "storage.weights_only",
+        "tensorboard": "storage.tensorboard_writer",
+        "transfer": "distributed.pickling",
+        "unknown": "storage.placeholders",
+    },
+    "engines": {
+        "assignment": "replicas.assignment",
+        "buffers": "replicas.module_buffers",
+        "children": "launch.worker",
+        "collectives": "engines.metric_sync",
+        "components": "engines.experiment_parts",
+        "flat": "replicas.flat_gradients",
+        "gradients": "replicas.gradients",
+        "handover": "launch.ipc",
+        "launch": "launch.launcher",
+        "message": "replicas.piggyback",
+        "names": "engines.reference_names",
+        "packing": "engines.experiment_state",
+        "peer": "engines.process_member",
+        "processes": "engines.manual_join",
+        "ranks": "replicas.point_to_point",
+        "reduce": "replicas.tree_reducer",
+        "replicated": "replicas.replicas",
+        "sending": "replicas.buckets",
+        "sharing": "replicas.window_exchange",
+        "supervisor": "launch.supervisor",
+        "tables": "replicas.named_sums",
+        "tree": "replicas.reduction_tree",
+        "turns": "replicas.replica_state",
+        "wrapping": "engines.data_parallel",
+    },
+    "checkpoint": {
+        "layout": "checkpoint.file_names",
+        "level": "checkpoint.reproducibility",
+        "live": "checkpoint.run_protocols",
+        "migrating": "migration.folder_migration",
+        "migrations": "checkpoint.schema_upgrades",
+        "old_files": "migration.helios_ml",
+        "space": "checkpoint.disk_space",
+    },
+    "data": {
+        "deal": "data.sharding_plan",
+        "drawn": "data.replayed_sampler",
+        "foreign": "data.external_loader",
+        "generators": "data.sampler_generators",
+        "identity": "data.fingerprint",
+        "legacy": "data.numpy_global_rng",
+        "limited": "data.truncated",
+        "passes": "data.interfaces",
+        "several": "data.multi_loader",
+        "share": "data.shard",
+        "trial": "data.loader_state_check",
+    },
+    "run_state": {
+        "bits": "run_state.checksums",
+        "blocks": "run_state.shared_views",
+        "classes": "run_state.class_attributes",
+        "costs": "run_state.save_costs",
+        "coverage": "run_state.state_dict_coverage",
+        "data_members": "run_state.dataset_attributes",
+        "effects": "run_state.step_effects",
+        "forms": "run_state.tensor_formats",
+        "found": "run_state.walk_result",
+        "hooks": "run_state.registered_hooks",
+        "links": "run_state.shared_containers",
+        "look": "run_state.value_scan",
+        "losses": "run_state.missing_state",
+        "marks": "run_state.value_hash",
+        "members": "run_state.attribute_rules",
+        "names": "run_state.object_names",
+        "networks": "run_state.network_parts",
+        "obstacles": "run_state.unsupported_values",
+        "omissions": "run_state.custom_state_dicts",
+        "owners": "run_state.owner_states",
+        "parts": "run_state.module_state",
+        "scene": "run_state.owner_scan",
+        "scripted": "run_state.torchscript",
+        "size": "run_state.state_size",
+        "ties": "run_state.tied_tensors",
+        "values": "run_state.plain_values",
+    },
+    "plugins": {
+        "buffers": "plugins.window_buffers",
+        "cuda": "plugins.cuda_plugin",
+        "findings": "plugins.nonfinite_report",
+        "holders": "plugins.metric_state",
+        "intake": "plugins.metric_inputs",
+        "states": "plugins.plugin_states",
+        "trials": "plugins.quick_trials",
+        "weights": "plugins.averaged_weights",
+    },
+    "loops": {
+        "even": "loops.uneven_inputs",
+        "states": "loops.loop_states",
+        "trial": "loops.sanity_validation",
+    },
+    "model": {
+        "trace": "model.snapshot",
+    },
+}
+
+RENAMED = {
+    f"helios.{package}.{old}": f"helios.{new}"
+    for package, names in _NEW_NAMES.items()
+    for old, new in names.items()
+}
+"""The present path of each module that Helios has moved or renamed."""
+
+
+@final
+class _Alias(Loader):
+    """Loads a module by importing it under its present path."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system takes what stands here afterwards, and not the empty module.
+        sys.modules[module.__name__] = importlib.import_module(RENAMED[module.__name__])
+
+
 @final
 class _Finder(MetaPathFinder):
     def find_spec(
@@ -45,10 +185,17 @@ class _Finder(MetaPathFinder):
             raise MovedModuleError(
                 f"helios has no module {fullname!r}, which helios-ml had. {REPLACEMENTS[fullname]}."
             )
+        if fullname in RENAMED:
+            warnings.warn(
+                f"{fullname} is now {RENAMED[fullname]}. Import it from there.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return ModuleSpec(fullname, _Alias())
         return None
 
 
-def explain_moved_modules() -> None:
-    """Let imports of modules that are gone say what replaces them; once is enough."""
+def install_moved_modules() -> None:
+    """Make old import paths work, or explain themselves; a second call changes nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

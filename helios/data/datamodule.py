@@ -13,8 +13,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from helios.data.loader import LoaderPair, build_loader
+from helios.data.multi_loader import check_names, check_some
 from helios.data.params import DataLoaderParams
-from helios.data.several import check_names, check_some
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:

@@ -13,19 +13,21 @@ from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory as pin
 
 from helios.core import rng
-from helios.data.deal import Deal, Turn
+from helios.data.interfaces import BatchIterator, make_cut_error, run_on_one_thread
 from helios.data.keyed import BatchedDataset
-from helios.data.legacy import LegacyWatch
 from helios.data.loader import KeyedLoader, end_workers
-from helios.data.order import Place
-from helios.data.passes import BatchIterator, make_cut_error, run_on_one_thread
-from helios.data.share import NO_BATCH
+from helios.data.numpy_global_rng import LegacyWatch
+from helios.data.order import Position
+from helios.data.shard import NO_BATCH
+from helios.data.sharding_plan import ReplicaIndices, ShardingPlan
 
 
-def begin_pass(loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> BatchIterator:
+def begin_pass(
+    loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
+) -> BatchIterator:
     """Begin a pass whose iterations give a list, one entry for each replica of the process."""
     kind = _WorkerBatches if loader.num_workers else _LocalBatches
-    return kind(loader, deal, place, watch)
+    return kind(loader, deal, position, watch)
 
 
 def _is_pure(loader: KeyedLoader) -> bool:
@@ -70,11 +72,11 @@ def _make_unpinned_fetch(
 class _DealtBatches(BatchIterator):
     """Where a pass stands."""
 
-    def __init__(self, deal: Deal, place: Place, watch: LegacyWatch) -> None:
+    def __init__(self, deal: ShardingPlan, position: Position, watch: LegacyWatch) -> None:
         self._deal = deal
-        self._place = place
-        self._batch = place.batch
-        self._sample = place.sample
+        self._position = position
+        self._batch = position.batch
+        self._sample = position.sample
         self._is_done = False
         self._watch: LegacyWatch | None = watch
 
@@ -87,7 +89,7 @@ class _DealtBatches(BatchIterator):
         if self._watch is None:
             return
         if not self._is_done:
-            self._deal.leave(replace(self._place, batch=self._batch, sample=self._sample))
+            self._deal.leave(replace(self._position, batch=self._batch, sample=self._sample))
         self._watch.end()
         self._watch = None
 
@@ -96,12 +98,16 @@ class _DealtBatches(BatchIterator):
 class _LocalBatches(_DealtBatches):
     """A pass that is fetched in the training process, without PyTorch's iterator (10 µs less)."""
 
-    def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
-        super().__init__(deal, place, watch)
+    def __init__(
+        self, loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
+    ) -> None:
+        super().__init__(deal, position, watch)
         self._fetch = _make_fetch(loader)
         self._is_pure = _is_pure(loader)
-        self._keys = [replace(place, replica=replica).fetch_keys() for replica in deal.share.block]
-        self._turns: Iterator[Turn] = deal.turns(place)
+        self._keys = [
+            replace(position, replica=replica).fetch_keys() for replica in deal.share.block
+        ]
+        self._turns: Iterator[ReplicaIndices] = deal.turns(position)
         self._following = next(self._turns, None)
         self._is_done = self._following is None
 
@@ -134,12 +140,14 @@ class _LocalBatches(_DealtBatches):
 class _WorkerBatches(_DealtBatches):
     """A pass that PyTorch's workers fetch ahead."""
 
-    def __init__(self, loader: KeyedLoader, deal: Deal, place: Place, watch: LegacyWatch) -> None:
-        super().__init__(deal, place, watch)
+    def __init__(
+        self, loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
+    ) -> None:
+        super().__init__(deal, position, watch)
         self._lives_on = loader.persistent_workers
         self._ledger: deque[tuple[int, int, bool]] = deque()
         self._batches: Iterator[Any] = iter(())
-        self._batches = loader.start(place, partial(deal.walk, place, self._ledger))
+        self._batches = loader.start(position, partial(deal.walk, position, self._ledger))
         # PyTorch reads ahead by a batch at least: an empty ledger is the end, here and later.
         self._is_done = not self._ledger
 

@@ -1,4 +1,4 @@
-"""The key beside the indices: what a batch's samples draw depends on its place, not on who fetches.
+"""The key beside the indices: what samples draw depends on the batch's position, not on the worker.
 
 The batch sampler puts a key next to the indices of each batch; the data set sets all generators
 from it before the fetch, in whichever process that happens (DESIGN R2). The collate function runs
@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from helios.core import rng
-from helios.data.legacy import WorkerWatch, legacy_numpy_kept
-from helios.data.order import Order, Place
+from helios.data.numpy_global_rng import WorkerWatch, legacy_numpy_kept
+from helios.data.order import Order, Position
 
 _Found = TypeVar("_Found")
 
@@ -111,7 +111,7 @@ class KeyedBatchSampler(Sampler[Keyed]):
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._walk: Walk | None = None
-        self._last_by_hand: Place | None = None
+        self._last_by_hand: Position | None = None
 
     @property
     def is_batched(self) -> bool:
@@ -143,44 +143,44 @@ class KeyedBatchSampler(Sampler[Keyed]):
         return self._walk_by_hand() if self._walk is None else self._walk()
 
     def _walk_by_hand(self) -> Iterator[Keyed]:
-        place = self._place_by_hand()
-        keys = place.fetch_keys()
-        for batch, indices in enumerate(self._lists(place), place.batch):
+        position = self._place_by_hand()
+        keys = position.fetch_keys()
+        for batch, indices in enumerate(self._lists(position), position.batch):
             yield Keyed(keys.at(batch), indices)
 
-    def _lists(self, place: Place) -> Iterator[Any]:
+    def _lists(self, position: Position) -> Iterator[Any]:
         """Iterate over the lists of a pass, or over single samples, without keys."""
-        blocks = self.order.blocks(place)
+        blocks = self.order.blocks(position)
         if self.order.yields_batches or self._batch_size is None:
             return chain.from_iterable(blocks)
         lists = chain.from_iterable(cut(blocks, self._batch_size))
         least = self._batch_size if self._drop_last else 1
         return (indices for indices in lists if len(indices) >= least)
 
-    def _place_by_hand(self) -> Place:
-        """Return the place of a user's own loop; the same epoch again runs on new streams.
+    def _place_by_hand(self) -> Position:
+        """Return the position of a user's own loop; the same epoch again runs on new streams.
 
         Without that, a loop that never calls ``set_epoch`` would repeat its augmentation.
         """
-        place, last = self.order.place_by_hand(self._batch_size or 1), self._last_by_hand
-        if last is not None and last.epoch == place.epoch:
-            place = dataclasses.replace(place, repeat=last.repeat + 1)
-        self._last_by_hand = place
-        return place
+        position, last = self.order.place_by_hand(self._batch_size or 1), self._last_by_hand
+        if last is not None and last.epoch == position.epoch:
+            position = dataclasses.replace(position, repeat=last.repeat + 1)
+        self._last_by_hand = position
+        return position
 
 
-def ask_twice(place: Place, ask: Callable[[], _Found | None]) -> _Found | None:
+def ask_twice(position: Position, ask: Callable[[], _Found | None]) -> _Found | None:
     """Return what the copy of a user's sampler answers, if it answers so twice.
 
-    One whose order follows from more than the place, say a counter of its own, gives itself away
+    One whose order follows from more than the position, say a counter of its own, gives itself away
     by another answer. Nothing outside of the copy is moved.
 
     Args:
-        place: whose stream the sampler runs on.
-        ask: walks the copy from the place.
+        position: whose stream the sampler runs on.
+        ask: walks the copy from the position.
     """
     try:
-        with rng.stream(place.order_key()), legacy_numpy_kept():
+        with rng.stream(position.order_key()), legacy_numpy_kept():
             first, second = ask(), ask()
     except Exception:  # the copy of a user's sampler may miss what it was taken from
         return None

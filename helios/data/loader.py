@@ -21,13 +21,12 @@ from torch.utils.data import (
 )
 
 from helios.core import rng
-from helios.core.distributed import is_dist_active
 from helios.core.registry import Registry
-from helios.core.signals import ignore_signals, noted_signals
-from helios.data.drawn import DrawnOrder
+from helios.core.signal_watch import ignore_signals, noted_signals
 from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
-from helios.data.order import Order, Place, PositionalOrder
+from helios.data.order import Order, Position, PositionalOrder
 from helios.data.params import DataLoaderParams
+from helios.data.replayed_sampler import ReplayedOrder
 from helios.data.samplers import (
     ResumableDistributedSampler,
     ResumableRandomSampler,
@@ -35,6 +34,7 @@ from helios.data.samplers import (
     ResumableSequentialSampler,
     is_positional,
 )
+from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 
 LoaderPair: TypeAlias = tuple[DataLoader[Any], ResumableSamplerType | None]
@@ -106,7 +106,7 @@ class WorkerInit:
 
 @final
 class KeyedLoader(DataLoader[Any]):
-    """A DataLoader whose batches carry keys, and which can begin at any place.
+    """A DataLoader whose batches carry keys, and which can begin at any position.
 
     By hand it begins where its sampler's ``set_epoch`` and ``start_iter`` say, and leaves the
     generators of the training process as it finds them.
@@ -138,15 +138,15 @@ class KeyedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return super().__iter__() if self.num_workers else self._iterate_here(super().__iter__())
 
-    def start(self, place: Place, walk: Walk) -> Iterator[Any]:
+    def start(self, position: Position, walk: Walk) -> Iterator[Any]:
         """Start PyTorch's own iteration; persistent workers are used again.
 
         Args:
-            place: where it begins.
+            position: where it begins.
             walk: gives the batches from there on, each with its key.
         """
         if self.generator is not None:
-            self.generator.manual_seed(rng.key("workers", place.run_seed, place.epoch))
+            self.generator.manual_seed(rng.key("workers", position.run_seed, position.epoch))
         self.batches.seek(walk)
         try:
             return super().__iter__()
@@ -277,10 +277,10 @@ def build_loader(
             "Check its path and filters."
         )
     if params.batch_sampler is not None:
-        batches = KeyedBatchSampler(DrawnOrder(params.batch_sampler, yields_batches=True))
+        batches = KeyedBatchSampler(ReplayedOrder(params.batch_sampler, yields_batches=True))
         return KeyedLoader(dataset, batches, params), None
     sampler = params.sampler or _choose_sampler(dataset, params, name, num_replicas)
-    order: Order = PositionalOrder(sampler) if is_positional(sampler) else DrawnOrder(sampler)
+    order: Order = PositionalOrder(sampler) if is_positional(sampler) else ReplayedOrder(sampler)
     batches = KeyedBatchSampler(order, batch_size=params.batch_size, drop_last=params.drop_last)
     # What many replicas get is checked where they share it: an evaluation pads and cuts nothing.
     is_whole = num_replicas is None or num_replicas == 1

@@ -1,8 +1,8 @@
 """Where a pass over data begins, and who says what comes next.
 
-A :class:`Place` names the beginning of a pass and the streams that it runs on. An :class:`Order`
+A :class:`Position` names the beginning of a pass and the streams that it runs on. An :class:`Order`
 gives the samples from there: by position where the sampler can (DESIGN R1), else by running the
-user's sampler (:mod:`helios.data.drawn`).
+user's sampler (:mod:`helios.data.replayed_sampler`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PURE = (ResumableRandomSampler, ResumableSequentialSampler, ResumableDistribute
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Position:
     """Where a pass begins, and which streams it runs on.
 
     Attributes:
@@ -80,15 +80,15 @@ class Order(ABC):
     yields_batches: bool = False
 
     @abstractmethod
-    def blocks(self, place: Place) -> Iterator[list[Any]]:
-        """Iterate over the items from a place on, in lists of any length."""
+    def blocks(self, position: Position) -> Iterator[list[Any]]:
+        """Iterate over the items from a position on, in lists of any length."""
 
     @abstractmethod
-    def blocks_and_head(self, place: Place, count: int) -> BlocksAndHead:
+    def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
         """Iterate likewise, and over the first items of the whole pass, for padding.
 
         Args:
-            place: where to begin.
+            position: where to begin.
             count: the most items of the head.
 
         Returns:
@@ -105,12 +105,12 @@ class Order(ABC):
         except TypeError:  # PyTorch's batch sampler has a length only if the grouped one has
             return None
 
-    def place_by_hand(self, batch_size: int) -> Place:
+    def place_by_hand(self, batch_size: int) -> Position:
         """Return where a pass begins that a user's own loop starts."""
         if not isinstance(self.sampler, ResumableSamplerType):
-            return Place(is_by_hand=True)
+            return Position(is_by_hand=True)
         batch = self.sampler.start_iter
-        return Place(
+        return Position(
             run_seed=self.sampler.run_seed,
             epoch=self.sampler.epoch,
             batch=batch,
@@ -139,11 +139,11 @@ class Order(ABC):
     def _with(self, sampler: Any) -> Order:
         """Return an order of the same kind over another sampler."""
 
-    def leave(self, place: Place) -> None:
-        """Leave a pass before its end, at the place of the batch that would have come next."""
+    def leave(self, position: Position) -> None:
+        """Leave a pass before its end, at the position of the batch that would have come next."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what besides a place is needed to go on; empty where a place is enough."""
+        """Return what besides a position is needed to go on; empty where a position is enough."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -167,15 +167,15 @@ class PositionalOrder(Order):
     def __init__(self, sampler: PositionalSampler) -> None:
         self.sampler: PositionalSampler = sampler
 
-    def blocks(self, place: Place) -> Iterator[list[int]]:
+    def blocks(self, position: Position) -> Iterator[list[int]]:
         """Iterate over the samples from a position on; nothing before it is touched."""
-        if not place.is_by_hand:
-            prepare(self.sampler, place)
-        return self.sampler.blocks(place.sample)
+        if not position.is_by_hand:
+            prepare(self.sampler, position)
+        return self.sampler.blocks(position.sample)
 
-    def blocks_and_head(self, place: Place, count: int) -> BlocksAndHead:
+    def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
         """Iterate likewise, and over the first samples, which are computed when they are read."""
-        return self.blocks(place), _first(self.sampler.blocks, count)
+        return self.blocks(position), _first(self.sampler.blocks, count)
 
     def _with(self, sampler: Any) -> Order:
         return PositionalOrder(sampler)
@@ -193,14 +193,14 @@ class GlobalOrder(Order):
         """The number of all samples."""
         return self.sampler.whole_length
 
-    def blocks(self, place: Place) -> Iterator[list[int]]:
+    def blocks(self, position: Position) -> Iterator[list[int]]:
         """Iterate over the samples from a position on; nothing before it is touched."""
-        prepare(self.sampler, place)
-        return self.sampler.whole_blocks(place.sample)
+        prepare(self.sampler, position)
+        return self.sampler.whole_blocks(position.sample)
 
-    def blocks_and_head(self, place: Place, count: int) -> BlocksAndHead:
+    def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
         """Iterate likewise, and over the first samples, which are computed when they are read."""
-        return self.blocks(place), _first(self.sampler.whole_blocks, count)
+        return self.blocks(position), _first(self.sampler.whole_blocks, count)
 
     def _with(self, sampler: Any) -> Order:
         return GlobalOrder(sampler)
@@ -221,10 +221,10 @@ def _copy_apart(sampler: Any, dataset: Any) -> Any:
         return None
 
 
-def prepare(sampler: Any, place: Place) -> None:
+def prepare(sampler: Any, position: Position) -> None:
     """Give a sampler the epoch and the run's seed; positions replace its start (H12)."""
     if isinstance(sampler, (ResumableSampler, ResumableDistributedSampler)):
-        sampler.run_seed = place.run_seed
+        sampler.run_seed = position.run_seed
         sampler.start_iter = 0
     if isinstance(sampler, HasEpoch):
-        sampler.set_epoch(place.epoch)
+        sampler.set_epoch(position.epoch)

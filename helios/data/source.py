@@ -1,7 +1,7 @@
-"""The data of a run: batches from any place of any epoch, and what is needed to resume.
+"""The data of a run: batches from any position of any epoch, and what is needed to resume.
 
-A loader of ours computes a batch from its place and seeds before it fetches (DESIGN R1, R2); a
-foreign one (:mod:`helios.data.foreign`) goes on where it says it can.
+A loader of ours computes a batch from its position and seeds before it fetches (DESIGN R1, R2); a
+foreign one (:mod:`helios.data.external_loader`) goes on where it says it can.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, final
 
-from helios.data.deal import Deal, make_deal
+from helios.data.external_loader import ExternalSource
 from helios.data.fetching import begin_pass
-from helios.data.foreign import ForeignSource
-from helios.data.identity import count_samples, describe_class, find_fingerprint
-from helios.data.legacy import LegacyWatch
+from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
+from helios.data.interfaces import BatchIterator, Source
 from helios.data.loader import KeyedLoader
-from helios.data.order import Place
-from helios.data.passes import BatchIterator, Source
-from helios.data.share import LONE, Share
+from helios.data.numpy_global_rng import LegacyWatch
+from helios.data.order import Position
+from helios.data.shard import LONE, Shard
+from helios.data.sharding_plan import ShardingPlan, make_sharding_plan
 
 __all__ = ["BatchIterator", "KeyedSource", "Source", "open_source"]
 
@@ -28,7 +28,7 @@ def open_source(
     *,
     run_seed: int,
     purpose: str,
-    share: Share = LONE,
+    share: Shard = LONE,
 ) -> Source:
     """Return the source over a loader.
 
@@ -45,12 +45,12 @@ def open_source(
     """
     if isinstance(loader, KeyedLoader):
         return KeyedSource(loader, run_seed, purpose, share)
-    return ForeignSource(loader, sampler, run_seed=run_seed, purpose=purpose, share=share)
+    return ExternalSource(loader, sampler, run_seed=run_seed, purpose=purpose, share=share)
 
 
 @final
 class KeyedSource(Source):
-    """The data of a loader of ours; exact from any place.
+    """The data of a loader of ours; exact from any position.
 
     Args:
         loader: the loader.
@@ -62,13 +62,13 @@ class KeyedSource(Source):
     loader: KeyedLoader
 
     def __init__(
-        self, loader: KeyedLoader, run_seed: int, purpose: str, share: Share = LONE
+        self, loader: KeyedLoader, run_seed: int, purpose: str, share: Shard = LONE
     ) -> None:
         self.loader = loader
         self._run_seed = run_seed
         self._purpose = purpose
         self._watch = LegacyWatch(purpose, loader.flag)
-        self._deal = make_deal(loader, share)
+        self._deal = make_sharding_plan(loader, share)
         self._description = _describe(loader, self._deal)
         self._pass_length: int | None = None
 
@@ -108,14 +108,14 @@ class KeyedSource(Source):
         return self._deal.is_own and self.loader.batches.order.has_state
 
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
-        """Begin a pass; nothing before its place is fetched."""
-        place = Place(self._run_seed, self._purpose, epoch, batch, sample)
+        """Begin a pass; nothing before its position is fetched."""
+        position = Position(self._run_seed, self._purpose, epoch, batch, sample)
         self._pass_length = self.length
         self._watch.begin()
-        return begin_pass(self.loader, self._deal, place, self._watch)
+        return begin_pass(self.loader, self._deal, position, self._watch)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the batches of a whole pass that goes on at a place."""
+        """Return the batches of a whole pass that goes on at a position."""
         return self._deal.num_batches(batch=batch, sample=sample)
 
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
@@ -124,8 +124,8 @@ class KeyedSource(Source):
         Those of all V replicas, replica by replica. ``None`` where a user's sampler has a state or
         splits the data by rank, and where there is no such batch.
         """
-        place = Place(self._run_seed, self._purpose, epoch, batch, sample)
-        return self._deal.indices_at(place, self.loader.keyed_dataset.dataset)
+        position = Position(self._run_seed, self._purpose, epoch, batch, sample)
+        return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a user's sampler had when the epoch began; empty without one."""
@@ -140,7 +140,7 @@ class KeyedSource(Source):
         self.loader.end_workers()
 
 
-def _describe(loader: KeyedLoader, deal: Deal) -> dict[str, Any]:
+def _describe(loader: KeyedLoader, deal: ShardingPlan) -> dict[str, Any]:
     params, sampler = loader.params, loader.batches.order.sampler
     dataset = loader.keyed_dataset.dataset
     is_listed = params.batch_sampler is not None

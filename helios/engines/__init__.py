@@ -4,4 +4,4 @@ Nothing here may decide when something happens.
 """
 
 # Who imports an engine of the reference by its name is told what replaces it, and nothing else.
-from helios.engines.names import refuse as __getattr__  # noqa: F401
+from helios.engines.reference_names import refuse as __getattr__  # noqa: F401

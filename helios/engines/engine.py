@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.engines import components, wrapping
+from helios.engines import data_parallel, experiment_parts
 from helios.engines.clipping import Clipping
 from helios.engines.device import device_of_rank, select_gpus
-from helios.engines.gradients import FindNetworks, divide, make_gradients, parameters_of
-from helios.engines.launch import Launch
+from helios.engines.experiment_state import ExperimentState
 from helios.engines.numerics import numerics as numerics
-from helios.engines.packing import Packing
-from helios.engines.peer import redefines
 from helios.engines.precision import Precision, check_precision
-from helios.engines.replicated import Replicas
+from helios.engines.process_member import redefines
 from helios.engines.scaler import LossScaler
 from helios.errors import ArgumentError
+from helios.launch.launcher import Launch
+from helios.replicas.gradients import FindNetworks, divide, make_gradients, parameters_of
+from helios.replicas.replicas import Replicas
 
 
-class Engine(Packing):
+class Engine(ExperimentState):
     """A device, a precision and the replicas of a run; what is done with a loss there.
 
     The one class: derive from it and override a method to change what it does (E40).
@@ -279,14 +279,16 @@ class Engine(Packing):
         Raises:
             UsageError: where the processes carry several replicas each.
         """
-        return wrapping.wrap(module, self.device, self.replicas, sync_bn=sync_bn, options=options)
+        return data_parallel.wrap(
+            module, self.device, self.replicas, sync_bn=sync_bn, options=options
+        )
 
     def init_components(
         self,
-        model_fn: components.Maker = None,
-        criterion_fn: components.Maker = None,
-        optimizer_fn: components.Maker = None,
-        scheduler_fn: components.Maker = None,
+        model_fn: experiment_parts.Maker = None,
+        criterion_fn: experiment_parts.Maker = None,
+        optimizer_fn: experiment_parts.Maker = None,
+        scheduler_fn: experiment_parts.Maker = None,
         *,
         sync_bn: bool = False,
     ) -> tuple[Any, Any, Any, Any]:
@@ -307,7 +309,7 @@ class Engine(Packing):
         Raises:
             ArgumentError: for a model that is no module, and no dict of modules.
         """
-        bare, model = components.build_model(
+        bare, model = experiment_parts.build_model(
             model_fn, lambda module: self.wrap(module, sync_bn=sync_bn)
         )
         criterion = None if criterion_fn is None else self.sync_device(criterion_fn())

@@ -14,9 +14,9 @@ from helios.state import Cursor, Phase, TrainingState
 
 if TYPE_CHECKING:
     from helios.engines.engine import Engine
-    from helios.engines.replicated import Replicas
-    from helios.engines.turns import Turns
     from helios.model.model import Model
+    from helios.replicas.replica_state import Turns
+    from helios.replicas.replicas import Replicas
 
 
 class RunView(Protocol):

@@ -110,7 +110,7 @@ class Scopes:
         while len(self._open) > depth:
             errors += self._open.pop().leave(errors[0] if errors else None)
         if errors:
-            first = join(errors)
+            first = join_errors(errors)
             if exception is None:
                 raise first
 
@@ -135,7 +135,7 @@ def leave(
     return errors
 
 
-def join(errors: list[BaseException]) -> BaseException:
+def join_errors(errors: list[BaseException]) -> BaseException:
     """Return the first of some errors, which carries the others along (R15)."""
     first = errors[0]
     for other in errors[1:]:

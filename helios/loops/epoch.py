@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from helios import schedule as due
 from helios.core.utils import AverageTimer
-from helios.data.passes import BatchIterator, NoBatches
+from helios.data.interfaces import BatchIterator, NoBatches
 from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
-from helios.loops.even import EvenBatches
 from helios.loops.loop import Loop, make_stray_stop, require
+from helios.loops.uneven_inputs import EvenBatches
 
 _LOGGER = logging.getLogger(__name__)
 _NONE = NoBatches("EpochLoop.batches")

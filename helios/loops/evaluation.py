@@ -16,7 +16,7 @@ import torch
 
 from helios.core.cuda import DisableCuDNNBenchmarkContext
 from helios.core.scalars import as_numbers
-from helios.data.share import NO_BATCH
+from helios.data.shard import NO_BATCH
 from helios.data.source import BatchIterator, Source
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop

@@ -9,7 +9,7 @@ from helios.errors import RunMismatchError
 from helios.loops.boundary import EPOCH, STEP, Boundary
 from helios.loops.epoch import EpochLoop
 from helios.loops.loop import Loop, make_stray_stop, require
-from helios.loops.trial import trying
+from helios.loops.sanity_validation import trying
 from helios.state import Phase
 
 _LOGGER = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from helios.engines.engine import Engine
-from helios.engines.replicated import Replicas
 from helios.hooks.bus import Bus
 from helios.hooks.context import Context
 from helios.model.model import Model
+from helios.replicas.replicas import Replicas
 from helios.schedule import Schedule
 from helios.state import Cursor, TrainingState
 

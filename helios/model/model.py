@@ -22,7 +22,7 @@ from helios.hooks.events import asks_nothing
 from helios.hooks.interface import Hooks
 from helios.model.processor import BatchProcessor, Processed
 from helios.run_state.discovery import Discovery
-from helios.run_state.owners import internals_of
+from helios.run_state.owner_states import internals_of
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from helios.hooks.events import asks_nothing
 from helios.plugins.averaging import EMA, SWA
 from helios.plugins.channels import HookHandle, PipelineHooks
 from helios.plugins.contexts import HookContext
-from helios.plugins.cuda import CUDAPlugin
+from helios.plugins.cuda_plugin import CUDAPlugin
 from helios.plugins.early_stopping import EarlyStopping
 from helios.plugins.gradient_norm import GradientNormMonitor
 from helios.plugins.learning_rate import LearningRateMonitor
@@ -20,9 +20,9 @@ from helios.plugins.plugin import (
     create_plugin,
 )
 from helios.plugins.profiler import Profiler
+from helios.plugins.quick_trials import LimitBatches, SanityCheck
 from helios.plugins.row_loggers import CSVLogger, JSONLLogger
 from helios.plugins.time_limit import TimeLimit
-from helios.plugins.trials import LimitBatches, SanityCheck
 
 __all__ = [
     "CSVLogger",

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import asks_nothing
-from helios.plugins import weights
+from helios.plugins.averaged_weights import Averages, Swap, claim, ordinary, release
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase, TrainingState
 
@@ -73,9 +73,9 @@ class WeightAverage(Plugin, ABC):
         if not set(self._swaps_in) <= set(EVALUATIONS):
             rule = "out of Phase.VALIDATION, Phase.TESTING and Phase.PREDICTION"
             raise self._fail("swaps_in", rule, swaps_in, "Pass () to swap in nowhere.")
-        self._averages = weights.Averages(f"plugin {plug_id!r}", with_buffers=averages_buffers)
+        self._averages = Averages(f"plugin {plug_id!r}", with_buffers=averages_buffers)
         self._networks: dict[str, nn.Module] = {}
-        self._swap = weights.Swap()
+        self._swap = Swap()
         self._is_fitting = False
 
     def _fail(self, option: str, rule: str, value: object, remedy: str) -> ArgumentError:
@@ -173,7 +173,7 @@ class WeightAverage(Plugin, ABC):
         self._swap.put_back()
         for network in self._networks.values():
             for tensor in self._averages.tensors_of(network).values():
-                weights.release(tensor, self.plug_id)
+                release(tensor, self.plug_id)
         self._networks = {}
         self._averages.let_go()
         self._is_fitting = False
@@ -195,7 +195,7 @@ class WeightAverage(Plugin, ABC):
         """
         self._refuse_if_swapped_in("copy the average into the model")
         networks = self._find_averaged(model)
-        with weights.ordinary():
+        with ordinary():
             for averages, tensors in self._averages.pairs(networks):
                 for name, tensor in tensors.items():
                     tensor.copy_(averages[name])
@@ -270,7 +270,7 @@ class WeightAverage(Plugin, ABC):
         phases = [phase.value for phase in self._swaps_in]
         for path, network in networks.items():
             for tensor in self._averages.tensors_of(network).values():
-                if other := weights.claim(tensor, self.plug_id, phases):
+                if other := claim(tensor, self.plug_id, phases):
                     raise UsageError(
                         f"Plugins {other[1]!r} and {self.plug_id!r} must not both swap an average "
                         f"into {path} for {other[0]}. Pass swaps_in=() to one of them."

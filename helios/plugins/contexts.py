@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import signature_of
 from helios.hooks.context import Context
-from helios.hooks.scopes import join, leave
+from helios.hooks.scopes import join_errors, leave
 
 Part = Callable[[Context], object]
 
@@ -79,7 +79,7 @@ class HookContext:
             errors.append(error)
         errors += leave([self], ctx, errors[0] if errors else None)
         if errors:
-            raise join(errors)
+            raise join_errors(errors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return state besides changed attributes, in plain values and tensors."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
-from helios.plugins.holders import Metric, Tally, take_apart
-from helios.plugins.intake import Intake, LoneIntake, SharedIntake, aside
+from helios.plugins.metric_inputs import Intake, LoneIntake, SharedIntake, aside
+from helios.plugins.metric_state import Metric, Tally, take_apart
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import Phase, TrainingState
 

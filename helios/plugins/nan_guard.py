@@ -17,9 +17,16 @@ from torch.optim import Optimizer
 
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, UsageError
-from helios.plugins.buffers import BufferCopies
-from helios.plugins.findings import BadLoss, Finding, describe, join, name_batch, name_moment
+from helios.plugins.nonfinite_report import (
+    BadLoss,
+    NonFiniteReport,
+    describe,
+    merge_reports,
+    name_batch,
+    name_moment,
+)
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.plugins.window_buffers import BufferCopies
 from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -113,7 +120,7 @@ class NaNGuard(Plugin):
 
     def _forget(self) -> None:
         self._window: list[_Note] = []
-        self._found: Finding | None = None
+        self._found: NonFiniteReport | None = None
         self._has_skipped = False
         self._knows_manual = False
         self._keeps_buffers = self._action != "raise"
@@ -161,7 +168,7 @@ class NaNGuard(Plugin):
         context = self.context
         if context.is_optimizer_step_committed:
             return
-        found = join(context.gather(self._found))
+        found = merge_reports(context.gather(self._found))
         self._found = None
         if not found.is_empty:
             self._act(self._describe(found))
@@ -259,15 +266,15 @@ class NaNGuard(Plugin):
             f"NaNGuard: a loss or gradient was not finite ({name_moment(self.context)})"
         )
 
-    def _find(self, optimizer: Optimizer) -> Finding:
+    def _find(self, optimizer: Optimizer) -> NonFiniteReport:
         """Look for what is not finite; nothing if all is."""
         bad = [note for note in self._window if self._sees_losses and not _is_fine(note.loss)]
-        return Finding(
+        return NonFiniteReport(
             [BadLoss(note.place, note.replica, note.loss.item()) for note in bad],
             self._name_gradients(optimizer) if self._sees_gradients else "",
         )
 
-    def _describe(self, found: Finding) -> str:
+    def _describe(self, found: NonFiniteReport) -> str:
         return describe(self.context, found, (note.place for note in self._window))
 
     def _name_gradients(self, optimizer: Optimizer) -> str:

@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.profiler import ProfilerAction, profile, schedule, tensorboard_trace_handler
 
-from helios.core.distributed import get_global_rank
+from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing

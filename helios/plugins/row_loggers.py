@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from helios.core.distributed import get_global_rank
-from helios.core.rows import RowFile
+from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import asks_nothing
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 from helios.state import TrainingState
+from helios.storage.row_file import RowFile
 
 _LOGGER = logging.getLogger(__name__)
 _COLUMNS = ("epoch", "iteration", "name", "value")

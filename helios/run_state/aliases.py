@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from helios.run_state.found import Container, Found, SlotKey, path_of
-from helios.run_state.names import KeyedByObjects
+from helios.run_state.object_names import KeyedByObjects
+from helios.run_state.walk_result import Container, SlotKey, WalkResult, path_of
 
 IN_NEW = "in a list, dict or object that setup() does not make: create that in setup()"
 _OF_TUPLE = "another object in a tuple: keep objects that change in a list"
 
 
 def changed_aliases(
-    before: Mapping[SlotKey, str], found: Found, new: Collection[str]
+    before: Mapping[SlotKey, str], found: WalkResult, new: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Compare which objects places name with what they named after setup.
 
@@ -55,7 +55,7 @@ def _is_primary(parent: str, key: Any, name: str, before: Mapping[SlotKey, str])
     return (parent, key) not in before and path_of(parent, key) == name
 
 
-def _deleted(before: Mapping[SlotKey, str], found: Found) -> dict[str, list[Any]]:
+def _deleted(before: Mapping[SlotKey, str], found: WalkResult) -> dict[str, list[Any]]:
     """Return the places that named an object and are gone."""
     deleted: dict[str, list[Any]] = {}
     for parent, key in before:
@@ -66,7 +66,7 @@ def _deleted(before: Mapping[SlotKey, str], found: Found) -> dict[str, list[Any]
     return deleted
 
 
-def homes_of_generators(found: Found, new: Collection[str]) -> dict[str, SlotKey]:
+def homes_of_generators(found: WalkResult, new: Collection[str]) -> dict[str, SlotKey]:
     """Return a place for each generator where a resume can put one, by path.
 
     Args:
@@ -81,7 +81,7 @@ def homes_of_generators(found: Found, new: Collection[str]) -> dict[str, SlotKey
     return homes
 
 
-def changed_orders(before: Mapping[str, list[Any]], found: Found) -> dict[str, list[Any]]:
+def changed_orders(before: Mapping[str, list[Any]], found: WalkResult) -> dict[str, list[Any]]:
     """Return the keys of dicts and ``ModuleDict`` whose order is not that after setup."""
     return {path: keys for path, keys in found.orders.items() if before.get(path) != keys}
 

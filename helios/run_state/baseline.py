@@ -10,20 +10,20 @@ from typing import Any
 from torch import nn
 
 from helios.core.generators import kind_of_generator
-from helios.run_state.blocks import block_marks, crossings
-from helios.run_state.classes import class_marks
+from helios.run_state.class_attributes import class_marks
 from helios.run_state.extra_states import extra_marks
-from helios.run_state.forms import Forms, forms_of
-from helios.run_state.found import Found, SlotKey
-from helios.run_state.hooks import hooks_of
-from helios.run_state.look import mark_of_state
+from helios.run_state.module_state import Shape, shape_of
 from helios.run_state.optimizers import Roster, roster_of
-from helios.run_state.parts import Shape, shape_of
-from helios.run_state.scene import Scene
-from helios.run_state.scripted import script_marks
-from helios.run_state.ties import Ties
-from helios.run_state.values import Identities
+from helios.run_state.owner_scan import OwnerScan
+from helios.run_state.plain_values import Identities
+from helios.run_state.registered_hooks import hooks_of
+from helios.run_state.shared_views import block_marks, crossings
+from helios.run_state.tensor_formats import Forms, forms_of
+from helios.run_state.tied_tensors import Ties
+from helios.run_state.torchscript import script_marks
+from helios.run_state.value_scan import mark_of_state
 from helios.run_state.walk import settled_in, unwrap
+from helios.run_state.walk_result import SlotKey, WalkResult
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Baseline:
         found = ((path, refer()) for _, refer, path in self._known if path in self.paths)
         return {path: part for path, part in found if part is not None}
 
-    def new_containers(self, found: Found) -> set[str]:
+    def new_containers(self, found: WalkResult) -> set[str]:
         """Return the paths of containers that setup does not make, or makes of another kind."""
         return {
             path
@@ -91,7 +91,7 @@ class Baseline:
             if self.containers.get(path) is not isinstance(part, list)
         }
 
-    def late(self, scene: Scene) -> dict[str, Any]:
+    def late(self, scene: OwnerScan) -> dict[str, Any]:
         """Return the objects and loose parameters that were created after setup, by path."""
         parts = {**scene.found.objects, **scene.found.inner, **scene.parameters.loose}
         known = self.paths | self.inner
@@ -111,7 +111,7 @@ class Baseline:
 
 def take_baseline(
     owner: object,
-    scene: Scene,
+    scene: OwnerScan,
     identities: Identities,
     reached: Collection[int],
     *,
@@ -161,7 +161,7 @@ def mark_of_object(part: Any, identities: Identities) -> bytes:
     return mark_of_state(state, identities)
 
 
-def _containers_of(found: Found) -> dict[str, bool]:
+def _containers_of(found: WalkResult) -> dict[str, bool]:
     plain = {
         slot.path: slot.value
         for slot in found.slots.values()
@@ -170,7 +170,7 @@ def _containers_of(found: Found) -> dict[str, bool]:
     return {path: isinstance(part, list) for path, part in {**plain, **found.containers}.items()}
 
 
-def _references(found: Found) -> list[tuple[int, Callable[[], object | None], str]]:
+def _references(found: WalkResult) -> list[tuple[int, Callable[[], object | None], str]]:
     references: list[tuple[int, Callable[[], object | None], str]] = []
     tables: Iterable[Mapping[str, Any]] = (found.objects, found.inner, found.generators)
     for table in tables:

@@ -11,18 +11,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
-from helios.core.named import type_name
 from helios.core.sizes import size_text
 from helios.protocols import Clock, Meter
-from helios.run_state import obstacles
+from helios.run_state import unsupported_values
 from helios.run_state.aliases import holds, put, remove
-from helios.run_state.costs import SHARE, Costs
-from helios.run_state.found import Found, Slot, SlotKey
-from helios.run_state.links import links_of
-from helios.run_state.look import look_at
-from helios.run_state.marks import Digest, Look
+from helios.run_state.plain_values import (
+    ATOMS,
+    LIMIT,
+    MEMBERS_OF,
+    Identities,
+    Surroundings,
+    tensors_in,
+)
 from helios.run_state.rebuild import Resolver, Values, rebuild, substitute
-from helios.run_state.values import ATOMS, LIMIT, MEMBERS_OF, Identities, Surroundings, tensors_in
+from helios.run_state.save_costs import SHARE, Costs
+from helios.run_state.shared_containers import links_of
+from helios.run_state.value_hash import Digest, Look
+from helios.run_state.value_scan import look_at
+from helios.run_state.walk_result import Slot, SlotKey, WalkResult
+from helios.storage.user_types import type_name
 
 _UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
 
@@ -65,7 +72,7 @@ class Changes:
             self.drop([(slot.parent, slot.key)])
             if slot.path not in self.missing:
                 self.large.append(slot)
-                self.missing[slot.path] = obstacles.TOO_LARGE.format(size_text(limit))
+                self.missing[slot.path] = unsupported_values.TOO_LARGE.format(size_text(limit))
 
     def drop(self, wheres: Iterable[SlotKey]) -> None:
         """Leave out places of what is saved."""
@@ -115,7 +122,7 @@ class PlainValues:
         self.limit = LIMIT
         self.safe_types: tuple[Any, ...] = ()
 
-    def remember(self, found: Found, surroundings: Surroundings) -> set[int]:
+    def remember(self, found: WalkResult, surroundings: Surroundings) -> set[int]:
         """Take what there is now as made by setup; return the storages that values reach."""
         self.costs = Costs(self._clock)
         self._lost = {}
@@ -135,7 +142,7 @@ class PlainValues:
         return reached
 
     def renew_unsaved(
-        self, found: Found, surroundings: Surroundings, new: Collection[str] = ()
+        self, found: WalkResult, surroundings: Surroundings, new: Collection[str] = ()
     ) -> None:
         """Take what no checkpoint can hold for unchanged: the start of a run makes it anew.
 
@@ -159,7 +166,7 @@ class PlainValues:
         """Take places for changed, whatever they hold; a place that is gone for deleted."""
         self._made.digests.update(dict.fromkeys(places, _UNLIKE_ANY))
 
-    def changes(self, found: Found, surroundings: Surroundings) -> Changes:
+    def changes(self, found: WalkResult, surroundings: Surroundings) -> Changes:
         """Compare with what setup made.
 
         Args:
@@ -197,7 +204,7 @@ class PlainValues:
     def restore(
         self,
         values: dict[str, Any],
-        found: Found,
+        found: WalkResult,
         surroundings: Surroundings,
         may_set: Callable[[str, Any], bool],
     ) -> None:
@@ -236,12 +243,12 @@ class PlainValues:
             look = look_at(slot.value, surroundings, self._identities)
             self.costs.add(place_of(slot), self.costs.time() - begin)
             if not slot.is_settable:
-                look.obstacle = look.obstacle or obstacles.IN_TUPLE
+                look.obstacle = look.obstacle or unsupported_values.IN_TUPLE
             yield where, look
 
     def _compare(
         self,
-        found: Found,
+        found: WalkResult,
         looks: dict[SlotKey, Look],
         lost: dict[SlotKey, Slot],
         costly: Mapping[str, float],
@@ -269,7 +276,8 @@ class PlainValues:
                     self._lost[where] = type(slot.value), missing[slot.path]
         kept, large, room = _within_limit(_with_aliases(changed, unchanged), self.limit)
         missing |= {
-            place: obstacles.TOO_SLOW.format(seconds, SHARE) for place, seconds in costly.items()
+            place: unsupported_values.TOO_SLOW.format(seconds, SHARE)
+            for place, seconds in costly.items()
         }
         begin = self.costs.time()
         values = _payload(kept, _deleted(found, before.digests))
@@ -303,7 +311,7 @@ def _unknown(kinds: set[type]) -> str:
     if not kinds:
         return ""
     names = ", ".join(sorted(map(type_name, kinds)))
-    return obstacles.UNKNOWN.format(names)
+    return unsupported_values.UNKNOWN.format(names)
 
 
 def _with_aliases(changed: list[_Value], unchanged: list[_Value]) -> list[_Value]:
@@ -361,7 +369,7 @@ def _payload(kept: list[_Value], deleted: dict[str, list[Any]]) -> dict[str, Any
     return {"changed": values, "deleted": deleted, "devices": devices if has_moved else []}
 
 
-def _deleted(found: Found, made: dict[SlotKey, Digest]) -> dict[str, list[Any]]:
+def _deleted(found: WalkResult, made: dict[SlotKey, Digest]) -> dict[str, list[Any]]:
     """Return the keys that containers no longer have, in the order in which setup made them."""
     deleted: dict[str, list[Any]] = {}
     for parent, key in made:

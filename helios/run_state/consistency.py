@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from helios.errors import UsageError
-from helios.run_state.bits import bit_sum
+from helios.run_state.checksums import bit_sum
 from helios.run_state.discovery import Discovery
 
 Costs: TypeAlias = Mapping[str, Mapping[str, float]]

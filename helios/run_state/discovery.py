@@ -16,33 +16,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.core.garbage import collector_at_rest
+from helios.core.gc_pause import collector_at_rest
 from helios.core.generators import kind_of_generator, state_of_generator
 from helios.errors import ArgumentTypeError, UsageError
-from helios.run_state import obstacles
+from helios.run_state import unsupported_values
 from helios.run_state.aliases import IN_NEW, changed_aliases, changed_orders, homes_of_generators
 from helios.run_state.baseline import Baseline, mark_of_object, take_baseline
-from helios.run_state.blocks import find_blocks
 from helios.run_state.changes import Changes, PlainValues, places_in
-from helios.run_state.coverage import Coverages
-from helios.run_state.data_members import Grown, keep_data_only, large_members
-from helios.run_state.effects import StepWatch
+from helios.run_state.custom_state_dicts import Omissions
+from helios.run_state.dataset_attributes import Grown, keep_data_only, large_members
 from helios.run_state.extra_states import leave_to_extra_states
-from helios.run_state.forms import changed_forms, forms_of
-from helios.run_state.found import Found, Rules
-from helios.run_state.look import mark_of_state
-from helios.run_state.losses import Losses
-from helios.run_state.names import as_written
-from helios.run_state.omissions import Omissions
+from helios.run_state.missing_state import MissingState
+from helios.run_state.module_state import complete, flags_of, grads_of, kind_of, structure_since
+from helios.run_state.object_names import as_written
 from helios.run_state.optimizer_tables import optimizer_tables
 from helios.run_state.optimizers import Members, changes_of_optimizers, optimizers_of, roster_of
-from helios.run_state.parts import complete, flags_of, grads_of, kind_of, structure_since
+from helios.run_state.owner_scan import OwnerScan
+from helios.run_state.plain_values import Identities
 from helios.run_state.restoring import Restoring, read_state
-from helios.run_state.scene import Scene
-from helios.run_state.ties import changed_ties
+from helios.run_state.shared_views import find_blocks
+from helios.run_state.state_dict_coverage import Coverages
+from helios.run_state.step_effects import StepWatch
+from helios.run_state.tensor_formats import changed_forms, forms_of
+from helios.run_state.tied_tensors import changed_ties
 from helios.run_state.unsavable import renew_unsavable, unsavable_changes
-from helios.run_state.values import Identities
+from helios.run_state.value_scan import mark_of_state
 from helios.run_state.walk import walk
+from helios.run_state.walk_result import Rules, WalkResult
 
 _LOGGER = logging.getLogger(__name__)
 _Kind = TypeVar("_Kind")
@@ -319,7 +319,7 @@ class Discovery:
             )
         return self._baseline
 
-    def _all(self) -> Found:
+    def _all(self) -> WalkResult:
         # What needs no checkpoint takes part in the training all the same.
         return walk(self._owner, Rules(self._exclude, known=self._known()))
 
@@ -329,11 +329,11 @@ class Discovery:
     def _known(self) -> Mapping[int, str]:
         return {} if self._baseline is None else self._baseline.known()
 
-    def _look(self, settled: Mapping[str, Mapping[str, Any]] | None = None) -> Scene:
+    def _look(self, settled: Mapping[str, Mapping[str, Any]] | None = None) -> OwnerScan:
         exclude = self._exclude | (large_members(self._owner) if self._is_data else set())
         earlier = {} if self._baseline is None else self._baseline.earlier()
         rules = Rules(exclude, self._unsaved, self._known(), self._outside, earlier)
-        scene = Scene(self._owner, rules, settled or {})
+        scene = OwnerScan(self._owner, rules, settled or {})
         if self._is_data:
             keep_data_only(scene.found)
         return scene
@@ -342,7 +342,7 @@ class Discovery:
         return mark_of_state(value, self._identities)
 
     def _leave_out_late(
-        self, tables: Sequence[dict[str, Any]], changes: Changes, scene: Scene
+        self, tables: Sequence[dict[str, Any]], changes: Changes, scene: OwnerScan
     ) -> dict[str, str]:
         """Leave out what was created after setup; return what has changed of it, with the reason.
 
@@ -356,36 +356,36 @@ class Discovery:
         for table in tables:
             for path in late & table.keys():
                 if self._mark(table.pop(path)) != baseline.started.get(path):
-                    lost[as_written(path, scene.found.objects)] = obstacles.LATE
+                    lost[as_written(path, scene.found.objects)] = unsupported_values.LATE
         changes.drop([where for where, slot in scene.found.slots.items() if slot.path in late])
         return lost
 
-    def _generators(self, found: Found, new: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    def _generators(self, seen: WalkResult, new: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the states of generators, and why some could not be put anywhere, by path."""
         baseline = self._require_baseline()
-        homes = homes_of_generators(found, new)
+        homes = homes_of_generators(seen, new)
         states: dict[str, Any] = {}
         strays: dict[str, str] = {}
-        for path, part in found.generators.items():
+        for path, part in seen.generators.items():
             kind, state = kind_of_generator(part), state_of_generator(part)
             if path in homes or baseline.generators.get(path) == kind:
                 states[path] = {"kind": kind, "state": state, "home": homes.get(path)}
             elif self._mark(state) != baseline.started.get(path):
-                strays[path] = obstacles.STRAY
+                strays[path] = unsupported_values.STRAY
         return states, strays
 
     def _name_losses(
-        self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: Scene
-    ) -> Losses:
+        self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: OwnerScan
+    ) -> MissingState:
         """Return what a resumed run will not have; name it in one warning, each place once."""
         if self._is_data:
             grown = self._grown.losses(large_members(self._owner) - self._unsaved)
             self._grown.note(parent or key for parent, key in places_in(changes.values))
-            losses = Losses(Changes(changes.values), {}, lost | grown)
+            losses = MissingState(Changes(changes.values), {}, lost | grown)
         else:
             baseline = self._require_baseline()
             named = unsavable_changes(baseline, self._owner, scene, self._identities)
-            losses = Losses(changes, misfits, lost | named)
+            losses = MissingState(changes, misfits, lost | named)
         new = losses.without(self._named)
         self._named |= losses.reasons().keys()
         if new:
@@ -395,6 +395,6 @@ class Discovery:
         return losses
 
 
-def _come_or_gone(scene: Scene, baseline: Baseline, known: str) -> dict[str, str]:
+def _come_or_gone(scene: OwnerScan, baseline: Baseline, known: str) -> dict[str, str]:
     names = {as_written(path, scene.found.objects) for path in scene.paths() ^ baseline.paths}
     return {name: "" for name in names if name not in known}

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from helios.run_state.changes import Changes
-from helios.run_state.found import Found
-from helios.run_state.look import mark_of_state
-from helios.run_state.values import Identities
+from helios.run_state.plain_values import Identities
+from helios.run_state.value_scan import mark_of_state
+from helios.run_state.walk_result import WalkResult
 
 
-def extra_marks(found: Found, identities: Identities) -> dict[str, bytes]:
+def extra_marks(found: WalkResult, identities: Identities) -> dict[str, bytes]:
     """Return marks of what modules tell now, by the path that their attributes have."""
     marks: dict[str, bytes] = {}
     for parent, module in _tellers(found):
@@ -24,7 +24,7 @@ def extra_marks(found: Found, identities: Identities) -> dict[str, bytes]:
 
 
 def leave_to_extra_states(
-    changes: Changes, found: Found, before: Mapping[str, bytes], identities: Identities
+    changes: Changes, found: WalkResult, before: Mapping[str, bytes], identities: Identities
 ) -> None:
     """Leave what no checkpoint holds to a module whose extra state has changed along with it.
 
@@ -51,7 +51,7 @@ def leave_to_extra_states(
         del changes.missing[place]
 
 
-def _tellers(found: Found) -> Iterator[tuple[str, nn.Module]]:
+def _tellers(found: WalkResult) -> Iterator[tuple[str, nn.Module]]:
     for parent, part in found.containers.items():
         if isinstance(part, nn.Module) and tells_extra(part):
             yield parent, part

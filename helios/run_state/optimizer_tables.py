@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core.memory import has_plain_bytes
-from helios.run_state.coverage import parts_of
-from helios.run_state.found import Found
-from helios.run_state.hooks import is_known
+from helios.run_state.module_state import Parameters, is_simple, method_of
 from helios.run_state.optimizers import names_of, optimizers_of, tensors_of
-from helios.run_state.parts import Parameters, is_simple, method_of
+from helios.run_state.registered_hooks import is_known
+from helios.run_state.state_dict_coverage import parts_of
+from helios.run_state.walk_result import WalkResult
 
 _Entry: TypeAlias = tuple[Any, Any, Any]
 """The key in ``state``, the key in the dict that is there (``None`` for another value), and it."""
@@ -29,7 +29,7 @@ _ODD = "an entry that the optimizer's state_dict leaves out and no checkpoint ca
 
 
 def optimizer_tables(
-    found: Found, parameters: Parameters, states: Mapping[str, Any]
+    found: WalkResult, parameters: Parameters, states: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what optimizers with a ``state_dict`` of their own keep.
 
@@ -66,7 +66,7 @@ def optimizer_tables(
     return tables, lost
 
 
-def restore_tables(tables: Mapping[str, Any], found: Found, parameters: Parameters) -> None:
+def restore_tables(tables: Mapping[str, Any], found: WalkResult, parameters: Parameters) -> None:
     """Put back what :func:`optimizer_tables` returned; to be called once states are loaded."""
     tensors = tensors_of(found, parameters)
     for path, optimizer in optimizers_of(found).items():

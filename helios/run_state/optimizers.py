@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.errors import StateError
-from helios.run_state.found import Found
-from helios.run_state.names import as_written
-from helios.run_state.parts import Parameters, places_of
+from helios.run_state.module_state import Parameters, places_of
+from helios.run_state.object_names import as_written
+from helios.run_state.walk_result import WalkResult
 
 Members: TypeAlias = list[list[str]]
 """The names of an optimizer's parameters by group, in order."""
@@ -48,7 +48,7 @@ class Roster:
     drivers: dict[str, str]
 
 
-def roster_of(found: Found, parameters: Parameters) -> Roster:
+def roster_of(found: WalkResult, parameters: Parameters) -> Roster:
     """Return who moves what now."""
     nameless = _nameless(found, parameters)
     names = names_of(found, parameters)
@@ -82,7 +82,7 @@ def _abandoned(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
 
 
 def changes_of_optimizers(
-    before: Roster, found: Found, parameters: Parameters
+    before: Roster, found: WalkResult, parameters: Parameters
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what a state says of optimizers besides their own, and what no resume can make.
 
@@ -121,7 +121,7 @@ def changes_of_optimizers(
     return {"members": now.members, "built": built, "drivers": now.drivers}, misfits
 
 
-def arrange(found: Found, state: dict[str, Any], parameters: Parameters) -> None:
+def arrange(found: WalkResult, state: dict[str, Any], parameters: Parameters) -> None:
     """Bring the parameters of optimizers into the groups and the order that were saved.
 
     A state of format 1 has no names: its positions are taken for those of now, and only groups that
@@ -158,7 +158,7 @@ def arrange(found: Found, state: dict[str, Any], parameters: Parameters) -> None
         )
 
 
-def arrange_covered(found: Found, state: dict[str, Any], parameters: Parameters) -> None:
+def arrange_covered(found: WalkResult, state: dict[str, Any], parameters: Parameters) -> None:
     """Bring optimizers whose state somebody else's ``state_dict`` holds into the saved order.
 
     That loads by position. One that has other groups now is left to who loads it, and looked at by
@@ -174,7 +174,7 @@ def arrange_covered(found: Found, state: dict[str, Any], parameters: Parameters)
                 _regroup(part, plan, names)
 
 
-def check_covered(found: Found, state: dict[str, Any], parameters: Parameters) -> None:
+def check_covered(found: WalkResult, state: dict[str, Any], parameters: Parameters) -> None:
     """Refuse optimizers whose state somebody else has loaded for other parameters.
 
     Raises:
@@ -187,7 +187,7 @@ def check_covered(found: Found, state: dict[str, Any], parameters: Parameters) -
             _refuse(path, part, saved, tensors)
 
 
-def _covered(found: Found, state: dict[str, Any]) -> Iterator[tuple[str, Optimizer, Members]]:
+def _covered(found: WalkResult, state: dict[str, Any]) -> Iterator[tuple[str, Optimizer, Members]]:
     members = state.get("members", {})
     states = {**state["objects"], **state.get("inner", {})}
     for path, part in optimizers_of(found).items():
@@ -195,20 +195,20 @@ def _covered(found: Found, state: dict[str, Any]) -> Iterator[tuple[str, Optimiz
             yield path, part, members[path]
 
 
-def names_of(found: Found, parameters: Parameters) -> dict[int, str]:
+def names_of(found: WalkResult, parameters: Parameters) -> dict[int, str]:
     """Return the name of each tensor that an optimizer may move, by identity."""
     named = parameters.named() | parameters.loose | _nameless(found, parameters)
     return {id(part): name for name, part in named.items()}
 
 
-def tensors_of(found: Found, parameters: Parameters) -> dict[str, Tensor]:
+def tensors_of(found: WalkResult, parameters: Parameters) -> dict[str, Tensor]:
     """Return the tensors that an optimizer may move, by each of their names."""
     places = places_of(found, parameters)
     named = {f"{path}.{name}" if path else name: part for (path, name), part in places.items()}
     return _nameless(found, parameters) | named
 
 
-def optimizers_of(found: Found) -> dict[str, Optimizer]:
+def optimizers_of(found: WalkResult) -> dict[str, Optimizer]:
     """Return the optimizers by path, those inside of other objects first."""
     parts = {**found.inner, **found.objects}
     return {path: part for path, part in parts.items() if isinstance(part, Optimizer)}
@@ -218,7 +218,7 @@ def _unordered(groups: Members) -> Members:
     return sorted(map(sorted, groups))
 
 
-def _nameless(found: Found, parameters: Parameters) -> dict[str, Tensor]:
+def _nameless(found: WalkResult, parameters: Parameters) -> dict[str, Tensor]:
     """Return, by place, what optimizers inside of other objects move and nothing else holds."""
     known = set(map(id, (parameters.named() | parameters.loose).values()))
     return {
@@ -296,7 +296,7 @@ def _refuse(path: str, optimizer: Optimizer, known: Members, tensors: dict[str, 
     )
 
 
-def _check_functions(path: str, optimizer: Optimizer, plan: _Tensors, found: Found) -> None:
+def _check_functions(path: str, optimizer: Optimizer, plan: _Tensors, found: WalkResult) -> None:
     """Refuse another order of groups where a scheduler has a function for each of them."""
     order = [sorted(map(id, group)) for group in plan]
     now = [sorted(map(id, group["params"])) for group in optimizer.param_groups]

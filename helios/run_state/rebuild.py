@@ -26,12 +26,8 @@ from helios.core.memory import (
     overlapping,
     tensor_on,
 )
-from helios.core.named import Alias, NamedFields, NamedMember, type_name
 from helios.errors import StateError
-from helios.run_state.found import SlotKey, path_of
-from helios.run_state.look import look_at
-from helios.run_state.marks import Look
-from helios.run_state.values import (
+from helios.run_state.plain_values import (
     Identities,
     Surroundings,
     fields_of,
@@ -39,6 +35,10 @@ from helios.run_state.values import (
     parts_in,
     tensors_in,
 )
+from helios.run_state.value_hash import Look
+from helios.run_state.value_scan import look_at
+from helios.run_state.walk_result import SlotKey, path_of
+from helios.storage.user_types import Alias, NamedFields, NamedMember, type_name
 
 Values: TypeAlias = dict[str, dict[Any, Any]]
 _Memo: TypeAlias = dict[int, Any]

@@ -16,24 +16,24 @@ from helios.core.generators import kind_of_generator, load_generator, make_gener
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.aliases import put, restore_aliases, restore_orders
-from helios.run_state.blocks import part_memory, restore_blocks
 from helios.run_state.changes import PlainValues
-from helios.run_state.forms import casts, restore_forms
-from helios.run_state.found import Container, path_of
-from helios.run_state.names import KeyedByObjects, as_written
-from helios.run_state.omissions import restore_omitted
-from helios.run_state.optimizer_tables import restore_tables, share_tables, shared_tables
-from helios.run_state.optimizers import arrange, arrange_covered, check_covered
-from helios.run_state.parts import (
+from helios.run_state.custom_state_dicts import restore_omitted
+from helios.run_state.module_state import (
     kind_of,
     load_flags,
     load_grads,
     load_state,
     state_of,
 )
-from helios.run_state.scene import Scene
-from helios.run_state.ties import restore_ties
+from helios.run_state.object_names import KeyedByObjects, as_written
+from helios.run_state.optimizer_tables import restore_tables, share_tables, shared_tables
+from helios.run_state.optimizers import arrange, arrange_covered, check_covered
+from helios.run_state.owner_scan import OwnerScan
+from helios.run_state.shared_views import part_memory, restore_blocks
+from helios.run_state.tensor_formats import casts, restore_forms
+from helios.run_state.tied_tensors import restore_ties
 from helios.run_state.walk import is_declared
+from helios.run_state.walk_result import Container, path_of
 
 _LOGGER = logging.getLogger(__name__)
 _TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
@@ -53,7 +53,7 @@ class Restoring:
 
     def __init__(
         self,
-        look: Callable[[], Scene],
+        look: Callable[[], OwnerScan],
         values: PlainValues,
         exclude: frozenset[str],
         unsaved: frozenset[str],
@@ -115,7 +115,7 @@ class Restoring:
         scene = self._look()
         arrange_covered(scene.found, state, scene.parameters)
 
-    def _restore_places(self, scene: Scene, state: dict[str, Any]) -> None:
+    def _restore_places(self, scene: OwnerScan, state: dict[str, Any]) -> None:
         """Put back values, generators, and which object a place names."""
         # Loading may have put other lists and dicts into attributes.
         containers = _containers_of(self._look())
@@ -132,7 +132,7 @@ class Restoring:
             restore_aliases(state["aliases"], containers, scene.find)
             restore_orders(state["orders"], containers)
 
-    def _restore_generator(self, path: str, saved: Mapping[str, Any], scene: Scene) -> None:
+    def _restore_generator(self, path: str, saved: Mapping[str, Any], scene: OwnerScan) -> None:
         if is_declared(path, self._unsaved):
             return
         present = scene.found.generators.get(path)
@@ -149,7 +149,7 @@ class Restoring:
             scene.found.generators[path] = present
         load_generator(present, saved["state"])
 
-    def _check(self, scene: Scene, state: dict[str, Any]) -> None:
+    def _check(self, scene: OwnerScan, state: dict[str, Any]) -> None:
         """Refuse a state of other objects before anything is changed."""
         for path, part in {**scene.found.objects, **scene.found.inner}.items():
             kind = state["kinds"].get(path, kind_of(part))
@@ -179,7 +179,7 @@ class Restoring:
                 "schedulers in setup(), under the names that they had when the state was saved."
             )
 
-    def _find_lost_targets(self, scene: Scene, state: dict[str, Any]) -> list[str]:
+    def _find_lost_targets(self, scene: OwnerScan, state: dict[str, Any]) -> list[str]:
         """Return the objects that places named and that are not there."""
         tables = state.get("aliases", {}).get("set", {}).values()
         names = {name for members in tables for name in members.values()}
@@ -213,7 +213,7 @@ class Restoring:
                 "; ".join(texts),
             )
 
-    def _may_set(self, parent: str, key: Any, scene: Scene) -> bool:
+    def _may_set(self, parent: str, key: Any, scene: OwnerScan) -> bool:
         found = scene.found
         if parent not in found.containers:
             return False
@@ -225,7 +225,7 @@ class Restoring:
         return path not in found.objects and bool(self._declared({path}))
 
 
-def _containers_of(scene: Scene) -> dict[str, Container]:
+def _containers_of(scene: OwnerScan) -> dict[str, Container]:
     """Return containers by path, with those that held no object after setup."""
     plain: dict[str, Container] = {}
     for slot in scene.found.slots.values():

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from helios.run_state import obstacles
+from helios.run_state import unsupported_values
 from helios.run_state.baseline import Baseline
-from helios.run_state.blocks import crossings
-from helios.run_state.classes import class_marks
-from helios.run_state.hooks import hooks_of
-from helios.run_state.scene import Scene
-from helios.run_state.scripted import script_marks
-from helios.run_state.values import Identities
+from helios.run_state.class_attributes import class_marks
+from helios.run_state.owner_scan import OwnerScan
+from helios.run_state.plain_values import Identities
+from helios.run_state.registered_hooks import hooks_of
+from helios.run_state.shared_views import crossings
+from helios.run_state.torchscript import script_marks
 
 
 def renew_unsavable(
-    baseline: Baseline, owner: object, scene: Scene, identities: Identities
+    baseline: Baseline, owner: object, scene: OwnerScan, identities: Identities
 ) -> None:
     """Take what is there for unchanged: every start makes it anew."""
     baseline.hooks = hooks_of(scene.found)
@@ -29,16 +29,18 @@ def renew_unsavable(
 
 
 def unsavable_changes(
-    baseline: Baseline, owner: object, scene: Scene, identities: Identities
+    baseline: Baseline, owner: object, scene: OwnerScan, identities: Identities
 ) -> dict[str, str]:
     """Return what has changed, with the reason why no checkpoint holds it, by name."""
-    lost = _changed(baseline.hooks, hooks_of(scene.found), obstacles.HOOK)
+    lost = _changed(baseline.hooks, hooks_of(scene.found), unsupported_values.HOOK)
     marks = class_marks(owner, scene.found, scene, identities)
-    lost |= _changed(baseline.classes, marks, obstacles.OF_CLASS)
+    lost |= _changed(baseline.classes, marks, unsupported_values.OF_CLASS)
     scripts = script_marks(scene.found, scene, identities)
-    lost |= _changed(baseline.scripts, scripts, obstacles.OF_SCRIPT)
-    lost |= _shared_otherwise(baseline.crossings, crossings(scene), obstacles.CROSSING)
-    return lost | _shared_otherwise(baseline.ties.mingled, scene.ties.mingled, obstacles.MINGLED)
+    lost |= _changed(baseline.scripts, scripts, unsupported_values.OF_SCRIPT)
+    lost |= _shared_otherwise(baseline.crossings, crossings(scene), unsupported_values.CROSSING)
+    return lost | _shared_otherwise(
+        baseline.ties.mingled, scene.ties.mingled, unsupported_values.MINGLED
+    )
 
 
 def _shared_otherwise(

@@ -20,10 +20,10 @@ from helios.core import wrappers
 from helios.core.generators import is_generator
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.run_state.found import Found, Rules, Slot, members_of
-from helios.run_state.members import is_of_the_house, left_out, tells_too_little
-from helios.run_state.names import KeyedByObjects, Names, has_odd_keys
-from helios.run_state.values import ATOMS, is_flat
+from helios.run_state.attribute_rules import is_of_the_house, left_out, tells_too_little
+from helios.run_state.object_names import KeyedByObjects, Names, has_odd_keys
+from helios.run_state.plain_values import ATOMS, is_flat
+from helios.run_state.walk_result import Rules, Slot, WalkResult, members_of
 
 
 def unwrap(value: object) -> object:
@@ -40,7 +40,7 @@ def is_declared(path: str, unsaved: frozenset[str]) -> bool:
     return not unsaved.isdisjoint([path, *(path[:end] for end in ends)])
 
 
-def walk(owner: object, rules: Rules) -> Found:
+def walk(owner: object, rules: Rules) -> WalkResult:
     """Look through the attributes of an owner, in the order of their names.
 
     Objects that attributes, lists, tuples and dicts hold come first; what is inside of objects is
@@ -54,7 +54,7 @@ def walk(owner: object, rules: Rules) -> Found:
 
 def walk_all(
     owner: object, rules: Rules, settled: Mapping[str, Mapping[str, Any]] | None = None
-) -> tuple[Found, Names]:
+) -> tuple[WalkResult, Names]:
     """Look through the attributes of an owner, and into the objects that they hold.
 
     Args:
@@ -84,7 +84,7 @@ def _walk(owner: object, rules: Rules) -> _Walker:
     return walker
 
 
-def settled_in(found: Found) -> dict[str, dict[str, Any]]:
+def settled_in(found: WalkResult) -> dict[str, dict[str, Any]]:
     """Return the members of modules that can change by being replaced only."""
     settled: dict[str, dict[str, Any]] = {}
     for slot in found.slots.values():
@@ -97,7 +97,7 @@ def settled_in(found: Found) -> dict[str, dict[str, Any]]:
 @final
 class _Walker:
     def __init__(self, owner: object, rules: Rules) -> None:
-        self.found = Found()
+        self.found = WalkResult()
         self._slots: list[Slot] = []
         self._rules = rules
         self._prefixes = {

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Mapping
 
 from helios.data.source import Source
-from helios.engines.replicated import Replicas
 from helios.errors import RankError, UsageError
 from helios.hooks.bus import Bus
 from helios.hooks.events import EVENTS, Verb
 from helios.plugins.plugin import Plugin
+from helios.replicas.replicas import Replicas
 from helios.startup.arguments import Arguments
 from helios.state import Phase
 

@@ -17,10 +17,10 @@ from helios.checkpoint.store import CheckpointStore
 from helios.core.rng import get_default_seed
 from helios.engines.device import select_gpus
 from helios.engines.engine import Engine
-from helios.engines.launch import require_deterministic_cublas
-from helios.engines.names import explain
 from helios.engines.precision import Precision
+from helios.engines.reference_names import explain
 from helios.errors import ArgumentError, ArgumentTypeError
+from helios.launch.launcher import require_deterministic_cublas
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.startup.changes import CHANGEABLE

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from helios.checkpoint.capture import Trained
-from helios.core.group import DistributedInfo
 from helios.data.datamodule import DataModule
-from helios.engines.handover import LaunchQueue
+from helios.distributed.process_groups import DistributedInfo
 from helios.errors import UsageError
+from helios.launch.ipc import LaunchQueue
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session

@@ -6,8 +6,8 @@ import logging
 from dataclasses import dataclass, field
 
 from helios.checkpoint.record import Record
+from helios.data.loader_state_check import Verdict, try_state
 from helios.data.source import Source
-from helios.data.trial import Verdict, try_state
 
 _LOGGER = logging.getLogger(__name__)
 _REASON = (

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from helios.checkpoint.capture import Trained, apply
-from helios.checkpoint.level import list_missing
 from helios.checkpoint.record import Record
+from helios.checkpoint.reproducibility import list_missing
 from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
-from helios.loops.states import LoopStates
+from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup import banner, outputs, resume

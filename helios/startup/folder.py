@@ -8,12 +8,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from helios.checkpoint.store import CheckpointStore, RunFolder
-from helios.core import files
-from helios.core.lock import FolderLock
-from helios.engines.replicated import Replicas
 from helios.errors import ArgumentError, CheckpointError
+from helios.replicas.replicas import Replicas
 from helios.startup.arguments import Arguments
 from helios.startup.together import on_each, on_first
+from helios.storage import files
+from helios.storage.folder_lock import FolderLock
 
 SHARING = (
     "All processes must see the folder chkpt_root: put it on a file system that the machines "

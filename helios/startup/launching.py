@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from helios.checkpoint.capture import Trained
-from helios.core.progress import Display, NullDisplay
-from helios.engines.children import end_with_launcher
-from helios.engines.handover import LaunchQueue
-from helios.engines.launch import spawn
+from helios.launch.ipc import LaunchQueue
+from helios.launch.launcher import spawn
+from helios.launch.worker import end_with_launcher
 from helios.startup.call import Call, only_call
 from helios.startup.evaluate import EvaluationRun
 from helios.startup.fit import FitRun
@@ -29,6 +28,7 @@ from helios.startup.run import Run
 from helios.startup.signals import Listener, listening
 from helios.startup.together import on_first
 from helios.state import Phase
+from helios.terminal.progress import Display, NullDisplay
 
 
 def carry_out(call: Call) -> Any:

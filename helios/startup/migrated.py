@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from helios.checkpoint.record import Record
-from helios.engines.replicated import Replicas
+from helios.replicas.replicas import Replicas
 from helios.state import Cursor
 
 _LOGGER = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
-from helios.engines.replicated import Replicas
+from helios.replicas.replicas import Replicas
 from helios.startup.arguments import Arguments
 from helios.startup.folder import open_folder
 from helios.startup.resume import follow
@@ -36,7 +36,7 @@ def find_newest(
     if folder is None:
         return None
     search = _Search(folder, safe_types, team)
-    for _ in layout.listings(folder.path):
+    for _ in file_names.listings(folder.path):
         if search.succeeds():
             break
     return search.found
@@ -59,7 +59,7 @@ class _Search:
         path = self._folder.path / name
         if not any(on_each(self._team, lambda: self._misses(path))):
             return True
-        if on_first(self._team, lambda: layout.is_gone(path)):
+        if on_first(self._team, lambda: file_names.is_gone(path)):
             return False
         # Rank 0 sees it still: the folder is not shared.
         on_each(self._team, lambda: self._insist(path))

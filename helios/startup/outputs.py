@@ -9,20 +9,18 @@ from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
+from helios.checkpoint.disk_space import warn_if_too_large
 from helios.checkpoint.record import Record
 from helios.checkpoint.saver import Saver
-from helios.checkpoint.space import warn_if_too_large
 from helios.checkpoint.store import Sidecar
-from helios.core import logging as log
-from helios.core.group import has_failed
-from helios.core.progress import Display, create_display
 from helios.core.scalars import as_numbers
+from helios.distributed.process_groups import has_failed
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.model.model import Model
 from helios.protocols import Meter
-from helios.run_state.size import storage_sizes
+from helios.run_state.state_size import storage_sizes
 from helios.schedule import count_saves
 from helios.startup.arguments import Arguments
 from helios.startup.banner import machine
@@ -30,6 +28,8 @@ from helios.startup.promise import Promise, find_compiled
 from helios.startup.resume import Start
 from helios.startup.together import on_first
 from helios.state import TrainingState
+from helios.terminal import root_logger as log
+from helios.terminal.progress import Display, create_display
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -195,8 +195,8 @@ class FitRecorder:
             resumed_from=self._start.origin,
             **_log_places(),
         )
-        stem = layout.stem(self.name, *record.place)
-        stem = layout.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
+        stem = file_names.stem(self.name, *record.place)
+        stem = file_names.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
         sidecar = Sidecar.of(
             record,
             run_name=self.name,

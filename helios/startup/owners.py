@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from helios.core.declared import unsaved_of
+from helios.core.unsaved_attributes import unsaved_of
 from helios.data.datamodule import DataModule
 from helios.data.keyed import KeyedDataset
 from helios.data.source import Source
@@ -20,8 +20,8 @@ from helios.model.model import Model
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import has_state
 from helios.plugins.plugin import Plugin
-from helios.run_state.data_members import generators_in
-from helios.run_state.owners import Owner, Owners
+from helios.run_state.dataset_attributes import generators_in
+from helios.run_state.owner_states import Owner, Owners
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from helios.core.distributed import get_dist_info
-from helios.core.group import DistributedInfo, is_dist_active, membership
+from helios.distributed.collectives import get_dist_info
+from helios.distributed.process_groups import DistributedInfo, is_dist_active, membership
 from helios.engines.device import device_of_rank
-from helios.engines.launch import Launch, LaunchKind
-from helios.engines.replicated import Replicas
 from helios.errors import ArgumentError, RunMismatchError, UsageError
+from helios.launch.launcher import Launch, LaunchKind
+from helios.replicas.replicas import Replicas
 from helios.startup.arguments import Arguments
 
 _LOGGER = logging.getLogger(__name__)

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from helios.checkpoint.level import Level, list_missing
 from helios.checkpoint.record import Record
+from helios.checkpoint.reproducibility import Level, list_missing
 from helios.core.wrappers import COMPILED
 from helios.data.source import Source
 from helios.engines.engine import Engine
-from helios.engines.replicated import Replicas
 from helios.errors import UsageError
 from helios.loops.loop import Loop
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
+from helios.replicas.replicas import Replicas
 from helios.startup.arguments import Arguments
 from helios.startup.claims import Claim
 

@@ -14,23 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.record import Record
 from helios.checkpoint.store import Loaded, RunFolder
-from helios.core.lock import FolderLock
 from helios.engines.engine import Engine
-from helios.engines.replicated import Replicas
 from helios.errors import (
     CheckpointError,
     DamagedCheckpointError,
     RunMismatchError,
 )
+from helios.replicas.replicas import Replicas
 from helios.schedule import find_limit, is_limit
 from helios.startup.arguments import Arguments
 from helios.startup.folder import SHARING, open_folder
 from helios.startup.processes import Stored
 from helios.startup.together import on_each, on_first
 from helios.state import Cursor, TrainingState
+from helios.storage.folder_lock import FolderLock
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _ask(path: Path, *, safe_types: list[Any]) -> _Word | None:
 
 def _find_word(folder: RunFolder, safe_types: list[Any]) -> _Word | None:
     """Ask the newest checkpoint that is not damaged."""
-    return layout.search(folder.path, partial(_ask, safe_types=safe_types))
+    return file_names.search(folder.path, partial(_ask, safe_types=safe_types))
 
 
 def find_stored(

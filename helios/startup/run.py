@@ -14,29 +14,27 @@ from typing import Any
 import torch
 
 from helios.checkpoint.capture import Trained, apply_trained, capture_trained, detach
-from helios.checkpoint.live import NoOwners, OwnerStates
 from helios.checkpoint.record import Record
-from helios.core import logging as log
+from helios.checkpoint.run_protocols import NoOwners, OwnerStates
 from helios.core import rng
-from helios.core.group import is_lost_peer
-from helios.core.progress import Display
 from helios.core.registry import update_all_registries
 from helios.data.datamodule import DataModule
-from helios.data.legacy import LegacyWatch
-from helios.data.several import open_sources
-from helios.data.share import Share
+from helios.data.multi_loader import open_sources
+from helios.data.numpy_global_rng import LegacyWatch
+from helios.data.shard import Shard
 from helios.data.source import Source
+from helios.distributed.process_groups import is_lost_peer
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
-from helios.engines.handover import pack
 from helios.engines.precision import Precision
-from helios.engines.replicated import Replicas
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.bus import Bus, naming
+from helios.launch.ipc import pack
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.plugins.states import PluginStates
+from helios.plugins.plugin_states import PluginStates
+from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.startup import outputs
 from helios.startup.alike import describe_setup, describe_start, require_alike
@@ -53,6 +51,8 @@ from helios.startup.preparation import move_networks, take_own_processor
 from helios.startup.processes import Plan
 from helios.startup.together import on_each
 from helios.state import Phase
+from helios.terminal import root_logger as log
+from helios.terminal.progress import Display
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -343,7 +343,7 @@ class Run(ABC):
             run_seed=self.arguments.seed,
             purpose=_PURPOSES[phase],
             limit=self._limit_of(phase),
-            share=Share(replicas.num_replicas, replicas.block, pads=phase is Phase.TRAINING),
+            share=Shard(replicas.num_replicas, replicas.block, pads=phase is Phase.TRAINING),
         )
         return self.sources[phase][0]
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
-from helios.core.signals import TRY_AGAIN, Receiver, name_of
+from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, name_of
 from helios.errors import ArgumentError
 
 _LOGGER = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Listener:
         receiver: as given.
     """
 
-    def __init__(self, receiver: Receiver | None = None) -> None:
+    def __init__(self, receiver: SignalReceiver | None = None) -> None:
         self.receiver = receiver
         self._has_told = False
 
@@ -142,7 +142,7 @@ def listening(signals: Signals) -> Iterator[Listener]:
         )
         yield Listener()
         return
-    receiver = Receiver(
+    receiver = SignalReceiver(
         signals.numbers,
         grace=signals.grace,
         give_up=lambda name: end_unsaved(name, signals.grace),

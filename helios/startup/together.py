@@ -11,9 +11,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from helios.engines.children import pack_error
-from helios.engines.replicated import Replicas
 from helios.errors import RankError
+from helios.launch.worker import pack_error
+from helios.replicas.replicas import Replicas
 
 Result = TypeVar("Result")
 

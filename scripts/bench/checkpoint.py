@@ -121,7 +121,7 @@ class Ours(Way):
         super().__init__(training, folder)
         from helios.checkpoint.saver import Saver
         from helios.checkpoint.store import CheckpointStore, RunFolder
-        from helios.run_state.size import storage_sizes
+        from helios.run_state.state_size import storage_sizes
 
         options = CheckpointStore(is_async=self.is_async)
         self.saver = Saver(RunFolder(folder / "run", options))
@@ -233,7 +233,7 @@ def run_way(name: str, folder: Path) -> dict[str, Any]:
 def run_load(folder: Path) -> dict[str, Any]:
     """Time loads of one checkpoint, in turn; returns medians."""
     from helios.checkpoint.loading import load
-    from helios.core.digest import digest_file
+    from helios.storage.digest import digest_file
 
     way = Ours(Training.make(), folder)
     way.training.step(torch.randn(BATCH, WIDTH))

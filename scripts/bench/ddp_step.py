@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import helios
-from helios.core.group import DistributedInfo, join_group, leave_group
+from helios.distributed.process_groups import DistributedInfo, join_group, leave_group
 from helios.plugins import Plugin
 
 LARGE, SMALL = (784, 2304, 1280), (48, 72, 24)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from torch.utils.data import BatchSampler, RandomSampler
 
 from helios.data.keyed import KeyedBatchSampler
-from helios.data.order import Place, PositionalOrder
+from helios.data.order import Position, PositionalOrder
 from helios.data.samplers import ResumableRandomSampler
 
 BATCH_SIZE = 32
@@ -54,7 +54,7 @@ def helios_batches(length: int, start: int, seed: int = 0, *, is_keyed: bool = T
     """Return the batches that a trainer's loader gets from a position on, or their lists only."""
     order = PositionalOrder(ResumableRandomSampler(range(length), seed=seed))
     batches = KeyedBatchSampler(order, batch_size=BATCH_SIZE)
-    place = Place(batch=start // BATCH_SIZE, sample=start)
+    place = Position(batch=start // BATCH_SIZE, sample=start)
     if not is_keyed:
         return batches.lists(place)
     batches.seek(place)

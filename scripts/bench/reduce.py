@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from helios.engines.flat import FlatGradients
-from helios.engines.reduce import TreeReducer
+from helios.replicas.flat_gradients import FlatGradients
+from helios.replicas.tree_reducer import TreeReducer
 
 WARM_UP = 3
 NUM_PARAMETERS = 100

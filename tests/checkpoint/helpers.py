@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.checkpoint.store import RunFolder, Sidecar
 
 
 def make_payload(epoch: int, iteration: int, **model: Any) -> dict[str, Any]:
     """Return a small payload; tensors depend on the iteration."""
     return {
-        "schema": layout.SCHEMA,
+        "schema": file_names.SCHEMA,
         "version": "3.0.0",
         "training_state": {"global_epoch": epoch, "global_iteration": iteration},
         "cursor": {"epoch": epoch - 1, "batch": iteration},
@@ -57,7 +57,7 @@ def save(folder: RunFolder, epoch: int, iteration: int, **model: Any) -> Path:
     return save_payload(
         folder,
         make_payload(epoch, iteration, **model),
-        stem=layout.stem("run", epoch, iteration),
+        stem=file_names.stem("run", epoch, iteration),
         sidecar=make_sidecar(epoch, iteration),
     )
 

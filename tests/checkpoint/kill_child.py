@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint.store import CheckpointStore, RunFolder
-from helios.core import codec, files
+from helios.storage import codec, files
 from tests.checkpoint.helpers import make_payload, save
 
 OPERATIONS = (

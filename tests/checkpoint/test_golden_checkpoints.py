@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from tests.support import golden_checkpoint as golden
 
 FILES = sorted(golden.FOLDER.glob("schema_*/*.pth"))
@@ -15,13 +15,13 @@ FILES = sorted(golden.FOLDER.glob("schema_*/*.pth"))
 
 def test_there_is_a_golden_file_of_every_schema() -> None:
     found = {path.parent.name for path in FILES}
-    assert found == {f"schema_{number}" for number in range(1, layout.SCHEMA + 1)}
+    assert found == {f"schema_{number}" for number in range(1, file_names.SCHEMA + 1)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_a_file_of_every_schema_loads_as_it_was(path: Path) -> None:
     loaded = loading.load(path)
-    assert loaded.payload["schema"] == layout.SCHEMA
+    assert loaded.payload["schema"] == file_names.SCHEMA
     assert loaded.sidecar is not None
     *parts, keys = path.with_suffix(golden.DIGEST_SUFFIX).read_text("utf-8").splitlines()
     *found, found_keys = golden.describe(loaded.payload).splitlines()
@@ -33,7 +33,7 @@ def test_a_file_of_every_schema_loads_as_it_was(path: Path) -> None:
 def test_a_run_of_every_schema_goes_on_where_it_was(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "old" / "golden"
     folder.mkdir(parents=True)
-    for part in (path, layout.sidecar_path(path)):
+    for part in (path, file_names.sidecar_path(path)):
         shutil.copyfile(part, folder / part.name)
     resumed = golden.train(tmp_path / "old", 12)
     fresh = golden.train(tmp_path / "fresh", 12)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import helios
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import DamagedCheckpointError
 from tests.checkpoint import kill_child
@@ -58,7 +58,7 @@ def scenes() -> Iterator[dict[str, Scene]]:
 
 
 def committed(folder: Path) -> list[int]:
-    return [path[1] for path in map(layout.parse, layout.find_checkpoints(folder)) if path]
+    return [path[1] for path in map(file_names.parse, file_names.find_checkpoints(folder)) if path]
 
 
 def test_a_kill_before_or_after_any_operation_of_a_save_loses_no_committed_checkpoint(
@@ -121,7 +121,7 @@ def test_a_kill_while_files_are_put_aside_never_brings_a_damaged_one_back(
 
 
 def test_the_kills_cover_every_file_operation_that_changes_something() -> None:
-    from helios.core import files
+    from helios.storage import files
 
     # What these do leaves nothing behind, or not under a name.
     passing = {"check_writable", "temporary_path", "truncate"}

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
-from helios.core import codec, files
 from helios.errors import CheckpointError, DamagedCheckpointError, IncompatibleCheckpointError
 from helios.state import TrainingState
+from helios.storage import codec, files
 from tests.checkpoint.helpers import (
     is_same,
     make_payload,
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_that_was_put_aside_can_be_written_again(folder: Ru
         save(folder, 1, 3)
         loaded = folder.load_newest()
         assert loaded is not None
-        assert layout.parse(loaded.path) == (1, 3)
+        assert file_names.parse(loaded.path) == (1, 3)
     assert sum(name.endswith(".damaged") for name in names(folder.path)) == 4
 
 
@@ -120,7 +120,7 @@ def test_who_may_not_write_renames_nothing(folder: RunFolder) -> None:
     before = names(folder.path)
     loaded = folder.load_newest(renames_damaged=False)
     assert loaded is not None
-    assert layout.parse(loaded.path) == (1, 2)
+    assert file_names.parse(loaded.path) == (1, 2)
     assert names(folder.path) == before
 
 
@@ -178,9 +178,9 @@ def refuses(folder: RunFolder, text: str) -> None:
 
 def test_a_later_format_is_an_error_with_its_remedy(folder: RunFolder) -> None:
     path = folder.path / "run_epoch_2_iter_4.pth"
-    write_payload(path, {"schema": layout.SCHEMA + 1, "renamed": 1})
+    write_payload(path, {"schema": file_names.SCHEMA + 1, "renamed": 1})
     refuses(folder, "Install the version")
-    write_payload(path, make_payload(2, 4), make_sidecar(2, 4, schema=layout.SCHEMA + 1))
+    write_payload(path, make_payload(2, 4), make_sidecar(2, 4, schema=file_names.SCHEMA + 1))
     refuses(folder, "Install the version")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.retention import Retention
 from helios.checkpoint.store import RunFolder
@@ -147,18 +147,18 @@ class Mutants:
             if rng.random() < 0.3:
                 self._drop_sidecar(folder / "run_epoch_1_iter_3.pth")
             return f"swapped {' and '.join(names)}"
-        suffix = rng.choices([layout.SUFFIX, layout.SIDECAR_SUFFIX], [3, 1])[0]
+        suffix = rng.choices([file_names.SUFFIX, file_names.SIDECAR_SUFFIX], [3, 1])[0]
         path = folder / f"run_epoch_1_iter_{rng.choice([2, 3, 3, 3])}{suffix}"
         mutation = rng.choice(MUTATIONS)
         data = bytearray(self._whole[path.name])
         mutation(data, rng)
         path.write_bytes(data)
-        if suffix == layout.SUFFIX and rng.random() < 0.4:
+        if suffix == file_names.SUFFIX and rng.random() < 0.4:
             self._drop_sidecar(path)
         return f"{mutation.__name__} {path.name}"
 
     def _drop_sidecar(self, path: Path) -> None:
-        layout.sidecar_path(path).unlink()
+        file_names.sidecar_path(path).unlink()
 
 
 @contextlib.contextmanager
@@ -199,7 +199,7 @@ def judge(mutants: Mutants, broken: str, caplog: pytest.LogCaptureFixture) -> li
             assert f"run_epoch_1_iter_{iteration}" in result, f"{broken}: {result}"
             ends.append("refused")
             continue
-        found = (layout.parse(result.path) or (0, 0))[1]
+        found = (file_names.parse(result.path) or (0, 0))[1]
         assert is_same(result.payload, make_payload(1, found)), f"{broken}: a wrong load"
         assert found == iteration or "run_epoch_1_iter_3" in caplog.text, broken
         ends.append("loaded" if found == iteration else "fell back")

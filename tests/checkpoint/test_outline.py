@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helios.checkpoint.outline import Node, outline, section
-from helios.core import codec, files
-from helios.core.unknown import stand_in
+from helios.storage import codec, files
+from helios.storage.placeholders import stand_in
 from tests.checkpoint import hostile
 
 

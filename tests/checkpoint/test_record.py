@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.checkpoint.capture import (
     Trained,
     apply,
@@ -18,9 +18,9 @@ from helios.checkpoint.capture import (
     capture_trained,
     detach,
 )
-from helios.checkpoint.level import Level
-from helios.checkpoint.live import NoOwners
 from helios.checkpoint.record import KEYS, REQUIRED, Record
+from helios.checkpoint.reproducibility import Level
+from helios.checkpoint.run_protocols import NoOwners
 from helios.checkpoint.sidecar import Sidecar
 from helios.errors import StateError
 from helios.state import Cursor, TrainingState
@@ -207,7 +207,7 @@ def test_what_was_trained_is_given_to_inference() -> None:
 def test_a_file_that_says_little_gets_defaults() -> None:
     record = Record.from_payload(LEAST)
     assert record.place == (2, 7)
-    assert (record.schema, record.version) == (layout.SCHEMA, __version__)
+    assert (record.schema, record.version) == (file_names.SCHEMA, __version__)
     assert (record.missing, record.claims, record.owners) == ({}, [], {})
     assert not record.is_migrated
     assert Record.from_payload(LEAST | {"migrated_from": ""}).is_migrated

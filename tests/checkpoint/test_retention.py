@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.checkpoint.retention import Entry, Retention, complete, plan
 from helios.checkpoint.store import RunFolder
@@ -183,7 +183,7 @@ def save_scored(folder: RunFolder, iteration: int, **changes: Any) -> Path:
     return save_payload(
         folder,
         make_payload(1, iteration),
-        stem=layout.stem("run", 1, iteration),
+        stem=file_names.stem("run", 1, iteration),
         sidecar=make_sidecar(1, iteration, **changes),
     )
 
@@ -208,8 +208,8 @@ def test_a_folder_keeps_what_the_sidecars_say(tmp_path: Path) -> None:
 def test_a_damaged_and_a_missing_sidecar_keep_their_checkpoints(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     paths = [save_scored(folder, iteration, count=iteration) for iteration in (1, 3, 5)]
-    layout.sidecar_path(paths[0]).write_text("{")
-    layout.sidecar_path(paths[1]).unlink()
+    file_names.sidecar_path(paths[0]).write_text("{")
+    file_names.sidecar_path(paths[1]).unlink()
     strict = RunFolder(tmp_path, CheckpointStore(keep_every=100))
     save_scored(strict, 7, count=7)
     assert iterations(strict) == [1, 3, 7]
@@ -288,7 +288,7 @@ def test_files_of_others_are_neither_deleted_nor_counted(
         save_payload(
             others,
             make_payload(0, iteration),
-            stem=layout.stem("pretrained", 0, iteration),
+            stem=file_names.stem("pretrained", 0, iteration),
             sidecar=make_sidecar(0, iteration, run_name="pretrained", metrics={"score": 9.0}),
         )
     (tmp_path / "mine_epoch_0_iter_1.pth").touch()
@@ -307,11 +307,11 @@ def test_metadata_and_a_name_that_hold_the_words_are_no_others(tmp_path: Path) -
     name = "epoch_9_iter_9"
     folder = RunFolder(tmp_path, CheckpointStore(keep_last=1))
     for iteration in (1, 2, 3):
-        stem = layout.stem(name, 1, iteration)
+        stem = file_names.stem(name, 1, iteration)
         save_payload(
             folder,
             make_payload(1, iteration),
-            stem=layout.apply_metadata(stem, f"best_epoch_1_iter_{iteration}"),
+            stem=file_names.apply_metadata(stem, f"best_epoch_1_iter_{iteration}"),
             sidecar=make_sidecar(1, iteration, run_name=name),
         )
     assert iterations(folder) == [3]

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.checkpoint.saver import Saver
 from helios.checkpoint.store import CheckpointStore, RunFolder
-from helios.core import codec, files
-from helios.core.buffers import HostBuffers
 from helios.errors import SaveError, StateError
+from helios.storage import codec, files
+from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import make_payload, make_sidecar, names
 
 
@@ -83,7 +83,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Saver]]:
 def save(saver: Saver, iteration: int, **model: Any) -> Path:
     return saver.save(
         make_payload(1, iteration, **model),
-        stem=layout.stem("run", 1, iteration),
+        stem=file_names.stem("run", 1, iteration),
         sidecar=make_sidecar(1, iteration),
     )
 
@@ -145,7 +145,7 @@ def test_objects_that_nobody_can_copy_are_written_before_the_call_returns(
     payload = make_payload(1, 1, extra=torch.Size((2, 3)), half=Half(torch.ones(3)))
     path = saver.save(
         payload,
-        stem=layout.stem("run", 1, 1),
+        stem=file_names.stem("run", 1, 1),
         sidecar=make_sidecar(1, 1),
         safe_types=[Half],
     )

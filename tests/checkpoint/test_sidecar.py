@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helios.checkpoint.layout import SCHEMA
+from helios.checkpoint.file_names import SCHEMA
 from helios.checkpoint.sidecar import Sidecar, _checksum
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from tests.checkpoint.helpers import make_sidecar

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from helios.checkpoint import loading, status
-from helios.checkpoint.status import Checked, Condition, Depth, Outcome
+from helios.checkpoint.status import Checked, Condition, Depth, StartOutcome
 from helios.checkpoint.store import RunFolder
-from helios.core import codec
 from helios.errors import CheckpointError, DamagedCheckpointError
+from helios.storage import codec
 from tests.checkpoint import hostile
 from tests.checkpoint.helpers import names, save
 
@@ -129,7 +129,7 @@ def test_the_newest_whole_checkpoint_is_where_a_start_goes_on(tmp_path: Path) ->
     paths = [entry.path for entry in run.entries()]
     folder = survey_one(tmp_path)
     assert [part.path for part in folder.files] == paths
-    assert (folder.start, folder.outcome) == (paths[2], Outcome.RESUMES)
+    assert (folder.start, folder.outcome) == (paths[2], StartOutcome.RESUMES)
     damage(paths[2])
     assert survey_one(tmp_path).start == paths[1]
     loaded = run.load_newest()
@@ -153,18 +153,18 @@ def test_a_newest_file_that_fit_refuses_is_where_it_stops(tmp_path: Path) -> Non
     make_folder(tmp_path / "run")
     torch.save({"weight": torch.zeros(1)}, tmp_path / "run" / hostile.NAME)
     folder = survey_one(tmp_path)
-    assert (folder.start, folder.outcome) == (tmp_path / "run" / hostile.NAME, Outcome.REFUSES)
+    assert (folder.start, folder.outcome) == (tmp_path / "run" / hostile.NAME, StartOutcome.REFUSES)
 
 
 def test_where_all_are_damaged_no_fresh_start_is_promised(tmp_path: Path) -> None:
     run = make_folder(tmp_path / "run")
     for entry in run.entries():
         damage(entry.path)
-    assert survey_one(tmp_path).outcome is Outcome.REFUSES
+    assert survey_one(tmp_path).outcome is StartOutcome.REFUSES
     with pytest.raises(DamagedCheckpointError):
         run.load_newest()
     folder = survey_one(tmp_path)
-    assert (folder.start, folder.outcome) == (None, Outcome.REFUSES)
+    assert (folder.start, folder.outcome) == (None, StartOutcome.REFUSES)
 
 
 def test_runs_below_a_folder_are_found_and_so_is_what_was_moved_aside(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.checkpoint.saver import Saver
 from helios.checkpoint.store import CheckpointStore, RunFolder
-from helios.core import digest, files
 from helios.errors import DamagedCheckpointError, StateError
+from helios.storage import digest, files
 from tests.checkpoint.helpers import is_same, make_payload, make_sidecar, names, save, save_payload
 
 
@@ -34,7 +34,7 @@ def test_a_checkpoint_is_a_file_and_a_sidecar_with_its_digest(folder: RunFolder)
     table = json.loads((folder.path / "run_epoch_3_iter_100.json").read_text())
     assert table["digest"] == digest.digest_file(path)
     assert (table["epoch"], table["iteration"], table["num_replicas"]) == (3, 100, 1)
-    assert (table["schema"], table["run_name"]) == (layout.SCHEMA, "run")
+    assert (table["schema"], table["run_name"]) == (file_names.SCHEMA, "run")
     assert table["level"] == "restart"
     assert table["version"]
 
@@ -67,7 +67,7 @@ def test_a_committed_pair_is_not_written_again_whatever_its_metadata(folder: Run
     before = path.read_bytes()
     again = Saver(RunFolder(folder.path, CheckpointStore(is_async=False))).save(
         make_payload(1, 3, other=1),
-        stem=layout.stem("run", 1, 3) + "_acc_0.5",
+        stem=file_names.stem("run", 1, 3) + "_acc_0.5",
         sidecar=make_sidecar(1, 3),
     )
     assert again == path
@@ -205,7 +205,7 @@ def test_the_end_of_a_run_cannot_be_noted_without_a_sidecar(
     folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save(folder, 1, 1)
-    layout.sidecar_path(path).unlink()
+    file_names.sidecar_path(path).unlink()
     folder.mark_finished(path, "stopped")
     assert "no sidecar" in caplog.text
     assert names(folder.path) == [path.name]
@@ -260,7 +260,7 @@ def test_a_damaged_checkpoint_that_cannot_be_renamed_is_passed_over_and_written_
         patch.setattr(files, "replace", _refuse)
         loaded = folder.load_newest()
     assert loaded is not None
-    assert layout.parse(loaded.path) == (1, 1)
+    assert file_names.parse(loaded.path) == (1, 1)
     assert names(folder.path) == present
     assert "iter_2.pth could not be renamed" in caplog.text
     assert folder.find(1, 2) is None

@@ -24,10 +24,10 @@ import pytest
 import torch
 
 import helios
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import RunFolder
-from helios.core.digest import digest_file
 from helios.errors import CheckpointError
+from helios.storage.digest import digest_file
 from tests.checkpoint.helpers import make_payload, make_sidecar
 from tests.checkpoint.test_mutations import little_memory
 from tests.house import PACKAGE
@@ -185,7 +185,7 @@ def poison(root: Path, mark: Path, packing: str, evil: str) -> Path:
     payload = torch.load(path, weights_only=True)
     payload["model"]["evil"] = EVILS[evil](str(mark))
     PACKINGS[packing](path, payload)
-    layout.sidecar_path(path).rename(root / "honest.json")
+    file_names.sidecar_path(path).rename(root / "honest.json")
     return path
 
 
@@ -194,7 +194,7 @@ def forge_sidecar(path: Path, root: Path) -> None:
     text = (root / "honest.json").read_text()
     honest = loading.Sidecar.from_json(text, name="honest.json")
     forged = dataclasses.replace(honest, digest=digest_file(path))
-    layout.sidecar_path(path).write_text(forged.to_json())
+    file_names.sidecar_path(path).write_text(forged.to_json())
 
 
 def fit(root: Path, path: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_record_that_promises_gigabytes_takes_none(
     payload["model"] = {"weight": SizedTensor(dict(changes))}
     torch.save(payload, path)
     forged = dataclasses.replace(make_sidecar(1, 1), digest=digest_file(path))
-    layout.sidecar_path(path).write_text(forged.to_json())
+    file_names.sidecar_path(path).write_text(forged.to_json())
     with little_memory():
         if not changes:
             assert loading.load(path, maps=maps).payload["model"]["weight"].sum() == 64
@@ -364,12 +364,12 @@ READERS = {
 }
 # Files are read in the first two; what else is unpickled comes from the run's own processes.
 ALLOWED = {
-    "core/codec.py": "torch.load",
+    "storage/codec.py": "torch.load",
     "core/utils.py": "torch.load",
-    "core/transfer.py": "pickle.loads",
-    "engines/children.py": "pickle.loads",
-    "engines/handover.py": "pickle.Unpickler",
-    "engines/supervisor.py": "pickle.loads",
+    "distributed/pickling.py": "pickle.loads",
+    "launch/worker.py": "pickle.loads",
+    "launch/ipc.py": "pickle.Unpickler",
+    "launch/supervisor.py": "pickle.loads",
     "startup/launching.py": "pickle.loads",
     "startup/together.py": "pickle.loads",
 }
@@ -395,7 +395,7 @@ def test_files_are_opened_by_weights_only_and_in_two_places() -> None:
         for name, _ in find_readers(path.read_text("utf-8")):
             found.setdefault(str(path.relative_to(PACKAGE)), set()).add(name)
     assert found == {place: {name} for place, name in ALLOWED.items()}
-    for place in ("core/codec.py", "core/utils.py"):
+    for place in ("storage/codec.py", "core/utils.py"):
         for call in ast.walk(ast.parse((PACKAGE / place).read_text("utf-8"))):
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "torch.load":
                 options = {k.arg: ast.unparse(k.value) for k in call.keywords}

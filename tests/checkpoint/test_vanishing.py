@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import layout, loading, status
-from helios.checkpoint.status import Condition, Depth, Outcome
+from helios.checkpoint import file_names, loading, status
+from helios.checkpoint.status import Condition, Depth, StartOutcome
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
 from helios.cli import main
-from helios.core import codec
 from helios.errors import CheckpointError
+from helios.storage import codec
 from tests.checkpoint.helpers import is_same, make_payload, save
 
 STEPS = {
@@ -92,7 +92,7 @@ def test_a_listing_made_while_a_run_saves_is_made_again(
     training: Training, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     _make_listings_late(training, monkeypatch, times=times)
-    assert layout.find_last_checkpoint(training.folder.path) == training.newest
+    assert file_names.find_last_checkpoint(training.folder.path) == training.newest
     assert training.count == 1 + times
 
 
@@ -100,8 +100,8 @@ def test_a_run_that_saves_without_a_pause_never_seems_to_have_no_checkpoint(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _make_listings_late(training, monkeypatch, times=10_000)
-    monkeypatch.setattr(layout, "_MAX_LISTINGS", 3)
-    found = layout.find_last_checkpoint(training.folder.path)
+    monkeypatch.setattr(file_names, "_MAX_LISTINGS", 3)
+    found = file_names.find_last_checkpoint(training.folder.path)
     assert found == training.newest.with_name(f"run_epoch_1_iter_{training.count - 1}.pth")
     assert training.count == 5
 
@@ -134,7 +134,7 @@ def test_who_never_gets_to_the_end_of_a_file_is_told_why(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.saves_before(monkeypatch, "bytes", times=10_000)
-    monkeypatch.setattr(layout, "_MAX_LISTINGS", 3)
+    monkeypatch.setattr(file_names, "_MAX_LISTINGS", 3)
     with pytest.raises(CheckpointError, match=r"before its end was reached.*keep_last"):
         training.folder.load_newest(renames_damaged=False)
     with pytest.raises(CheckpointError, match="before its end was reached"):
@@ -149,7 +149,7 @@ def test_a_look_at_a_folder_shows_the_checkpoint_that_took_the_place_of_a_delete
     found = status.examine_folder(training.folder.path, Depth.BYTES)
     assert training.count == 3
     assert [part.path for part in found.files] == [training.newest]
-    assert (found.start, found.outcome) == (training.newest, Outcome.RESUMES)
+    assert (found.start, found.outcome) == (training.newest, StartOutcome.RESUMES)
 
 
 @pytest.mark.parametrize("step", ["sidecar", "bytes", "mapping"])
@@ -178,7 +178,7 @@ def test_the_tools_look_again_at_the_folder_of_a_run_that_goes_on(
 
 
 def test_what_cannot_be_looked_at_is_not_called_gone(tmp_path: Path) -> None:
-    assert layout.is_gone(tmp_path / "run.pth")
-    assert layout.is_gone(Path(__file__) / "run.pth")
-    assert not layout.is_gone(Path(__file__))
-    assert not layout.is_gone(tmp_path / ("x" * 300))
+    assert file_names.is_gone(tmp_path / "run.pth")
+    assert file_names.is_gone(Path(__file__) / "run.pth")
+    assert not file_names.is_gone(Path(__file__))
+    assert not file_names.is_gone(tmp_path / ("x" * 300))

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 
 from helios import chkpt_migrator
-from helios.checkpoint import layout
+from helios.checkpoint import file_names
 from helios.checkpoint.store import RunFolder
 from helios.cli import commands, main, output
 from tests.checkpoint import hostile
@@ -271,7 +271,7 @@ def test_export_writes_beside_the_checkpoint_and_says_where_from(
     assert document["metadata"]["run_name"] == "run"
     assert (document["metadata"]["epoch"], document["metadata"]["iteration"]) == ("1", "3")
     assert document["metadata"]["source_digest"].startswith("sha256:")
-    assert len(layout.find_checkpoints(newest(root).parent)) == 3
+    assert len(file_names.find_checkpoints(newest(root).parent)) == 3
 
 
 def test_export_does_not_write_over_a_file_without_force(

@@ -14,7 +14,7 @@ from helios.data.samplers import (
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
-from helios.data.share import Share
+from helios.data.shard import Shard
 from helios.data.source import open_source
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from tests.data.datasets import FETCH, Indices, as_lists, join, walk_shares
@@ -117,7 +117,7 @@ def test_data_is_shared_unless_its_options_say_otherwise(is_distributed: bool | 
         module.is_distributed, module.num_replicas = of_module, 2
         for split, pads in (("train", True), ("valid", False)):
             pair = getattr(module, f"{split}_dataloader")()
-            share = Share(2, range(1, 2), pads)
+            share = Shard(2, range(1, 2), pads)
             source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
             (first,) = walk_shares(source, 0)[0]
             assert first.tolist() == [0 if is_distributed is False and pads else 1]

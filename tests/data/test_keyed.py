@@ -12,11 +12,11 @@ import torch
 
 from helios.core import rng
 from helios.data import create_dataloader
-from helios.data.deal import Deal
 from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset
-from helios.data.order import Place, PositionalOrder
+from helios.data.order import Position, PositionalOrder
 from helios.data.samplers import ResumableRandomSampler, ResumableSequentialSampler
-from helios.data.share import LONE
+from helios.data.shard import LONE
+from helios.data.sharding_plan import ShardingPlan
 from helios.data.source import open_source
 from tests.data.datasets import Augmented, Indices, Lone, draw, join
 
@@ -32,12 +32,12 @@ def make_batches(length: int, batch_size: int | None, **options: Any) -> KeyedBa
 
 def make_deal(
     length: int, batch_size: int | None, *, drop_last: bool = False, shuffle: bool = False
-) -> Deal:
+) -> ShardingPlan:
     order = make_order(length, shuffle=shuffle)
-    return Deal(order, LONE, batch_size=batch_size, drop_last=drop_last)
+    return ShardingPlan(order, LONE, batch_size=batch_size, drop_last=drop_last)
 
 
-def pull(deal: Deal, place: Place) -> list[Keyed]:
+def pull(deal: ShardingPlan, place: Position) -> list[Keyed]:
     return list(deal.walk(place, deque()))
 
 
@@ -50,7 +50,7 @@ def test_lists_are_those_of_the_order_cut_by_the_batch_size(length: int, drop_la
         expected = [whole[first : first + size] for first in range(0, length, size)]
         if drop_last and len(expected[-1]) < size:
             expected.pop()
-        assert [turn.hands for turn in deal.turns(Place())] == [[item] for item in expected]
+        assert [turn.hands for turn in deal.turns(Position())] == [[item] for item in expected]
         by_hand = make_batches(length, size, drop_last=drop_last)
         assert [item.indices for item in by_hand] == expected
         assert len(by_hand) == deal.num_batches() == len(expected)
@@ -59,17 +59,17 @@ def test_lists_are_those_of_the_order_cut_by_the_batch_size(length: int, drop_la
 def test_a_pass_goes_on_from_any_place() -> None:
     batches = make_deal(23, 4, shuffle=True)
     for epoch in range(3):
-        full = pull(batches, Place(run_seed=5, epoch=epoch))
+        full = pull(batches, Position(run_seed=5, epoch=epoch))
         assert sorted(join(item.indices for item in full)) == list(range(23))
         for batch in range(7):
-            place = Place(run_seed=5, epoch=epoch, batch=batch, sample=batch * 4)
+            place = Position(run_seed=5, epoch=epoch, batch=batch, sample=batch * 4)
             assert pull(batches, place) == full[batch:]
 
 
 def test_a_changed_batch_size_goes_on_at_the_stored_sample() -> None:
     # DESIGN section 6: batches are numbered on, samples follow the position.
-    order = join(item.indices for item in pull(make_deal(23, 4, shuffle=True), Place()))
-    place = Place(batch=2, sample=8)
+    order = join(item.indices for item in pull(make_deal(23, 4, shuffle=True), Position()))
+    place = Position(batch=2, sample=8)
     rest = pull(make_deal(23, 6, shuffle=True), place)
     assert [item.indices for item in rest] == [order[8:14], order[14:20], order[20:]]
     assert [item.key for item in rest] == [place.fetch_keys().at(batch) for batch in (2, 3, 4)]
@@ -86,21 +86,21 @@ def test_the_number_of_batches_counts_those_before_and_behind_the_place() -> Non
 
 def test_the_key_depends_on_everything_that_names_a_batch() -> None:
     places = [
-        Place(),
-        Place(run_seed=1),
-        Place(epoch=1),
-        Place(purpose="fetch-validation"),
-        Place(repeat=1),
+        Position(),
+        Position(run_seed=1),
+        Position(epoch=1),
+        Position(purpose="fetch-validation"),
+        Position(repeat=1),
     ]
     keys = {place.fetch_keys().at(batch) for place in places for batch in (0, 1)}
     assert len(keys) == 10
-    assert Place(run_seed=7, epoch=3).fetch_keys().at(2) == rng.key(7, "fetch", 3, 2, 0)
+    assert Position(run_seed=7, epoch=3).fetch_keys().at(2) == rng.key(7, "fetch", 3, 2, 0)
 
 
 def test_the_ledger_tells_of_each_batch_though_torch_reads_ahead() -> None:
     batches, deal = make_batches(10, 4), make_deal(10, 4)
     ledger: deque[tuple[int, int, bool]] = deque()
-    batches.seek(partial(deal.walk, Place(), ledger))
+    batches.seek(partial(deal.walk, Position(), ledger))
     iter(batches)  # torch calls iter() twice, and steps through the second only
     steps = iter(batches)
     next(steps)

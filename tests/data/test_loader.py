@@ -29,7 +29,7 @@ from helios.data.samplers import (
     ResumableRandomSampler,
     ResumableSequentialSampler,
 )
-from helios.data.share import NO_BATCH, Share
+from helios.data.shard import NO_BATCH, Shard
 from helios.data.source import open_source
 from helios.errors import ArgumentError, ArgumentTypeError
 from tests.data.datasets import FETCH, Indices, as_lists, walk, walk_shares
@@ -149,7 +149,7 @@ def test_shares_need_no_process_group_where_the_replicas_are_known() -> None:
 def test_an_evaluation_of_fewer_samples_than_replicas_is_not_refused() -> None:
     how = {"batch_size": 1, "drop_last": True, "is_distributed": True}
     pair = create_dataloader(Indices(3), **how, num_replicas=4)
-    share = Share(4, range(4), pads=False)
+    share = Shard(4, range(4), pads=False)
     source = open_source(*pair, run_seed=0, purpose=FETCH, share=share)
     assert source.num_batches() == 1
     assert walk_shares(source, 0) == [[torch.tensor([i]) for i in range(3)] + [NO_BATCH]]

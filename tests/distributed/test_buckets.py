@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import helios
 from helios.engines.engine import Engine
-from helios.engines.reduce import TreeReducer
 from helios.errors import ArgumentError, UsageError
 from helios.plugins import Plugin
+from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helios.engines.reduce import TreeReducer
 from helios.plugins import Plugin
+from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
 from tests.support.ranks import RankError, run_ranks

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import helios
-from helios.core.distributed import TORCHRUN_VARIABLES
+from helios.distributed.collectives import TORCHRUN_VARIABLES
 from tests.support import elastic_script
 from tests.support.elastic import Bits, assert_same, read_bits
 

@@ -14,13 +14,13 @@ from torch import nn
 
 import helios
 from helios.engines.engine import Engine
-from helios.engines.message import Message
-from helios.engines.ranks import Ranks
-from helios.engines.reduce import TreeReducer
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
 from helios.plugins import Plugin
 from helios.plugins.gradient_norm import GradientNormMonitor
+from helios.replicas.piggyback import Message
+from helios.replicas.point_to_point import PointToPoint
+from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits, by_definition
@@ -348,7 +348,7 @@ def _carry(rank: int, num_processes: int, size: int, has_gradients: bool) -> Any
     reducer = TreeReducer(num_processes, num_processes=num_processes, rank=rank)
     row = torch.arange(3, dtype=torch.float64) + 10 * rank
     content = torch.full((5,), 7 if rank == 0 else 0, dtype=torch.uint8)
-    message = Message(Ranks(num_processes, rank, None), row, content)
+    message = Message(PointToPoint(num_processes, rank, None), row, content)
     reducer.attach(message)
     leaf = torch.full((size,), 0.1 * (rank + 1))
     if has_gradients:
@@ -376,7 +376,7 @@ def test_a_message_arrives_everywhere(num_processes: int, size: int, has_gradien
 
 def _sends(rank: int, num_processes: int) -> tuple[int, int]:
     reducer = TreeReducer(num_processes, num_processes=num_processes, rank=rank)
-    ranks = Ranks(num_processes, rank, None)
+    ranks = PointToPoint(num_processes, rank, None)
     starts = []
     start = ranks.start
     ranks.start = lambda *args: starts.append(1) or start(*args)  # type: ignore[method-assign]

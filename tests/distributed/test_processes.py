@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 import helios
-from helios.core import lock
-from helios.core.distributed import TORCHRUN_VARIABLES, get_global_rank
-from helios.core.group import DistributedInfo, control_group, membership
+from helios.distributed.collectives import TORCHRUN_VARIABLES, get_global_rank
+from helios.distributed.process_groups import DistributedInfo, control_group, membership
 from helios.errors import ArgumentError, CheckpointError, RankError, RunMismatchError, UsageError
+from helios.storage import folder_lock
 from tests.distributed import train_script
-from tests.distributed.test_launch import all_gone
+from tests.launch.test_launcher import all_gone
 from tests.support.ranks import run_ranks
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
@@ -244,7 +244,7 @@ def fail_in_group(rank: int, *line: str) -> tuple[str, str, str, str]:
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("helios").addHandler(handler)
     own = [text.format(rank=rank) for text in line]
-    lock._PATIENCE = 0.0
+    folder_lock._PATIENCE = 0.0
     try:
         train_script.main(own)
     except Exception as error:
@@ -343,7 +343,7 @@ def test_no_thread_of_a_group_is_left_that_would_abort_the_process(tmp_path: Pat
 
 
 def save_after_a_failure(rank: int, folder: Path) -> str:
-    from helios.core.group import own_membership
+    from helios.distributed.process_groups import own_membership
     from helios.startup.outputs import FitRecorder
 
     class Failing(train_script.Faults):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from helios.core import files
 from helios.errors import SaveError
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from helios.storage import files
 from tests.support import faults
 from tests.support.elastic import (
     Bits,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from helios.engines.assignment import block_of, blocks
-from helios.engines.tables import NumberReducer
 from helios.errors import UsageError
+from helios.replicas.assignment import block_of, blocks
+from helios.replicas.named_sums import NumberReducer
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits, by_definition
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import helios
-from helios.core.distributed import get_global_rank, is_dist_active
+from helios.distributed.collectives import get_global_rank
+from helios.distributed.process_groups import is_dist_active
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import CSVLogger, Plugin, Profiler
 from helios.state import TrainingState

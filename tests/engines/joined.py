@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from helios.core.group import DistributedInfo, membership
-from helios.engines.replicated import Replicas
+from helios.distributed.process_groups import DistributedInfo, membership
+from helios.replicas.replicas import Replicas
 
 
 @contextmanager

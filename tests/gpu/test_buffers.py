@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helios.core.buffers import HostBuffers
+from helios.storage.staging import HostBuffers
 
 pytestmark = [
     pytest.mark.gpu,

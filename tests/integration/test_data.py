@@ -25,10 +25,11 @@ from torch.utils.data import (
 )
 
 import helios
-from helios.core import codec, rng
+from helios.core import rng
 from helios.data.samplers import ResumableSampler
 from helios.errors import ArgumentError
 from helios.plugins import Plugin
+from helios.storage import codec
 from tests.data.datasets import join
 from tests.support.resume import copy_checkpoint
 from tests.support.runs import (

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import helios
-from helios.core import files
-from helios.core.lock import LOCK_NAME
 from helios.errors import ArgumentError, SaveError
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from helios.storage import files
+from helios.storage.folder_lock import LOCK_NAME
 from tests.support import faults
 from tests.support.faults import Faults, make_store
 from tests.support.kills import outcome_of, run_in_child

@@ -12,8 +12,8 @@ import torch
 
 import helios
 from helios.checkpoint import loading
-from helios.checkpoint.migrating import Migration, Result
 from helios.errors import IncompatibleCheckpointError, StateError
+from helios.migration.folder_migration import Migration, Result
 from helios.state import TrainingState
 from tests.support import kills, runs
 from tests.support import old_files as old

@@ -10,9 +10,9 @@ import pytest
 from torch.utils.data import Subset
 
 import helios
-from helios.core import codec
 from helios.errors import RunMismatchError
 from helios.state import TrainingState
+from helios.storage import codec
 from tests.support.runs import IndexData, IndexModule, Setting, SmallModel, noisy_collate
 
 _LENGTH = 24

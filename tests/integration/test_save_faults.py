@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import helios
-from helios.core.lock import LOCK_NAME
 from helios.errors import SaveError
+from helios.storage.folder_lock import LOCK_NAME
 from tests.support import faults
 from tests.support.faults import DISK_ERRORS, KILLS, KINDS, Fault, Faults, Operation, make_store
 from tests.support.kills import outcome_of, train_in_child

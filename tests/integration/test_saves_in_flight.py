@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import helios
-from helios.core import files
 from helios.errors import UsageError
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from helios.storage import files
 from tests.support import faults
 from tests.support.faults import Fault, Faults, make_store
 from tests.support.resume import assert_equal

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import helios
-from helios.core.progress import NullDisplay
 from helios.data import create_dataloader
 from helios.data.source import open_source
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins import Plugin
+from helios.terminal.progress import NullDisplay
 from tests.data.datasets import walk
 from tests.loops.recorded import record
 from tests.support.resume import resume_everywhere

@@ -141,9 +141,9 @@ class PressTwice(Plugin):
 
     def on_forward_end(self, context: Any) -> None:
         if self.context.state.global_iteration == 4:
-            from helios.core import signals
+            from helios.core import signal_watch
 
-            signals.ECHO_SECONDS = 0.05
+            signal_watch.ECHO_SECONDS = 0.05
             os.kill(os.getpid(), signal.SIGINT)
             signal.sigtimedwait([], 0.2)
             os.kill(os.getpid(), signal.SIGINT)

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 import helios
-from helios.core import lock
-from helios.core.lock import LOCK_NAME
 from helios.errors import CheckpointError, FolderInUseError, UsageError
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from helios.storage import folder_lock
+from helios.storage.folder_lock import LOCK_NAME
 from tests.support import elastic
 from tests.support.elastic import Elastic, assert_same, read_bits
 from tests.support.ranks import run_ranks
@@ -261,7 +261,7 @@ def train_where_rank_0_sees_it(rank: int, folder: Path) -> str:
     place = folder / ("elsewhere" if rank == 1 else "here")
     place.mkdir(exist_ok=True)
     os.chdir(place)
-    lock._PATIENCE = 0.0
+    folder_lock._PATIENCE = 0.0
     try:
         elastic.train(Path("run"), _ELASTIC)
     except CheckpointError as error:

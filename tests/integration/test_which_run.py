@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import helios
-from helios.core import files
 from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError
+from helios.storage import files
 from tests.support.resume import assert_equal, copy_checkpoint
 from tests.support.runs import IndexModule, Setting, SmallModel, train
 

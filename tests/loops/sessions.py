@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from helios.core.progress import NullDisplay
 from helios.data.source import BatchIterator, Source
 from helios.engines.engine import Engine
-from helios.engines.replicated import Replicas
 from helios.hooks.bus import Bus
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
@@ -24,9 +22,11 @@ from helios.loops.optimizer import OptimizerLoop
 from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
+from helios.replicas.replicas import Replicas
 from helios.schedule import Schedule
 from helios.session import Session
 from helios.state import Phase, TrainingState, TrainingUnit
+from helios.terminal.progress import NullDisplay
 
 EPOCH, ITERATION = TrainingUnit.EPOCH, TrainingUnit.ITERATION
 

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from helios.core import rng
-from helios.core.progress import NullDisplay
 from helios.data.loader import create_dataloader
-from helios.data.share import NO_BATCH, Share
+from helios.data.shard import NO_BATCH, Shard
 from helios.data.source import Source, open_source
 from helios.engines.engine import Engine
-from helios.engines.replicated import Replicas
 from helios.errors import UsageError
 from helios.hooks.bus import Bus
 from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
@@ -24,8 +22,10 @@ from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.model.processor import Processed
 from helios.plugins.plugin import Plugin
+from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.state import Phase
+from helios.terminal.progress import NullDisplay
 from tests.engines.joined import replicas_on
 from tests.loops.sessions import ListSource
 from tests.support.ranks import run_ranks
@@ -117,7 +117,7 @@ def source_of(
     """Return the part of the data that the replicas of this process evaluate on."""
     data = [100.0 * number + index for index in range(length)]
     loader, sampler = create_dataloader(data, batch_size=batch_size)
-    share = Share(replicas.num_replicas, replicas.block, pads=False)
+    share = Shard(replicas.num_replicas, replicas.block, pads=False)
     source = open_source(loader, sampler, run_seed=0, purpose=f"valid-{number}", share=share)
     source.name = name
     return source

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD
 
 from helios.engines.engine import Engine
-from helios.engines.replicated import Replicas
 from helios.errors import ArgumentError, HeliosError, StateError, UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
@@ -22,6 +21,7 @@ from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop, require
 from helios.loops.optimizer import OptimizerLoop
 from helios.plugins.plugin import Plugin
+from helios.replicas.replicas import Replicas
 from helios.state import Phase, TrainingState, TrainingUnit
 from tests.loops.sessions import (
     EPOCH,

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from helios.checkpoint.record import Record
 from helios.core import rng
-from helios.engines.replicated import Replicas
 from helios.errors import UsageError
 from helios.loops.batch import BatchLoop
 from helios.loops.boundary import Boundary
 from helios.loops.evaluation import ValidationLoop
-from helios.loops.even import EvenBatches
 from helios.loops.fit import FitLoop
 from helios.loops.loop import require
 from helios.loops.optimizer import OptimizerLoop
+from helios.loops.uneven_inputs import EvenBatches
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.model.processor import Processed
 from helios.plugins.plugin import Plugin
+from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.state import Phase, TrainingState
 from tests.engines.joined import replicas_on

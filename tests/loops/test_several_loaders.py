@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helios.core.progress import NullDisplay
 from helios.data.loader import create_dataloader
 from helios.data.source import Source, open_source
 from helios.engines.engine import Engine
@@ -18,6 +17,7 @@ from helios.loops.evaluation import EvaluationLoop, TestingLoop, ValidationLoop
 from helios.loops.prediction import PredictionLoop
 from helios.model.model import Model
 from helios.session import Session
+from helios.terminal.progress import NullDisplay
 
 
 class Reporter(Model):

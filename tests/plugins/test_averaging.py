@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import helios
-from helios.core import codec
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
 from helios.loops.evaluation import ValidationLoop
 from helios.plugins import Plugin
+from helios.plugins.averaged_weights import Averages, Swap, ordinary
 from helios.plugins.averaging import EMA, SWA, WeightAverage
-from helios.plugins.weights import Averages, Swap, ordinary
 from helios.state import Phase, TrainingState
+from helios.storage import codec
 from tests.support.ranks import run_ranks
 from tests.support.resume import resume_everywhere
 from tests.support.runs import WIDTH, IndexModule, Setting, SmallModel, digest, train

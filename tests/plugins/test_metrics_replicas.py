@@ -15,7 +15,7 @@ from torchmetrics import classification, wrappers
 import helios
 from helios.core import rng
 from helios.errors import ArgumentError
-from helios.plugins.holders import Tally
+from helios.plugins.metric_state import Tally
 from helios.plugins.metrics import Metrics
 from helios.plugins.plugin import Plugin
 from helios.state import Phase, TrainingState

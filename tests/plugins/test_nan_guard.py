@@ -15,8 +15,8 @@ import helios
 from helios.errors import ArgumentError, UsageError
 from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
-from helios.plugins.buffers import BufferCopies
 from helios.plugins.nan_guard import NaNGuard
+from helios.plugins.window_buffers import BufferCopies
 from helios.state import TrainingState
 from tests.data.test_order import Remembering
 from tests.loops.recorded import record

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from helios.core import codec
 from helios.run_state.discovery import Discovery
+from helios.storage import codec
 
 
 class Owner:

@@ -11,9 +11,9 @@ import pytest
 from helios.checkpoint.options import CheckpointStore
 from helios.errors import ArgumentError
 from helios.run_state.changes import PlainValues
-from helios.run_state.costs import Costs
 from helios.run_state.discovery import Discovery
-from helios.run_state.values import LIMIT, Identities
+from helios.run_state.plain_values import LIMIT, Identities
+from helios.run_state.save_costs import Costs
 from tests.run_state.owners import Owner, changed, started
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR
 
 from helios.errors import StateError
-from helios.run_state.owners import Owner as Holder
-from helios.run_state.owners import Owners
+from helios.run_state.owner_states import Owner as Holder
+from helios.run_state.owner_states import Owners
 from tests.run_state.owners import Owner, Recorded, bits, resumed, started, through_a_file
 
 _NAMES = ["a", "b", "c"]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from helios.errors import StateError
 from helios.run_state.changes import PlainValues
-from helios.run_state.omissions import Omissions
-from helios.run_state.owners import Owner as Holder
-from helios.run_state.owners import Owners
-from helios.run_state.values import Identities
+from helios.run_state.custom_state_dicts import Omissions
+from helios.run_state.owner_states import Owner as Holder
+from helios.run_state.owner_states import Owners
+from helios.run_state.plain_values import Identities
 from tests.run_state.owners import Owner, bits, started, through_a_file
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.run_state.owners import Owner as Holder
-from helios.run_state.owners import Owners
+from helios.run_state.owner_states import Owner as Holder
+from helios.run_state.owner_states import Owners
 from tests.run_state.owners import Owner, bits, started, through_a_file
 
 

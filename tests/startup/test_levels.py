@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import helios
-from helios.checkpoint.level import Level, list_missing
+from helios.checkpoint.reproducibility import Level, list_missing
 from helios.cli import main
 from helios.errors import ArgumentError, StateError
 from helios.plugins import Plugin

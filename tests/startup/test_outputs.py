@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helios.checkpoint.layout import find_checkpoints
+from helios.checkpoint.file_names import find_checkpoints
 from helios.checkpoint.loading import read_sidecar
 from helios.plugins import Plugin
 from helios.state import TrainingState

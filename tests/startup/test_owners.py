@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 import helios
-from helios.checkpoint.layout import find_last_checkpoint, sidecar_path
+from helios.checkpoint.file_names import find_last_checkpoint, sidecar_path
 from helios.checkpoint.sidecar import Sidecar
 from helios.data.params import DataLoaderParams
 from helios.engines.engine import Engine
@@ -21,7 +21,7 @@ from helios.loops.epoch import EpochLoop
 from helios.plugins import Plugin
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import HookContext
-from helios.run_state.owners import internals_of
+from helios.run_state.owner_states import internals_of
 from helios.state import TrainingState
 
 pytestmark = pytest.mark.filterwarnings("error")

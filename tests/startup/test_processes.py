@@ -11,10 +11,10 @@ import torch
 
 import helios
 from helios import plugins
-from helios.core.group import DistributedInfo
+from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
-from helios.engines.launch import Launch, LaunchKind
 from helios.errors import ArgumentError, RunMismatchError, UsageError
+from helios.launch.launcher import Launch, LaunchKind
 from helios.startup.processes import Place, Stored, choose_processes, choose_replicas
 from helios.startup.resume import find_stored
 from tests.startup.test_arguments import make, set_gpus

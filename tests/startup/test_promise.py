@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import helios
-from helios.checkpoint.level import Level
 from helios.checkpoint.record import Record
+from helios.checkpoint.reproducibility import Level
 from helios.errors import UsageError
 from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin

@@ -14,7 +14,7 @@ import pytest
 
 import helios
 from helios import Signals
-from helios.core.signals import Receiver
+from helios.core.signal_watch import SignalReceiver
 from helios.errors import ArgumentError
 from helios.startup.signals import Listener, exit_code_of, listening
 from tests.support.runs import IndexModule, Setting, SmallModel
@@ -131,7 +131,7 @@ def test_handlers_are_there_from_the_start_of_fit_to_its_end_only() -> None:
     assert [signal.getsignal(number) for number in Signals().numbers] == before
     for when in ("setup", "end"):
         (handler,) = set(curious.handlers[when])
-        assert isinstance(handler, Receiver), when
+        assert isinstance(handler, SignalReceiver), when
 
 
 def test_evaluations_handle_no_signals() -> None:

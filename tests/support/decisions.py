@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 import helios
-from helios.core import files
 from helios.hooks.events import asks_nothing
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from helios.storage import files
 from tests.support import faults
 from tests.support.decision_cells import (
     EARLY_STOP,

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 import helios
-from helios.checkpoint import layout
-from helios.core import files
-from helios.core.lock import LOCK_NAME
+from helios.checkpoint import file_names
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from helios.storage import files
+from helios.storage.folder_lock import LOCK_NAME
 
 OPERATIONS = (
     "make_folder",
@@ -206,7 +206,9 @@ def part_of(operation: Operation, save: list[Operation]) -> str:
 
 def committed(folder: Path) -> list[int]:
     """Return the iterations of the checkpoints in a run's folder."""
-    return sorted(place[1] for place in map(layout.parse, layout.find_checkpoints(folder)) if place)
+    return sorted(
+        place[1] for place in map(file_names.parse, file_names.find_checkpoints(folder)) if place
+    )
 
 
 def names(folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import helios
-from helios.checkpoint import layout, loading
+from helios.checkpoint import file_names, loading
 from helios.state import TrainingState
 from tests.support import old_files, runs
 
@@ -64,14 +64,14 @@ def describe(payload: dict[str, Any]) -> str:
 
 def make(scratch: Path) -> dict[Path, bytes]:
     """Make the files of the present schema; one that is there is kept as it is."""
-    target = FOLDER / f"schema_{layout.SCHEMA}"
+    target = FOLDER / f"schema_{file_names.SCHEMA}"
     if target.exists():
         return {path: path.read_bytes() for path in sorted(target.iterdir())}
     train(scratch, 8)
     newest = helios.find_last_checkpoint(scratch / "golden")
     assert newest is not None
     digest = describe(loading.load(newest).payload).encode()
-    made = [newest, layout.sidecar_path(newest)]
+    made = [newest, file_names.sidecar_path(newest)]
     return {target / path.name: path.read_bytes() for path in made} | {
         target / newest.with_suffix(DIGEST_SUFFIX).name: digest
     }

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from helios.core import files
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from helios.storage import files
 from tests.support.runs import Outcome, Setting, train
 
 

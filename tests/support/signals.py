@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import helios
-from helios.core.distributed import TORCHRUN_VARIABLES
+from helios.distributed.collectives import TORCHRUN_VARIABLES
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.elastic import Bits, Elastic, read_bits, train

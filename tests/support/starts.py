@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from helios.core.distributed import TORCHRUN_VARIABLES
+from helios.distributed.collectives import TORCHRUN_VARIABLES
 
 SECONDS = 60
 """How long a start may take, and what is left of it after a kill."""

@@ -1,0 +1,258 @@
+"""What is asked of the objects that hold the state of a run, whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from helios.protocols import Meter, Stateful
+from helios.state import Cursor, TrainingState
+
+
+class States(Protocol):
+    """Several objects with state, each under a name."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return their states by name."""
+        ...
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Give them their states."""
+        ...
+
+
+class NoStates:
+    """Nothing with state."""
+
+    def capture(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+class StepComparison(Protocol):
+    """Compares what an owner holds before and after a step."""
+
+    def changed(self, *, counts_parameters: bool = True) -> list[str]:
+        """Return the paths of what has changed."""
+        ...
+
+
+class OwnerStates(Protocol):
+    """The attributes of plugins, data module, loops and engine."""
+
+    def begin_training(self) -> None:
+        """Note that the start events are over, which every start repeats."""
+        ...
+
+    @property
+    def meters(self) -> Mapping[int, Meter]:
+        """What counts how long values of the last capture take to be encoded, by address."""
+        ...
+
+    def too_slow(self) -> Mapping[str, Mapping[str, float]]:
+        """Return what takes too long to be saved, and how many seconds, by owner and place."""
+        ...
+
+    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
+        """Leave places out of the next capture, by owner, as all processes of the run do."""
+        ...
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Take places that a state lacks as named to the user already in this start."""
+        ...
+
+    def capture(
+        self, own: Mapping[str, dict[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return what training changed by owner, and what that lacks: place and reason.
+
+        Args:
+            own: what the ``state_dict`` of owners returned, by name.
+        """
+        ...
+
+    def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Make ready for what owners load by a ``load_state_dict`` of their own."""
+        ...
+
+    def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
+        """Give the owners their states."""
+        ...
+
+    def watch(self) -> Sequence[tuple[str, StepComparison]]:
+        """Begin to look for what a step changes, by owner."""
+        ...
+
+    def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
+        """Return what is equal for equal states, by owner."""
+        ...
+
+
+class NoOwners:
+    """Nothing with attributes."""
+
+    def begin_training(self) -> None:
+        """Do nothing."""
+
+    @property
+    def meters(self) -> Mapping[int, Meter]:
+        """Nothing."""
+        return {}
+
+    def too_slow(self) -> Mapping[str, Mapping[str, float]]:
+        """Return nothing."""
+        return {}
+
+    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
+        """Do nothing."""
+
+    def note_named(self, places: Iterable[str]) -> None:
+        """Do nothing."""
+
+    def capture(
+        self, own: Mapping[str, dict[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return nothing."""
+        return {}, {}
+
+    def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Do nothing."""
+
+    def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
+        """Do nothing."""
+
+    def watch(self) -> Sequence[tuple[str, StepComparison]]:
+        """Return nothing."""
+        return []
+
+    def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
+        """Return nothing."""
+        return {}
+
+
+class LiveModel(Protocol):
+    """What is asked of a model."""
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """Its tables of losses and scores."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        """Take its state, or what inference needs of it."""
+        ...
+
+
+class LiveData(Protocol):
+    """What is asked of the training data."""
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What it is."""
+        ...
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """What its state lacks: place and reason."""
+        ...
+
+    @property
+    def length(self) -> int | None:
+        """The samples that it has now; ``None`` if unknown."""
+        ...
+
+    @property
+    def pass_length(self) -> int | None:
+        """The samples of the pass under way; ``None`` if unknown."""
+        ...
+
+    @property
+    def state_is_per_process(self) -> bool:
+        """Whether each process has another state."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return its state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take its state."""
+        ...
+
+
+class Team(Protocol):
+    """What is asked of the replicas and their processes."""
+
+    num_replicas: int
+    num_processes: int
+    rank: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one process."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return a value of every process, by rank."""
+        ...
+
+
+class LiveRun(Protocol):
+    """A training."""
+
+    state: TrainingState
+    cursor: Cursor
+    is_manual: bool | None
+    is_resumed: bool
+    obstacles: list[str]
+    unshared: list[str]
+    missing: dict[str, str]
+    claims: list[str]
+    saved_randomness: dict[str, Any] | None
+
+    @property
+    def model(self) -> LiveModel:
+        """The model."""
+        ...
+
+    @property
+    def is_discovered(self) -> bool:
+        """Whether Helios itself takes the model's state."""
+        ...
+
+    @property
+    def training_source(self) -> LiveData:
+        """The training data."""
+        ...
+
+    @property
+    def engine(self) -> Stateful:
+        """The engine."""
+        ...
+
+    @property
+    def replicas(self) -> Team:
+        """The replicas and their processes."""
+        ...
+
+    @property
+    def plugin_states(self) -> States:
+        """Those of the plugins."""
+        ...
+
+    @property
+    def loop_states(self) -> States:
+        """Those of the loops."""
+        ...
+
+    @property
+    def owner_states(self) -> OwnerStates:
+        """The plain attributes of all others than the model."""
+        ...

@@ -1,0 +1,131 @@
+"""Ordered steps from every format to the next, and what is said of files that need one.
+
+A step takes the content of a file, as a dictionary, from one schema to the one above it. Schema 0
+is what helios-ml wrote: only :mod:`helios.migration` reads it, so that a start never takes an old
+file for one of this package.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path, PosixPath, WindowsPath
+from typing import Any
+
+import torch
+
+from helios.checkpoint import file_names
+from helios.checkpoint.record import REQUIRED
+from helios.errors import IncompatibleCheckpointError
+from helios.state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+
+Step = Callable[[dict[str, Any]], dict[str, Any]]
+
+_COUNTERS = ("global_epoch", "global_iteration")
+# Modules whose objects the published helios-ml pickled; Helios writes none of them.
+_OLD_MODULES = ("helios.", "pathlib.")
+
+
+def upgrade(
+    payload: dict[str, Any], steps: Mapping[int, Step], *, to: int = file_names.SCHEMA
+) -> dict[str, Any]:
+    """Bring the content of a file to a schema, one step after another.
+
+    Args:
+        payload: with its ``schema``.
+        steps: by the schema that each begins at; :data:`STEPS`.
+        to: the schema to reach.
+
+    Raises:
+        IncompatibleCheckpointError: if no step leads on from a schema below.
+    """
+    while (schema := payload[file_names.KEY_SCHEMA]) < to:
+        if schema not in steps:
+            raise IncompatibleCheckpointError(
+                f"Format {schema} cannot be brought to format {to}: no step leads on from it. "
+                "Install the version of Helios that wrote the file."
+            )
+        payload = steps[schema](payload) | {file_names.KEY_SCHEMA: schema + 1}
+    return payload
+
+
+def _add_what_is_missing(old: dict[str, Any]) -> dict[str, Any]:
+    """Schema 1 to 2: what files of schema 1 lack was not known; plain attributes were not saved."""
+    new: dict[str, Any] = {"missing": {}, "claims": [], "owners": {}}
+    taken = sorted(new.keys() & old.keys())
+    if taken:
+        _LOGGER.warning(
+            "on_save_checkpoint has added %s to the checkpoint, a name that belongs to Helios now: "
+            "on_load_checkpoint finds it with '_of_hooks' added. Choose another name.",
+            ", ".join(map(repr, taken)),
+        )
+    return old | {f"{key}_of_hooks": old[key] for key in taken} | new
+
+
+STEPS: Mapping[int, Step] = {1: _add_what_is_missing}
+"""The step that begins at each schema; that from helios-ml is in :mod:`helios.migration`."""
+
+
+def refuse_old_globals(path: Path, names: Iterable[str]) -> None:
+    """Refuse a file that refers to what only helios-ml put into files.
+
+    Raises:
+        IncompatibleCheckpointError: with the way to migrate the file.
+    """
+    if any(name.startswith(_OLD_MODULES) for name in names):
+        raise unmigrated(path)
+
+
+def refuse_foreign(path: Path, payload: Any) -> None:
+    """Refuse what is no payload of Helios at all.
+
+    Raises:
+        IncompatibleCheckpointError: with the way to migrate a file of helios-ml.
+    """
+    if isinstance(payload, Mapping) and file_names.KEY_SCHEMA in payload:
+        return
+    if isinstance(payload, Mapping) and file_names.KEY_TRAINING_STATE in payload:
+        raise unmigrated(path)
+    raise _foreign(path, f"it holds a {type(payload).__name__} without {file_names.KEY_SCHEMA!r}")
+
+
+def refuse_missing_keys(path: Path, payload: Mapping[str, Any]) -> None:
+    """Refuse a payload that lacks what every checkpoint has (H18, H25).
+
+    Raises:
+        IncompatibleCheckpointError: naming the keys.
+    """
+    required = (file_names.KEY_SCHEMA, file_names.KEY_VERSION, *REQUIRED)
+    missing = [key for key in required if key not in payload]
+    state = payload.get(file_names.KEY_TRAINING_STATE)
+    counters = state if isinstance(state, Mapping) else {}
+    missing += [key for key in _COUNTERS if key not in counters]
+    if missing:
+        raise _foreign(path, f"it lacks {', '.join(map(repr, missing))}")
+
+
+def _foreign(path: Path, reason: str) -> IncompatibleCheckpointError:
+    return IncompatibleCheckpointError(
+        f"{path} is no checkpoint of Helios: {reason}. Move it to another folder, or correct the "
+        "path."
+    )
+
+
+def unmigrated(path: Path) -> IncompatibleCheckpointError:
+    """Return what is to be raised for a file of helios-ml, with the way to migrate it."""
+    return IncompatibleCheckpointError(
+        f"{path} was written by helios-ml, the earlier package, in a format that is not read any "
+        f"more. Migrate it with: python -m chkpt_migrator {path.parent}"
+    )
+
+
+def get_trainer_safe_types_for_load() -> list[Any]:
+    """Return the types, beside plain ones, that ``weights_only`` must admit for old checkpoints."""
+    return [TrainingState, PosixPath, WindowsPath]
+
+
+def register_trainer_types_for_safe_load() -> None:
+    """Register these types with ``torch.serialization.add_safe_globals``."""
+    torch.serialization.add_safe_globals(get_trainer_safe_types_for_load())

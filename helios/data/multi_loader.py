@@ -1,0 +1,117 @@
+"""The loaders of one phase: one, or several under names, as a data module returned them (L32).
+
+What a user may hand in (pairs, bare loaders, lists and dicts of them) is brought into one form
+here, so that loops see nothing but a list of sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from helios.data.shard import LONE, Shard
+from helios.data.source import Source, open_source
+from helios.data.truncated import TruncatedSource
+from helios.errors import ArgumentError, ArgumentTypeError
+
+
+def check_names(what: str, found: Mapping[Any, Any]) -> None:
+    """Check the names of several data sets or loaders: scores stand under ``<score>/<name>``.
+
+    Raises:
+        ArgumentError: for a name that is empty, no string, or has a slash.
+    """
+    for name in found:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ArgumentError(
+                f"The names of {what} must be non-empty strings without a slash, got {name!r}. "
+                "Rename it: scores stand under <score>/<name>."
+            )
+
+
+def check_some(what: str, found: Iterable[Any]) -> None:
+    """Check that several data sets or loaders are at least one.
+
+    Raises:
+        ArgumentError: for an empty list or dict.
+    """
+    if not found:
+        raise ArgumentError(
+            f"The list of {what} must hold at least one, got {found!r}. Give None where there is "
+            "no data."
+        )
+
+
+def open_sources(
+    found: Any,
+    *,
+    label: str,
+    run_seed: int,
+    purpose: str,
+    limit: int | None = None,
+    share: Shard = LONE,
+) -> list[Source]:
+    """Return the sources over what a data module returned for a phase, in order.
+
+    Args:
+        found: a loader, a tuple ``(loader, sampler)``, or a list or dict of these.
+        label: the name of the phase, for messages.
+        run_seed: seed of the run.
+        purpose: name of the fetching streams of the first loader; the others have their own.
+        limit: the most batches of each pass; ``None`` for all.
+        share: the part of this process.
+
+    Raises:
+        ArgumentError: for a loader without a batch, for no loader at all, for a bad name, and for
+            a loader or sampler that cannot be shared as the run is.
+        ArgumentTypeError: for a tuple that is no ``(loader, sampler)``.
+    """
+    is_several = isinstance(found, list | Mapping)
+    sources = []
+    for number, (name, loader, sampler) in enumerate(_entries(found, f"loaders of {label}")):
+        own_purpose = f"{purpose}-{number}" if number else purpose
+        source = open_source(loader, sampler, run_seed=run_seed, purpose=own_purpose, share=share)
+        if source.num_batches() == 0:
+            where = f" in loader {name!r}" if is_several else ""
+            raise ArgumentError(
+                f"The data of {label} must hold at least one batch{_of_each(share)}, got "
+                f"none{where}. Check the data set's length, the batch size and drop_last."
+            )
+        if limit is not None:
+            source = TruncatedSource(source, limit)
+        source.name = name
+        sources.append(source)
+    return sources
+
+
+def _of_each(share: Shard) -> str:
+    is_several = share.pads and share.num_replicas > 1
+    return f" for each of the {share.num_replicas} replicas" if is_several else ""
+
+
+def _entries(found: Any, what: str) -> list[tuple[str, Any, Any]]:
+    """Return name, loader and sampler of each loader."""
+    if isinstance(found, Mapping):
+        check_names(what, found)
+        named = list(found.items())
+    elif isinstance(found, list):
+        named = [(str(number), item) for number, item in enumerate(found)]
+    else:
+        return [("", *_as_pair(found, what))]
+    check_some(what, found)
+    return [(name, *_as_pair(item, f"{what}, {name!r},")) for name, item in named]
+
+
+def _as_pair(found: Any, what: str) -> tuple[Any, Any]:
+    if isinstance(found, tuple):
+        is_pair = len(found) == 2 and not isinstance(found[0], tuple)
+        if is_pair and not isinstance(found[1], DataLoader):
+            return found[0], found[1]
+    elif isinstance(found, Iterable):
+        return found, None
+    raise ArgumentTypeError(
+        f"The {what} must be a loader or a tuple (loader, sampler), and several of them a list or "
+        f"a dict, got {found!r}. Return what create_dataloader returns, or [pair, pair]."
+    )

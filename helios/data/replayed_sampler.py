@@ -1,0 +1,223 @@
+"""The order of a user's sampler: drawn ahead of its use, on a stream of its own.
+
+What was drawn before the position of a pass is drawn again and left out (DESIGN R1), without
+fetching it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from types import TracebackType
+from typing import Any, final
+
+from torch.utils.data import BatchSampler
+
+from helios.core import rng
+from helios.data.order import BlocksAndHead, Order, Position, prepare
+from helios.data.sampler_generators import OwnGenerators, find_generators
+from helios.errors import StateError
+from helios.protocols import Stateful
+
+_LOGGER = logging.getLogger(__name__)
+_INDICES_AT_ONCE = 1_024
+_BATCHES_AT_ONCE = 64
+
+
+@final
+class ReplayedOrder(Order):
+    """The order of a user's sampler or batch sampler, drawn ahead of its use.
+
+    It runs on a stream of its own, so that training does not shift it and it does not shift
+    training. A resume draws again what comes before the position, and fetches none of it. A sampler
+    with ``state_dict``, or with generators of its own, is put back to the state that it had when
+    the epoch began.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, yields_batches: bool = False) -> None:
+        self.sampler: Iterable[Any] = sampler
+        self.yields_batches = yields_batches
+        self._stateful = _find_stateful(sampler)
+        self._epoch_state: dict[str, Any] | None = None
+        self._is_loaded = False
+
+    def blocks(self, position: Position) -> Iterator[list[Any]]:
+        """Iterate over the items from a position on, in lists; lists of samples are copied."""
+        self._settle(position)
+        return self._draw(position)
+
+    def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
+        """Iterate likewise; the head is taken on the way, as nothing can be drawn again."""
+        if not count:
+            return self.blocks(position), ()
+        head: list[Any] = []
+        start = position.batch if self.yields_batches else position.sample
+        whole = self.blocks(dataclasses.replace(position, batch=0, sample=0))
+        return _skip(whole, start, head, count), head
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the sampler has a state of its own."""
+        return self._stateful is not None
+
+    def twin(self, dataset: Any) -> Order | None:
+        """Return an order to look aside with; ``None`` where the sampler's state would count."""
+        return None if self._stateful is not None else super().twin(dataset)
+
+    def _with(self, sampler: Any) -> Order:
+        return ReplayedOrder(sampler, yields_batches=self.yields_batches)
+
+    def leave(self, position: Position) -> None:
+        """Leave a pass before its end: a sampler with state stands where it was left.
+
+        How far it was drawn ahead depends on blocks and workers, and must not show in the next
+        epoch.
+        """
+        if self._stateful is None or self._epoch_state is None or position.is_by_hand:
+            return
+        self._stateful.load_state_dict(copy.deepcopy(self._epoch_state["state"]))
+        with _PrivateStream(position.order_key()):
+            self._open(position)
+        self._remember(position.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that the sampler had at the start of an epoch, and which epoch."""
+        if self._stateful is None:
+            return {}
+        return dict(self._epoch_state or _as_of(0, self._stateful))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` returned; the next pass begins from it.
+
+        Raises:
+            StateError: if there is a state and nobody to take it, or the other way round.
+        """
+        if self._stateful is None:
+            super().load_state_dict(state_dict)
+            return
+        if not state_dict and isinstance(self._stateful, OwnGenerators):
+            _LOGGER.warning(
+                "The checkpoint holds no state of the generator that %s draws from, as earlier "
+                "versions saved none: the order of samples from here on is not that of an "
+                "undisturbed run.",
+                type(self.sampler).__name__,
+            )
+            return
+        if not state_dict:
+            raise StateError(
+                f"{type(self._stateful).__name__} has a state_dict, but the checkpoint holds no "
+                "state of it. Use the sampler that the run was started with."
+            )
+        self._epoch_state = copy.deepcopy(state_dict)
+        self._is_loaded = True
+
+    def _settle(self, position: Position) -> None:
+        """Bring a sampler with state to the start of the epoch, and remember it there."""
+        if self._stateful is None:
+            return
+        if self._is_loaded and self._epoch_state is not None:
+            self._is_loaded = False
+            self._stateful.load_state_dict(copy.deepcopy(self._epoch_state["state"]))
+            for epoch in range(self._epoch_state["epoch"], position.epoch):
+                whole = dataclasses.replace(position, epoch=epoch, batch=0, sample=0)
+                deque(self._draw(whole), maxlen=0)
+        self._remember(position.epoch)
+
+    def _remember(self, epoch: int) -> None:
+        if self._stateful is not None:
+            self._epoch_state = _as_of(epoch, self._stateful)
+
+    def _draw(self, position: Position) -> Iterator[list[Any]]:
+        stream = _PrivateStream(position.order_key())
+        with stream:
+            items = self._open(position)
+        draw = self._draw_batches if self.yields_batches else self._draw_samples
+        while True:
+            with stream:
+                block = draw(items)
+            if not block:
+                return
+            yield block
+
+    def _open(self, position: Position) -> Iterator[Any]:
+        """Begin the sampler's pass, and leave out what was trained on."""
+        if not position.is_by_hand:
+            for part in parts_of(self.sampler):
+                prepare(part, position)
+        items = iter(self.sampler)
+        if position.is_by_hand:
+            return items
+        skipped = position.batch if self.yields_batches else position.sample
+        next(islice(items, skipped, skipped), None)
+        return items
+
+    def _draw_samples(self, items: Iterator[Any]) -> list[Any]:
+        return list(islice(items, _INDICES_AT_ONCE))
+
+    def _draw_batches(self, items: Iterator[Any]) -> list[Any]:
+        # Copied one by one: a batch sampler may fill the same list again for its next batch.
+        return [list(item) for item in islice(items, _BATCHES_AT_ONCE)]
+
+
+def _as_of(epoch: int, sampler: Stateful) -> dict[str, Any]:
+    """Return the state of a sampler that stands at the start of an epoch."""
+    return {"epoch": epoch, "state": copy.deepcopy(sampler.state_dict())}
+
+
+def _skip(
+    blocks: Iterator[list[Any]], start: int, head: list[Any], num_head: int
+) -> Iterator[list[Any]]:
+    """Iterate over the blocks from an item on, and note the first items of all."""
+    passed = 0
+    for block in blocks:
+        head += block[: num_head - len(head)]
+        if passed + len(block) > start:
+            yield block[max(start - passed, 0) :]
+        passed += len(block)
+
+
+def parts_of(sampler: Any) -> list[Any]:
+    """Return a sampler and, for PyTorch's batch sampler, the one that it groups."""
+    return [sampler, sampler.sampler] if isinstance(sampler, BatchSampler) else [sampler]
+
+
+def _find_stateful(sampler: Any) -> Stateful | None:
+    """Return what is put back to the start of an epoch: the sampler, or generators of its own.
+
+    A sampler with ``state_dict`` is taken at its word.
+    """
+    for part in parts_of(sampler):
+        if isinstance(part, Stateful):
+            return part
+    generators = find_generators(sampler)
+    return OwnGenerators(generators) if generators else None
+
+
+@final
+class _PrivateStream:
+    """Generators of one consumer: entered, they go on where they were left the last time."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._own: dict[str, Any] | None = None
+        self._found: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._found = rng.get_rng_state_dict()
+        if self._own is None:
+            rng.reseed(self._seed)
+        else:
+            rng.load_rng_state_dict(self._own)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._own = rng.get_rng_state_dict()
+        rng.load_rng_state_dict(self._found)

@@ -1,0 +1,261 @@
+"""How one order is dealt out to the replicas: positions r, r + V, r + 2V … of it to replica r.
+
+An iteration takes the next window of the order, a batch for each of the V replicas, whoever
+carries them. So what a replica gets follows from its number alone, and seeking stays as cheap as
+it is for one replica (DESIGN R1).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple, final
+
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from helios.data.keyed import Keyed, ask_twice, cut
+from helios.data.loader import KeyedLoader
+from helios.data.order import GlobalOrder, Order, Position
+from helios.data.replayed_sampler import parts_of
+from helios.data.samplers import has_whole_order
+from helios.data.shard import Shard
+from helios.errors import ArgumentError
+
+
+class ReplicaIndices(NamedTuple):
+    """What one iteration gives to the replicas of a process.
+
+    Attributes:
+        hands: the indices for each replica that has a batch; these are the first of the block.
+        num_samples: positions that all replicas of the run consume.
+    """
+
+    hands: list[Any]
+    num_samples: int
+
+
+@final
+class ShardingPlan:
+    """The iterations of a pass, from any position.
+
+    Args:
+        order: the order of all samples; the replica's own where ``is_split`` is False because a
+            user's sampler has split it.
+        share: the part of this process.
+        batch_size: samples of a replica's batch; ``None`` where samples are not collated.
+        drop_last: leave out a replica's last batch if it is smaller.
+        is_cut: in training, cut the order's end instead of padding it.
+        is_split: whether replicas get different samples; else each gets all of the order.
+        is_own: whether the order is this replica's own.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        share: Shard,
+        *,
+        batch_size: int | None,
+        drop_last: bool = False,
+        is_cut: bool = False,
+        is_split: bool = True,
+        is_own: bool = False,
+    ) -> None:
+        self.order = order
+        self.share = share
+        self.is_split = is_split
+        self.is_own = is_own
+        self._is_listed = order.yields_batches
+        self._is_single = batch_size is None or self._is_listed
+        self._size = 1 if batch_size is None or self._is_listed else batch_size
+        self._drop_last = drop_last
+        self._is_cut = is_cut
+        # Positions of the order between two samples of a replica; and samples of the run that
+        # one position stands for.
+        self._stride = share.num_replicas if is_split else 1
+        self._weight = share.num_replicas // self._stride
+        # A window goes to the only replica as it is.
+        self._is_whole = share.num_replicas == 1 and not self._is_single
+
+    def turns(self, position: Position, replicas: range | None = None) -> Iterator[ReplicaIndices]:
+        """Iterate over the iterations of a pass.
+
+        Args:
+            position: where it begins; its sample is a multiple of the number of replicas.
+            replicas: for whom; the replicas of this process by default.
+        """
+        replicas = self.share.block if replicas is None else replicas
+        for window in chain.from_iterable(self._windows(position)):
+            if self._is_whole:
+                yield ReplicaIndices([window], len(window))
+                continue
+            num_items = sum(map(len, window)) if self._is_listed else len(window)
+            yield ReplicaIndices(self._hand_out(window, replicas), num_items * self._weight)
+
+    def walk(self, position: Position, ledger: deque[tuple[int, int, bool]]) -> Iterator[Keyed]:
+        """Iterate over the batches of this process, iteration by iteration, each with its key.
+
+        An iteration without a batch for this process shows in the ledger only: the step that finds
+        no more batch has entered it.
+
+        Args:
+            position: where the pass begins.
+            ledger: filled with an entry for each iteration, ahead of its batches: how many
+                replicas of the process have one, positions that all replicas of the run consume,
+                and whether it ends the pass.
+        """
+        keys = [replace(position, replica=replica).fetch_keys() for replica in self.share.block]
+        turns, batch = self.turns(position), position.batch
+        following = next(turns, None)
+        while following is not None:
+            turn, following = following, next(turns, None)
+            ledger.append((len(turn.hands), turn.num_samples, following is None))
+            for series, indices in zip(keys, turn.hands, strict=False):
+                yield Keyed(series.at(batch), indices)
+            batch += 1
+
+    def leave(self, position: Position) -> None:
+        """Leave a pass before its end, at the position of the iteration that would follow."""
+        self.order.leave(self._position_in_order(position))
+
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+        """Return the iterations of a pass that goes on, or went on, at a position.
+
+        The first replica has the most batches, so these are its.
+        """
+        length = self.order.length
+        if length is None:
+            return None
+        total, first = length, sample // self._weight
+        if self._is_listed:
+            first, batch = 0, 0
+        if self.share.pads and self._is_cut:
+            total -= total % self._stride
+        num_left = -(-max(total - first, 0) // self._stride)
+        return batch + (num_left // self._size if self._drop_last else -(-num_left // self._size))
+
+    def indices_at(self, position: Position, dataset: Any) -> list[Any] | None:
+        """Return the indices of one iteration, of all V replicas, replica by replica.
+
+        Found on the side: nothing is fetched or moved.
+
+        Returns:
+            The indices; ``None`` where they cannot be known, where a user's sampler has split
+            them, and where there is no such iteration.
+        """
+        order = None if self.is_own else self.order.twin(dataset)
+        if order is None:
+            return None
+        twin = ShardingPlan(
+            order,
+            self.share,
+            batch_size=None if self._is_single else self._size,
+            drop_last=self._drop_last,
+            is_cut=self._is_cut,
+            is_split=self.is_split,
+        )
+        everybody = range(self.share.num_replicas)
+        turn: ReplicaIndices | None = ask_twice(
+            position, lambda: next(twin.turns(position, everybody), None)
+        )
+        if turn is None:
+            return None
+        is_flat = self._is_single and not self._is_listed
+        return turn.hands if is_flat else list(chain.from_iterable(turn.hands))
+
+    def _position_in_order(self, position: Position) -> Position:
+        """Return the position as the order counts."""
+        return replace(
+            position, batch=position.batch * self._stride, sample=position.sample // self._weight
+        )
+
+    def _windows(self, position: Position) -> Iterator[list[list[Any]]]:
+        """Cut the order into what all replicas get in one iteration, several at once."""
+        width = self._size * self._stride
+        num_head = 0 if self._is_cut or not self.share.pads or self._stride == 1 else self._stride
+        blocks, head = self.order.blocks_and_head(self._position_in_order(position), num_head)
+        # With as many samples or less, not even the first replica's batch is complete.
+        too_few = width - self._stride if self._drop_last else 0
+        for windows in cut(blocks, width):
+            if len(windows[0]) == width:
+                yield windows
+            elif len(rest := self._even_out(windows[0], head)) > too_few:
+                yield [rest]
+
+    def _even_out(self, window: list[Any], head: Iterable[Any]) -> list[Any]:
+        """Pad or cut the end of the order, so that all replicas get as much of it."""
+        surplus = len(window) % self._stride
+        if not self.share.pads or not surplus:
+            return window
+        if self._is_cut:
+            return window[: len(window) - surplus]
+        first = list(head)
+        return window + [first[i % len(first)] for i in range(self._stride - surplus)]
+
+    def _hand_out(self, window: list[Any], replicas: range) -> list[Any]:
+        stride = self._stride
+        if self._is_single:
+            items = [window[r % stride] for r in replicas if r % stride < len(window)]
+            # Copied: a list may be given to several, or again as padding, and be changed there.
+            is_copied = self._is_listed and self.share.num_replicas > 1
+            return list(map(list, items)) if is_copied else items
+        least = self._size if self._drop_last else 1
+        hands = [window[replica % stride :: stride] for replica in replicas]
+        return [hand for hand in hands if len(hand) >= least]
+
+
+def make_sharding_plan(loader: KeyedLoader, share: Shard) -> ShardingPlan:
+    """Return how the order of a loader of ours is dealt out (H9).
+
+    Raises:
+        ArgumentError: for a sampler that splits the order itself, and not as this run is split.
+    """
+    params, order = loader.params, loader.batches.order
+    drop_last = params.drop_last
+    sampler, is_cut = order.sampler, drop_last
+    is_split, is_own = not (share.pads and params.is_distributed is False), False
+    if share.num_replicas == 1:
+        # One replica takes its sampler at its word, also one that gives a part of the data.
+        is_split = True
+    elif has_whole_order(sampler):
+        if params.sampler is not None:
+            _check_number(sampler, share)
+        order, is_split, is_cut = GlobalOrder(sampler), True, sampler.drop_last
+    elif split := [part for part in parts_of(sampler) if isinstance(part, DistributedSampler)]:
+        for part in split:
+            _check_own(part, share)
+        is_split, is_own = False, True
+    elif isinstance(sampler, BatchSampler):
+        is_cut = sampler.drop_last
+    return ShardingPlan(
+        order,
+        share,
+        batch_size=params.batch_size,
+        drop_last=drop_last,
+        is_cut=is_cut,
+        is_split=is_split,
+        is_own=is_own,
+    )
+
+
+def _check_number(sampler: DistributedSampler[Any], share: Shard) -> None:
+    if sampler.num_replicas != share.num_replicas:
+        raise ArgumentError(
+            f"{type(sampler).__name__}(num_replicas=...) must be the number of replicas of the "
+            f"run, {share.num_replicas}, got {sampler.num_replicas}. Leave the sampler out: with "
+            "is_distributed=None the trainer's data is shared by all replicas."
+        )
+
+
+def _check_own(sampler: DistributedSampler[Any], share: Shard) -> None:
+    """Check a user's sampler that gives the samples of one replica and no whole order."""
+    _check_number(sampler, share)
+    if len(share.block) != 1 or sampler.rank != share.block.start:
+        raise ArgumentError(
+            f"{type(sampler).__name__}, which splits the data by rank, must be the sampler of the "
+            f"one replica of its process, got rank {sampler.rank} where the process carries "
+            f"replicas {list(share.block)}. Derive it from ResumableSampler and give the order of "
+            "all samples, which is dealt out to the replicas; or start as many processes as "
+            "replicas, each with its own rank."
+        )

@@ -1,0 +1,136 @@
+"""A source whose passes end after some batches, for quick trials; all else is as without limit."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from helios.data.interfaces import BatchIterator, Source
+
+
+@final
+class TruncatedSource(Source):
+    """The data of one loader, of which each pass gives the first batches only.
+
+    Args:
+        source: the whole data.
+        limit: the most batches of a pass.
+    """
+
+    def __init__(self, source: Source, limit: int) -> None:
+        self.name = source.name
+        self.loader = source.loader
+        self._source = source
+        self._limit = limit
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the data is, and the limit."""
+        return {**self._source.description, "limit_batches": self._limit}
+
+    @property
+    def length(self) -> int | None:
+        """As without limit."""
+        return self._source.length
+
+    @property
+    def pass_length(self) -> int | None:
+        """As without limit."""
+        return self._source.pass_length
+
+    @property
+    def can_resume(self) -> bool:
+        """As without limit."""
+        return self._source.can_resume
+
+    @property
+    def claimant(self) -> str | None:
+        """As without limit."""
+        return self._source.claimant
+
+    @property
+    def claimed(self) -> tuple[object, ...]:
+        """As without limit."""
+        return self._source.claimed
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """As without limit."""
+        return self._source.missing
+
+    @property
+    def level(self) -> str:
+        """As without limit."""
+        return self._source.level
+
+    @property
+    def remedy(self) -> str:
+        """As without limit."""
+        return self._source.remedy
+
+    @property
+    def ends_together(self) -> bool:
+        """As without limit."""
+        return self._source.ends_together
+
+    @property
+    def state_is_per_process(self) -> bool:
+        """As without limit."""
+        return self._source.state_is_per_process
+
+    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+        """Begin a pass; one that stands at or behind the limit gives nothing more."""
+        batches = self._source.batches(epoch, batch=batch, sample=sample)
+        whole = self._source.num_batches(batch=batch, sample=sample)
+        if whole is not None and whole <= self._limit:
+            return batches
+        return _LimitedBatches(batches, self._limit - batch)
+
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+        """Return the batches of a whole pass that goes on at a position, up to the limit.
+
+        A lowered limit takes nothing back: those before the position count in any case.
+        """
+        whole = self._source.num_batches(batch=batch, sample=sample)
+        return None if whole is None else min(whole, max(self._limit, batch))
+
+    def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
+        """Return the indices of one batch's samples; ``None`` behind the limit, too."""
+        if batch >= self._limit:
+            return None
+        return self._source.indices(epoch, batch=batch, sample=sample)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the whole data."""
+        return self._source.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state back."""
+        self._source.load_state_dict(state_dict)
+
+    def close(self) -> None:
+        """End the workers that live from pass to pass."""
+        self._source.close()
+
+
+@final
+class _LimitedBatches(BatchIterator):
+    """A pass that ends after some batches, though there are more."""
+
+    def __init__(self, batches: BatchIterator, num_left: int) -> None:
+        self._batches = batches
+        self._num_left = num_left
+
+    def __next__(self) -> Any:
+        if self._num_left <= 0:
+            self.close()
+            raise StopIteration
+        batch = next(self._batches)
+        self._num_left -= 1
+        self.num_samples = self._batches.num_samples
+        self.is_last = self._batches.is_last or self._num_left == 0
+        return batch
+
+    def close(self) -> None:
+        """End the pass and its workers."""
+        self._num_left = 0
+        self._batches.close()

@@ -1,0 +1,251 @@
+"""Other processes: who we are among them, and the collectives that users call by name.
+
+Everything here also works without a process group, as rank 0 of one process; only the two
+collectives ask for one. The environment variables of torchrun are read here; how groups are joined
+and left is in ``helios.distributed.process_groups``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from helios.distributed.process_groups import (
+    DistributedInfo,
+    collective,
+    destroy_group,
+    is_dist_active,
+    join_group,
+    own_membership,
+)
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+
+TORCHRUN_VARIABLES = (
+    "LOCAL_RANK",
+    "RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "LOCAL_WORLD_SIZE",
+    "WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+)
+
+
+# Not all of gloo's collectives take tensors of GPUs, and none of NCCL's takes others.
+_HOMES = {"gloo": "cpu", "nccl": "cuda"}
+# The name before PyTorch 2.13, which warns of it now.
+_GATHER = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
+
+
+def is_using_torchrun() -> bool:
+    """Return whether torchrun started this process: all of its variables are set (H48)."""
+    return all(name in os.environ for name in TORCHRUN_VARIABLES)
+
+
+def init_dist(
+    backend: str = "nccl", rank: int | None = None, world_size: int | None = None
+) -> None:
+    """Join the process group.
+
+    Under torchrun its variables say who takes part. Otherwise pass ``rank`` and ``world_size``:
+    the processes meet at ``MASTER_ADDR`` (this machine where it is not set) and ``MASTER_PORT``; a
+    single process needs no port (H51).
+
+    Args:
+        backend: ``"nccl"`` for CUDA, ``"gloo"`` for CPU.
+        rank: number of this process, from 0.
+        world_size: number of processes.
+
+    Raises:
+        ArgumentError: when only one of ``rank`` and ``world_size`` is given (a ``ValueError``).
+        UsageError: when nothing says who takes part, or where several processes meet (a
+            ``RuntimeError``).
+    """
+    meeting = "env://"
+    if rank is None and world_size is None:
+        _require_variables("init_dist()", ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    elif rank is None or world_size is None:
+        raise ArgumentError(
+            "init_dist(rank=..., world_size=...) must get both or neither, got "
+            f"rank={rank}, world_size={world_size}; pass both, or none under torchrun."
+        )
+    elif world_size > 1:
+        _require_variables(f"init_dist(world_size={world_size})", ("MASTER_PORT",))
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        meeting = f"tcp://{host}:{os.environ['MASTER_PORT']}"
+    info = _read_place(rank, world_size)
+    device = torch.device("cuda", info.local_rank) if backend == "nccl" else None
+    join_group(info, backend=backend, meeting=meeting, device=device)
+
+
+def _require_variables(caller: str, names: tuple[str, ...]) -> None:
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"{caller} must know where the processes meet, but the environment variables "
+            f"{', '.join(missing)} are not set. Start the script by torchrun, or set MASTER_PORT "
+            "to a free port of rank 0's machine (and MASTER_ADDR to that machine, where there are "
+            "several) for all processes."
+        )
+
+
+def _read_place(rank: int, world_size: int) -> DistributedInfo:
+    return DistributedInfo(
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        rank=rank,
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        world_size=world_size,
+    )
+
+
+def shutdown_dist() -> None:
+    """Leave the process group without waiting for others; nothing where there is none."""
+    if is_dist_active():
+        destroy_group()
+
+
+def get_dist_info() -> DistributedInfo:
+    """Return where this process stands; without a process group, rank 0 of 1 (DESIGN C9).
+
+    In a group that Helios has not joined, a launcher that does not set ``LOCAL_RANK`` and
+    ``LOCAL_WORLD_SIZE`` is taken to have started all processes on this machine.
+    """
+    if not is_dist_active():
+        return DistributedInfo()
+    known = own_membership()
+    if known is not None:
+        return known.info
+    return _read_place(dist.get_rank(), dist.get_world_size())
+
+
+def describe_rank() -> str:
+    """Return e.g. ``"rank 2 of 4"`` for log lines; empty in a lone process."""
+    info = get_dist_info()
+    return f"rank {info.rank} of {info.world_size}" if info.world_size > 1 else ""
+
+
+def get_local_rank() -> int:
+    """Return the number of this process on its machine, from 0."""
+    return get_dist_info().local_rank
+
+
+def get_global_rank() -> int:
+    """Return the number of this process among all, from 0."""
+    return get_dist_info().rank
+
+
+def get_local_world_size() -> int:
+    """Return the number of processes on this machine."""
+    return get_dist_info().local_world_size
+
+
+def get_world_size() -> int:
+    """Return the number of all processes."""
+    return get_dist_info().world_size
+
+
+def gather_into_tensor(tensor: torch.Tensor, size: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
+    """Join the tensors of all processes into one, on the device of ``tensor`` (H64).
+
+    It may lie elsewhere than the backend wants it: it is moved there, and the result back.
+
+    Args:
+        tensor: what this process adds; of the same shape everywhere.
+        size: shape of the result: the tensors concatenated, or stacked, in the order of ranks.
+        **kwargs: further arguments of ``torch.distributed.all_gather_single``, such as ``group``.
+
+    Raises:
+        ArgumentError: for a size of another number of elements (a ``ValueError``).
+        UsageError: without a process group, or after a collective has failed (a
+            ``RuntimeError``).
+    """
+    group = kwargs.get("group")
+    count = dist.get_world_size(group) if is_dist_active() else 1
+    if is_dist_active() and math.prod(size) != count * tensor.numel():
+        raise ArgumentError(
+            f"gather_into_tensor(size=...) must have room for {count} tensors of shape "
+            f"{tuple(tensor.shape)}, got {tuple(size)}. Pass e.g. {(count, *tensor.shape)}."
+        )
+    with collective("gather_into_tensor"):
+        own = tensor.detach().to(home_of(tensor, group)).reshape(-1)
+        # Backends disagree on which shapes belong together; none does on flat ones.
+        out = own.new_empty(count * own.numel())
+        _GATHER(out, own, **kwargs)
+    return out.view(size).to(tensor.device)
+
+
+def all_reduce_tensors(
+    tensor: torch.Tensor | list[torch.Tensor] | list[float], **kwargs: Any
+) -> torch.Tensor:
+    """Sum a tensor over all processes (H64).
+
+    The order in which ranks are added is the backend's, so the sum of floats is not promised to
+    be the same on another number of processes.
+
+    Args:
+        tensor: a tensor, which is changed in place, wherever it lies; or a list of tensors of one
+            shape, or of numbers, which is stacked into a new one where the backend wants it.
+        **kwargs: further arguments of ``torch.distributed.all_reduce``, such as ``op``.
+
+    Returns:
+        The reduced tensor.
+
+    Raises:
+        UsageError: without a process group, or after a collective has failed (a
+            ``RuntimeError``).
+    """
+    with collective("all_reduce_tensors"):
+        if isinstance(tensor, list):
+            tensor = torch.stack([torch.as_tensor(item).detach() for item in tensor])
+            tensor = tensor.to(home_of(tensor, kwargs.get("group")))
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(
+                f"all_reduce_tensors(tensor=...) must be a tensor or a list, got {tensor!r}. Pass "
+                "[value] for a number."
+            )
+        moved = tensor.detach().to(home_of(tensor, kwargs.get("group")))
+        dist.all_reduce(moved, **kwargs)
+        if moved.device != tensor.device:
+            tensor.detach().copy_(moved)
+    return tensor
+
+
+def home_of(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where a group's backend wants a tensor: its own place, where that will do.
+
+    Args:
+        tensor: what is to be sent.
+        group: the process group; None for that of all processes.
+    """
+    kind = _HOMES.get(dist.get_backend(group), tensor.device.type)
+    if kind == tensor.device.type:
+        return tensor.device
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def global_print(*args: Any, global_rank: int = 0, **kwargs: Any) -> None:
+    """Print on one rank only; takes the arguments of ``print``."""
+    if not is_dist_active() or get_global_rank() == global_rank:
+        print(*args, **kwargs)  # noqa: T201
+
+
+def local_print(*args: Any, local_rank: int = 0, **kwargs: Any) -> None:
+    """Print on one rank of each machine only; takes the arguments of ``print``."""
+    if not is_dist_active() or get_local_rank() == local_rank:
+        print(*args, **kwargs)  # noqa: T201
+
+
+def safe_barrier(**kwargs: Any) -> None:
+    """Wait until all processes are here; nothing without a process group."""
+    if is_dist_active():
+        with collective("safe_barrier"):
+            dist.barrier(**kwargs)

@@ -1,0 +1,106 @@
+"""A module that adds its gradients over processes during backward, for steps that the user makes.
+
+It is PyTorch's own data-parallel wrapper; only the sum is ours, along the tree, so its bits are
+those of the default path, where the loops add gradients after backward.
+"""
+
+# No postponed annotations here: PyTorch compares those of a communication hook with the classes.
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from helios.core.wrappers import inside
+from helios.distributed.collectives import home_of
+from helios.distributed.process_groups import collective, is_dist_active
+from helios.engines.metric_sync import make_reducer
+from helios.errors import ArgumentTypeError, UsageError
+from helios.replicas.replicas import Replicas
+from helios.replicas.tree_reducer import TreeReducer
+
+_OWN_OPTIONS = ("device_ids", "output_device", "process_group")
+
+
+def wrap(
+    module: nn.Module,
+    device: torch.device,
+    replicas: Replicas,
+    *,
+    sync_bn: bool = False,
+    options: dict[str, Any] | None = None,
+) -> nn.Module:
+    """Return a module whose backward leaves the mean gradient; see ``Engine.wrap``."""
+    options = options or {}
+    _check(module, options)
+    module = module.to(device)
+    if not is_dist_active() or is_wrapped(module):
+        return module
+    _check_replicas(replicas)
+    if sync_bn:
+        if device.type == "cpu":
+            raise UsageError(
+                "Engine.wrap(sync_bn=True) needs GPUs: PyTorch's SyncBatchNorm does not work on "
+                "the CPU. Leave it out there."
+            )
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    ids = None if device.type == "cpu" else [device]
+    with collective("wrap"):
+        wrapped = DistributedDataParallel(module, device_ids=ids, **options)
+        wrapped.register_comm_hook(make_reducer(), _add_along_tree)
+    return wrapped
+
+
+def _check(module: object, options: dict[str, Any]) -> None:
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(
+            f"Engine.wrap(module=...) must be a module, got {module!r}. Wrap each of several by "
+            "itself."
+        )
+    for name in _OWN_OPTIONS:
+        if name in options:
+            raise UsageError(
+                f"Engine.wrap({name}=...) must be left out, got {options[name]!r}. The engine has "
+                "a device and a group already."
+            )
+
+
+def _check_replicas(replicas: Replicas) -> None:
+    count = dist.get_world_size()
+    if replicas.num_replicas not in (1, count):
+        raise UsageError(
+            f"Engine.wrap(...) adds one gradient of each process, but the run is defined over "
+            f"{replicas.num_replicas} replicas and {count} processes carry them. Start as many "
+            "processes as replicas, or let train_step return its loss."
+        )
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Return whether a module adds its gradients over processes already (E18)."""
+    layer: nn.Module | None = module
+    while layer is not None:
+        if isinstance(layer, DistributedDataParallel):
+            return True
+        layer = inside(layer)
+    return False
+
+
+def _add_along_tree(
+    reducer: TreeReducer,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Make the mean of a bucket: the hook that the wrapper calls when its gradients are there."""
+    buffer = bucket.buffer()
+    with torch.no_grad(), collective("backward"):
+        flat = buffer.to(home_of(buffer))
+        total = reducer.all_reduce({reducer.nodes[0]: flat})
+        if total.data_ptr() != buffer.data_ptr():
+            buffer.copy_(total)
+    buffer.div_(dist.get_world_size())
+    devices = [] if buffer.device.type == "cpu" else [buffer.device]
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(buffer)
+    return future

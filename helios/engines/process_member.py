@@ -1,0 +1,208 @@
+"""A process on its device, among the others of a run: who it is, and what they do together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helios.distributed.collectives import get_dist_info, safe_barrier
+from helios.distributed.process_groups import is_dist_active, leave_group
+from helios.engines import manual_join, metric_sync
+from helios.engines.device import sync_to_device
+from helios.errors import ArgumentError, ArgumentTypeError
+from helios.launch import launcher
+
+
+def _as_device(device: object) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(device, torch.device):
+        return device
+    rule = "Engine(device=...) must be a torch.device, the name of one or None"
+    if not isinstance(device, str):
+        raise ArgumentTypeError(f'{rule}, got {device!r}. Pass e.g. "cuda:1".')
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(f'{rule}, got {device!r}. Pass e.g. "cuda:1". ({error})') from error
+
+
+def redefines(owner: object, base: type, name: str) -> bool:
+    """Return whether a user has redefined a method: in a class that derives, or on an object."""
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
+
+
+class ProcessMember:
+    """A process on a device; the base of ``Engine``.
+
+    Everything here also works outside of a process group, as the one process of a run.
+
+    Args:
+        device: where this process computes, by object or name; ``None`` for the first GPU, or the
+            CPU where there is none (E3).
+
+    Attributes:
+        device: as given.
+
+    Raises:
+        ArgumentError: for a name that is no device's.
+        ArgumentTypeError: for something else than a device.
+    """
+
+    _internals: ClassVar[str] = "_has_joined _means device"
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self.device = _as_device(device)
+        self._means: metric_sync.MetricMean | None = None
+        self._has_joined = False
+
+    def sync_device(self, value: Any) -> Any:
+        """Return a value with all that can be moved on the device (E7).
+
+        Goes into dicts, lists, tuples, named tuples and dataclasses, which are copied; moves
+        tensors and modules, and makes tensors of NumPy's arrays. Other values stay as they are.
+        """
+        return sync_to_device(value, self.device)
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all, from 0; -1 outside of a process group (E4, C9)."""
+        return get_dist_info().rank if self.is_ddp else -1
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this process among all, from 0; 0 outside of a process group too."""
+        return max(self.rank, 0)
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine, from 0; -1 outside of a process group."""
+        return get_dist_info().local_rank if self.is_ddp else -1
+
+    @property
+    def world_size(self) -> int:
+        """Number of all processes."""
+        return get_dist_info().world_size
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the process group's backend; ``None`` outside of one."""
+        return str(dist.get_backend()) if self.is_ddp else None
+
+    @property
+    def is_ddp(self) -> bool:
+        """Whether this process is in a process group."""
+        return is_dist_active()
+
+    @property
+    def is_master_process(self) -> bool:
+        """Whether this process is the first one, or alone."""
+        return self.rank <= 0
+
+    @property
+    def is_worker_process(self) -> bool:
+        """Whether this process is another one than the first."""
+        return self.rank > 0
+
+    def sync_tensor(self, tensor: Tensor, mode: str | None = None) -> Any:
+        """Return a tensor's sum, mean or values over all processes; all of them call it (E9-E13).
+
+        Sums run along the tree over processes, so they do not depend on the backend.
+
+        Args:
+            tensor: this process's; it is not changed, and no gradient flows back.
+            mode: ``"sum"``; ``"mean"``, of floating point also for integers; or ``"all"``, the list
+                of the tensors in the order of ranks, whose shapes and types may differ. May be left
+                out in a lone process, which gets the same tensor back in every mode.
+
+        Raises:
+            ArgumentError: for an unknown mode, and for none where there are several processes.
+            UsageError: for a sum or mean of different shapes or types.
+        """
+        return metric_sync.sync_tensor(tensor, mode)
+
+    def sync_metrics(self, metrics: Mapping[str, Any], weight: float = 1) -> Mapping[str, Any]:
+        """Return the weighted mean of each metric over all processes, in one exchange (E14).
+
+        Args:
+            metrics: numbers by name; a process may lack one.
+            weight: what this process's count for, such as its number of samples.
+
+        Raises:
+            ArgumentError: for a weight that is negative or not finite.
+            UsageError: where all weights of a metric are zero.
+        """
+        if not (isinstance(weight, int | float) and 0 <= weight < math.inf):
+            raise ArgumentError(
+                "Engine.sync_metrics(weight=...) must be a number of at least 0, got "
+                f"{weight!r}. Pass the number of samples, or leave it out."
+            )
+        if not self.is_ddp:
+            return metrics
+        if self._means is None or not self._means.is_of_present_group():
+            self._means = metric_sync.MetricMean()
+        return self._means.mean(metrics, weight)
+
+    def barrier(self) -> None:
+        """Wait until all processes are here; nothing outside of a process group."""
+        safe_barrier()
+
+    def ddp_sync_run(self) -> AbstractContextManager[None]:
+        """Return a context whose block runs on rank 0 first, then on all others (E15).
+
+        So rank 0 downloads, and the others find what it has downloaded. Where the block fails on
+        one process, that error is raised there, and a ``RankError`` that names it on all others.
+        """
+        return metric_sync.first_rank_first("ddp_sync_run")
+
+    def spawn(self, function: Callable[..., Any], *args: Any, num_processes: int = 1) -> list[Any]:
+        """Run ``function(rank, *args)`` in processes that form a group (E30); returns the results.
+
+        Args:
+            function: what to run; defined at the top level of a module.
+            *args: what to hand over, besides the rank from 0.
+            num_processes: how many. One is a plain call in this process, without a group. On GPUs
+                each has one, from the first on.
+        """
+        if num_processes == 1:
+            return [function(max(self.rank, 0), *args)]
+        devices = range(num_processes) if self.device.type == "cuda" else None
+        return launcher.spawn(function, num_processes, args, devices=devices)
+
+    def setup_process(
+        self, rank: int | None = None, world_size: int | None = None, *, meeting: str = ""
+    ) -> None:
+        """Join the other processes, if there are any; not needed inside of a trainer (E31, E32).
+
+        Afterwards a device without a number is this process's own.
+
+        Args:
+            rank: number of this process, from 0; left out, the launcher knows (torchrun, srun).
+            world_size: number of all processes; likewise.
+            meeting: where they find each other, such as ``"file:///path"`` of a new file, or
+                ``"tcp://host:port"``; the launcher knows.
+
+        Raises:
+            ArgumentError: for one of ``rank`` and ``world_size`` without the other.
+            UsageError: where nothing says where to meet.
+        """
+        self.device, has_joined = manual_join.join_process_group(
+            self.device, rank, world_size, meeting
+        )
+        self._has_joined |= has_joined
+
+    def cleanup_process(self, *, is_failing: bool = False) -> None:
+        """Leave the group that :meth:`setup_process` has joined; nothing where it has not.
+
+        Args:
+            is_failing: whether an error is on its way: then nobody is waited for (E19).
+        """
+        if self._has_joined:
+            self._has_joined = False
+            leave_group(is_failing=is_failing)

@@ -1,0 +1,312 @@
+"""How this process was started, and starting more of them.
+
+torchrun and srun start all processes before the script runs; a script that is run by plain Python
+may start them itself, by :func:`spawn`. The environment variables of SLURM are read here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helios.core.signal_watch import SignalReceiver
+from helios.distributed.collectives import TORCHRUN_VARIABLES, get_dist_info
+from helios.distributed.process_groups import DEFAULT_TIMEOUT, DistributedInfo, is_dist_active
+from helios.errors import ArgumentError, UsageError
+from helios.launch.ipc import RANK_NAME, Job, LaunchQueue, pack, refuse_nested_start
+from helios.launch.supervisor import Supervisor
+from helios.launch.worker import WorkerConfig
+
+_CUBLAS_VARIABLE, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+_SRUN_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID")
+# Below the ports that systems give to outgoing connections.
+_FIRST_PORT, _NUM_PORTS = 15000, 15000
+
+
+class LaunchKind(Enum):
+    """Who has started this process."""
+
+    PYTHON = "python"
+    TORCHRUN = "torchrun"
+    SRUN = "srun"
+    SPAWN = "spawn"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Attributes:
+        kind: by whom.
+        rank: its number among all processes, from 0.
+        world_size: all processes.
+        local_rank: its number on this machine, from 0.
+        local_world_size: processes on this machine.
+        restart_count: how often the launcher has started all of them again.
+        meeting: where the ranks find each other, for ``join_group``; empty for one process, and in
+            the ranks of :func:`spawn`, which are in their group already.
+    """
+
+    kind: LaunchKind = LaunchKind.PYTHON
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+    meeting: str = ""
+
+    @property
+    def info(self) -> DistributedInfo:
+        """Where this process stands among all."""
+        return DistributedInfo(
+            local_rank=self.local_rank,
+            rank=self.rank,
+            local_world_size=self.local_world_size,
+            world_size=self.world_size,
+        )
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] | None = None) -> Launch:
+        """Find out how this process was started.
+
+        A single task of srun counts as plain Python, which may start more processes.
+
+        Args:
+            environment: the environment variables; None for those of this process.
+
+        Raises:
+            UsageError: for variables that say that there are several processes, but not how they
+                find each other (a ``RuntimeError``).
+        """
+        variables: Mapping[str, str] = os.environ if environment is None else environment
+        if multiprocessing.current_process().name.startswith(RANK_NAME):
+            return _describe_spawned()
+        if all(name in variables for name in TORCHRUN_VARIABLES):
+            return _read_torchrun(variables)
+        if all(name in variables for name in _SRUN_VARIABLES):
+            launch = _read_srun(variables)
+            if launch.world_size > 1:
+                return launch
+        _refuse_other_launchers(variables)
+        return cls(restart_count=_number(variables, "SLURM_RESTART_COUNT", default=0))
+
+
+def _describe_spawned() -> Launch:
+    info = get_dist_info()
+    return Launch(
+        kind=LaunchKind.SPAWN,
+        rank=info.rank,
+        world_size=info.world_size,
+        local_rank=info.local_rank,
+        local_world_size=info.local_world_size,
+    )
+
+
+def _read_torchrun(variables: Mapping[str, str]) -> Launch:
+    return Launch(
+        kind=LaunchKind.TORCHRUN,
+        rank=_number(variables, "RANK"),
+        world_size=_number(variables, "WORLD_SIZE"),
+        local_rank=_number(variables, "LOCAL_RANK"),
+        local_world_size=_number(variables, "LOCAL_WORLD_SIZE"),
+        restart_count=_number(variables, "TORCHELASTIC_RESTART_COUNT"),
+        meeting="env://",
+    )
+
+
+def _read_srun(variables: Mapping[str, str]) -> Launch:
+    # The numbers of the step come first: it may have fewer tasks than the job.
+    world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    return Launch(
+        kind=LaunchKind.SRUN,
+        rank=_number(variables, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(variables, "SLURM_LOCALID"),
+        local_world_size=_count_local_tasks(variables, world_size),
+        restart_count=_number(variables, "SLURM_RESTART_COUNT", default=0),
+        meeting=_find_srun_meeting(variables) if world_size > 1 else "",
+    )
+
+
+def _find_srun_meeting(variables: Mapping[str, str]) -> str:
+    host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+    nodes = _number(variables, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
+    if not host and nodes > 1:
+        raise UsageError(
+            f"srun has started this training on {nodes} machines, but MASTER_ADDR does not say "
+            "where rank 0 runs. Put this line before srun: export MASTER_ADDR=$(scontrol show "
+            'hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        )
+    if not port:
+        # The same for all tasks of a step, another one for the next step or job.
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        step = ".".join(variables.get(name, "") for name in names)
+        port = str(_FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS)
+    return f"tcp://{host or '127.0.0.1'}:{port}"
+
+
+def _count_local_tasks(variables: Mapping[str, str], world_size: int) -> int:
+    """Return the tasks on this machine, of a text such as ``"4(x2),3"`` for three machines."""
+    text = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for number, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(number)] * int(repeats or 1)
+    node = _number(variables, "SLURM_NODEID", default=0)
+    return counts[node] if node < len(counts) else world_size
+
+
+def _refuse_other_launchers(variables: Mapping[str, str]) -> None:
+    """Refuse to train alone where something else has started several processes."""
+    if is_dist_active():
+        # The script itself has joined them.
+        return
+    if "RANK" not in variables or _number(variables, "WORLD_SIZE", default=1) == 1:
+        return
+    missing = [name for name in TORCHRUN_VARIABLES if name not in variables]
+    raise UsageError(
+        f"The environment variable WORLD_SIZE={variables['WORLD_SIZE']} says that there are "
+        f"several processes, but torchrun has not started them: {', '.join(missing)} are not set. "
+        "Start the script by torchrun on every machine, or unset RANK and WORLD_SIZE to train "
+        "alone."
+    )
+
+
+def _number(variables: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    """Return the first of these variables that is set."""
+    for name in names:
+        text = variables.get(name)
+        if text:
+            try:
+                return int(text)
+            except ValueError:
+                raise UsageError(
+                    f"The environment variable {name} must be an integer, got {text!r}. Start the "
+                    "script by torchrun, srun or plain python, or correct it."
+                ) from None
+    if default is None:
+        raise UsageError(
+            f"The environment variable {names[0]} must be set by the launcher, but is not. Start "
+            "the script by torchrun, srun or plain python."
+        )
+    return default
+
+
+def require_deterministic_cublas() -> None:
+    """Have cuBLAS add in one order: a variable says so, which it reads once, when CUDA starts.
+
+    Raises:
+        UsageError: if it is too late to set the variable, or if it says something else (a
+            ``RuntimeError``).
+    """
+    present = os.environ.get(_CUBLAS_VARIABLE)
+    if present in _CUBLAS_VALUES:
+        return
+    has_begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if present is None and not has_begun:
+        os.environ[_CUBLAS_VARIABLE] = _CUBLAS_VALUES[0]
+        return
+    reason = (
+        "CUDA was used before the trainer was made, so that it is too late to set it here"
+        if present is None
+        else f"it is {present!r}"
+    )
+    raise UsageError(
+        f"Trainer(enable_deterministic=True) on a GPU needs the environment variable "
+        f"{_CUBLAS_VARIABLE} to be {' or '.join(_CUBLAS_VALUES)}, but {reason}. Set it before the "
+        f"script starts: export {_CUBLAS_VARIABLE}={_CUBLAS_VALUES[0]}"
+    )
+
+
+def spawn(
+    function: Callable[..., Any],
+    num_processes: int,
+    args: Sequence[Any] = (),
+    *,
+    devices: Sequence[int] | None = None,
+    queue: LaunchQueue | None = None,
+    signals: SignalReceiver | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> list[Any]:
+    """Run ``function(rank, *args)`` in several processes that form a process group (H51, E30).
+
+    Each process starts afresh, imports the script and gets a copy of everything, tensors by value.
+    It joins the groups before the function is called and leaves them after it. Together they have
+    as many threads as this process, unless ``OMP_NUM_THREADS`` says how many each has. When one
+    fails, the others are ended within ten seconds; when this process ends, however that happens,
+    all of them end, with everything that they have started.
+
+    Args:
+        function: what to run; defined at the top level of a module.
+        num_processes: how many.
+        args: what to hand over, besides the rank.
+        devices: the numbers of their GPUs; None for the CPU.
+        queue: takes in what ranks put into it; also to be found among ``args`` (H65).
+        signals: notes signals in this process, which are passed on to the ranks. Any other one,
+            and a second Ctrl-C, ends all of them.
+        timeout: of the collectives of the default group.
+
+    Returns:
+        The results by rank; each must be something that can be pickled.
+
+    Raises:
+        BaseException: the error of the rank that failed first, of the same type where it can be
+            pickled; its cause shows the rank and the traceback (H63).
+        RankError: when a rank was ended by a signal, or ended without a word (a ``RuntimeError``).
+        SystemExit: when a rank gave up on a signal, with the code 75 that it ended with.
+        UsageError: when something cannot be handed over, or when the script cannot be imported or
+            starts the training again while it is (a ``RuntimeError``).
+        ArgumentError: for a wrong number of processes or devices (a ``ValueError``).
+    """
+    refuse_nested_start()
+    _check_counts(num_processes, devices)
+    if is_dist_active():
+        raise UsageError(
+            "spawn(...) must be called outside of a process group, and this process is in one. "
+            "Leave it first, or start the script by torchrun alone."
+        )
+    job = pack(Job(function, tuple(args)), "spawn(function=..., args=...)", "", queue)
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    with tempfile.TemporaryDirectory(prefix="helios-") as folder:
+        places = [
+            WorkerConfig(
+                info=DistributedInfo(rank, rank, num_processes, num_processes),
+                backend="gloo" if devices is None else "nccl",
+                meeting=Path(folder, "meeting").as_uri(),
+                timeout=timeout,
+                device=None if devices is None else devices[rank],
+                num_threads=_share_threads(num_processes),
+                start_method=start_method,
+            )
+            for rank in range(num_processes)
+        ]
+        return Supervisor(places, job, queue=queue, signals=signals).run()
+
+
+def _share_threads(num_processes: int) -> int | None:
+    """Return the threads of each rank: together as many as this process has."""
+    if os.environ.get("OMP_NUM_THREADS"):
+        return None
+    return max(1, torch.get_num_threads() // num_processes)
+
+
+def _check_counts(num_processes: int, devices: Sequence[int] | None) -> None:
+    if type(num_processes) is not int or num_processes < 1:
+        raise ArgumentError(
+            f"spawn(num_processes=...) must be a positive int, got {num_processes!r}. Pass e.g. 2."
+        )
+    if devices is not None and len(set(devices)) != num_processes:
+        raise ArgumentError(
+            f"spawn(devices=...) must name a GPU for each of {num_processes} processes, got "
+            f"{list(devices)}. Pass as many different numbers, or None for the CPU."
+        )

@@ -1,0 +1,297 @@
+"""The launcher's side of its ranks: start them, take in what they send, and end them all.
+
+One loop does everything, without threads: it hands over the work, collects items and results while
+ranks run (so that no rank waits for a full pipe), notices how they end, and finds the first cause
+of a failure among the errors that follow from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, held_back, name_of
+from helios.errors import RankError, UsageError
+from helios.launch.ipc import (
+    RANK_NAME,
+    UNGUARDED_EXIT,
+    LaunchQueue,
+    describe_unguarded_script,
+    unpack,
+)
+from helios.launch.worker import DONE, FAILED, ITEM, READY, Failure, WorkerConfig, run_rank
+
+_LOGGER = logging.getLogger(__name__)
+# How long the loop waits for news, and so how late a signal may be passed on.
+_IDLE_SECONDS = 0.1
+_BUSY_SECONDS = 0.02
+# After a failure: that long for the ranks to end by themselves, then again after SIGTERM. Both
+# together stay well below the ten seconds that a scheduler gives.
+GRACE_SECONDS = 3.0
+
+
+class RankTracebackError(Exception):
+    """The traceback of an error in a rank, shown as the cause of the same error in the launcher."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+@dataclasses.dataclass
+class _Rank:
+    """A process and what is known of it."""
+
+    number: int
+    process: BaseProcess
+    connection: Connection
+    is_open: bool = True
+    has_begun: bool = False
+    result: bytes | None = None
+    failure: Failure | None = None
+    exit_code: int | None = None
+    end: int = 0
+    is_stopped: bool = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self.exit_code is None
+
+    @property
+    def has_trouble(self) -> bool:
+        return self.failure is not None or (not self.is_alive and self.result is None)
+
+
+class Supervisor:
+    """Runs the ranks of one launch.
+
+    Args:
+        places: where each rank stands.
+        job: the packed function and arguments.
+        queue: takes in the items of the ranks.
+        signals: notes the signals that are passed on to the ranks; ``None`` for none.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[WorkerConfig],
+        job: bytes,
+        *,
+        queue: LaunchQueue | None,
+        signals: SignalReceiver | None,
+    ) -> None:
+        self._places = places
+        self._job = job
+        self._queue = queue
+        self._receiver = signals
+        self._ranks: list[_Rank] = []
+
+    def run(self) -> list[Any]:
+        """Start the ranks and wait for them.
+
+        Returns:
+            Their results, by rank.
+
+        Raises:
+            BaseException: the first error of a rank, of its own type where that can be pickled.
+            RankError: when a rank was ended by a signal, or ended without a word.
+            UsageError: when the script starts a training while it is imported.
+            SystemExit: when a rank gave up on a signal.
+        """
+        try:
+            self._start()
+            while self._is_any_alive() and not self._has_trouble():
+                self._step()
+            if self._has_trouble():
+                self._end_all()
+        except BaseException as error:
+            self._end_all(signal.SIGINT if isinstance(error, KeyboardInterrupt) else None)
+            raise
+        finally:
+            self._clear()
+        cause = choose_cause(self._ranks)
+        if cause is not None:
+            raise_cause(cause, len(self._ranks))
+        self._warn_of_late_ends()
+        return [unpack(rank.result or b"") for rank in self._ranks]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for place in self._places:
+            ours, theirs = context.Pipe()
+            name = f"{RANK_NAME}{place.info.rank}"
+            process = context.Process(target=run_rank, args=(theirs, place), name=name)
+            self._ranks.append(_Rank(place.info.rank, process, ours))
+            try:
+                with held_back(() if self._receiver is None else self._receiver.numbers):
+                    process.start()
+            finally:
+                theirs.close()
+
+    def _is_any_alive(self) -> bool:
+        return any(rank.is_alive for rank in self._ranks)
+
+    def _has_trouble(self) -> bool:
+        return any(rank.has_trouble for rank in self._ranks)
+
+    def _step(self) -> None:
+        """Wait a moment for news, and take all of it in."""
+        for number in () if self._receiver is None else self._receiver.take():
+            self._send_signal(number)
+        is_ending = any(rank.is_alive and not rank.is_open for rank in self._ranks)
+        by_connection = {rank.connection: rank for rank in self._ranks if rank.is_open}
+        for connection in wait(list(by_connection), _BUSY_SECONDS if is_ending else _IDLE_SECONDS):
+            self._read(by_connection[connection])  # type: ignore[index]
+        for rank in self._ranks:
+            if rank.is_alive and rank.process.exitcode is not None:
+                self._note_end(rank, rank.process.exitcode)
+
+    def _note_end(self, rank: _Rank, exit_code: int) -> None:
+        while rank.is_open and rank.connection.poll():
+            self._read(rank)
+        rank.end = time.monotonic_ns()
+        rank.exit_code = exit_code
+        if exit_code:
+            _signal_group(rank, signal.SIGKILL)
+
+    def _read(self, rank: _Rank) -> None:
+        try:
+            message = rank.connection.recv_bytes()
+        except (EOFError, OSError):
+            rank.is_open = False
+            return
+        kind, data = message[:1], message[1:]
+        if kind == READY:
+            rank.has_begun = True
+            # It may be gone by now; the end of the pipe will tell.
+            with contextlib.suppress(OSError):
+                rank.connection.send_bytes(self._job)
+        elif kind == ITEM and self._queue is not None:
+            self._queue.add_packed(data)
+        elif kind == DONE:
+            rank.result = data
+        elif kind == FAILED:
+            rank.failure = pickle.loads(data)
+
+    def _end_all(self, first: signal.Signals | None = None) -> None:
+        """End all ranks: let them, or ask by a first signal; then SIGTERM; the rest is killed."""
+        for number in (first, signal.SIGTERM):
+            if number is not None:
+                self._send_signal(number)
+            for rank in self._ranks:
+                rank.is_stopped |= number is not None and rank.is_alive
+            deadline = time.monotonic() + GRACE_SECONDS
+            while self._is_any_alive() and time.monotonic() < deadline:
+                self._step()
+
+    def _send_signal(self, number: int) -> None:
+        for rank in self._ranks:
+            if rank.is_alive and rank.process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.process.pid, number)
+
+    def _clear(self) -> None:
+        """Leave nothing behind, whatever happened."""
+        started = [rank for rank in self._ranks if rank.process.pid is not None]
+        for rank in started:
+            if rank.is_alive:
+                rank.is_stopped = True
+                _signal_group(rank, signal.SIGKILL)
+        for rank in started:
+            rank.process.join()
+            if rank.is_alive:
+                self._note_end(rank, rank.process.exitcode or 0)
+        for rank in self._ranks:
+            rank.connection.close()
+            rank.process.close()
+
+    def _warn_of_late_ends(self) -> None:
+        for rank in self._ranks:
+            if rank.exit_code:
+                _LOGGER.warning(
+                    "Rank %d %s, after its work was done.", rank.number, describe_end(rank)
+                )
+
+
+def _signal_group(rank: _Rank, number: signal.Signals) -> None:
+    """Signal a rank and all that it has started."""
+    pid = rank.process.pid
+    if pid is None:
+        return
+    if sys.platform == "win32":
+        rank.process.kill()
+        return
+    try:
+        os.killpg(pid, number)
+    except (ProcessLookupError, PermissionError):
+        # It has not made its group yet, or nothing of the group is left.
+        if rank.is_alive and rank.process.exitcode is None:
+            os.kill(pid, number)
+
+
+def choose_cause(ranks: Sequence[_Rank]) -> _Rank | None:
+    """Return the rank whose trouble came first; None where all is well.
+
+    An error of a collective follows from another rank's trouble, so it counts only where there is
+    nothing else. An end that the launcher brought about is none at all.
+    """
+    troubled = [
+        rank for rank in ranks if rank.failure or (rank.has_trouble and not rank.is_stopped)
+    ]
+
+    def key(rank: _Rank) -> tuple[bool, int]:
+        if rank.failure is None:
+            return False, rank.end
+        return rank.failure.is_consequence, rank.failure.moment
+
+    return min(troubled, key=key, default=None)
+
+
+def describe_end(rank: _Rank) -> str:
+    """Return how a process ended, e.g. ``"was ended by SIGKILL"``."""
+    code = rank.exit_code or 0
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was ended by {name_of(-code)}"
+
+
+def raise_cause(rank: _Rank, count: int) -> NoReturn:
+    """Raise what happened in a rank.
+
+    Args:
+        rank: the one whose trouble came first.
+        count: number of ranks.
+    """
+    failure = rank.failure
+    if failure is not None:
+        shown = RankTracebackError(f"Rank {rank.number} of {count} raised it:\n{failure.text}")
+        try:
+            error = pickle.loads(failure.error or b"")
+        except Exception:
+            raise RankError(
+                f"Rank {rank.number} of {count} raised {failure.name}, which cannot be handed to "
+                "the process that started it; its traceback stands above."
+            ) from shown
+        raise error from shown
+    if rank.exit_code == UNGUARDED_EXIT and not rank.has_begun:
+        raise UsageError(describe_unguarded_script())
+    if rank.exit_code == TRY_AGAIN:
+        # It has told why, as one process does that ends like this.
+        raise SystemExit(TRY_AGAIN)
+    when = "before its work was done" if rank.has_begun else "while it was starting"
+    hint = ""
+    if rank.exit_code == -signal.SIGKILL:
+        hint = " Nobody but the system or a user does that; the system does when memory runs out."
+    elif not rank.has_begun:
+        hint = " What it has printed stands above."
+    raise RankError(f"Rank {rank.number} of {count} {describe_end(rank)} {when}.{hint}")

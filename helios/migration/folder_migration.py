@@ -1,0 +1,289 @@
+"""Bringing the files of a folder to the present format, each in its place and under its name.
+
+The new file is written beside the old one and takes its name in one instant; its sidecar follows.
+A kill in between leaves the old file, or the new one without a sidecar, which says of itself that
+it was migrated: a start reads either for what it is, and the next migration completes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint import file_names, loading, schema_upgrades
+from helios.checkpoint.sidecar import Sidecar
+from helios.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    FolderInUseError,
+    IncompatibleCheckpointError,
+    StateError,
+)
+from helios.migration import helios_ml, schema_step
+from helios.storage import codec, files
+from helios.storage.digest import DigestWriter, digest_file
+from helios.storage.folder_lock import FolderLock
+from helios.version import __version__
+
+BACKUP_FOLDER = "before-migration"
+"""Where old files are kept, beside the new ones: no start looks for checkpoints there."""
+
+_CHUNK_BYTES = 1 << 20
+_ANY_MAY_WRITE = 0o222
+
+
+class Result(Enum):
+    """What became of a file."""
+
+    MIGRATED = "migrated"
+    PENDING = "to be migrated"
+    COMPLETED = "completed"
+    CURRENT = "already current"
+    FOREIGN = "not ours"
+    LINK = "link"
+    UNFINISHED = "unfinished save"
+    READ_ONLY = "read-only"
+    IN_USE = "in use"
+    DAMAGED = "damaged"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a checkpoint may be there that no start can use yet."""
+        return self in _FAILURES
+
+
+_FAILURES = frozenset(
+    (Result.READ_ONLY, Result.IN_USE, Result.DAMAGED, Result.REFUSED, Result.FAILED)
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of one file, and why.
+
+    Attributes:
+        path: the file.
+        result: what became of it.
+        reason: in words, where the result needs some.
+        backup: where the old file is kept, if it is.
+    """
+
+    path: Path
+    result: Result
+    reason: str = ""
+    backup: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Migration:
+    """What a migration may do.
+
+    Attributes:
+        is_dry: look only; nothing is written.
+        backs_up: keep each old file in :data:`BACKUP_FOLDER` beside it.
+    """
+
+    is_dry: bool = False
+    backs_up: bool = True
+
+    def migrate(self, path: Path) -> Report:
+        """Bring one file to the present format; whatever stands against it is in the report."""
+        try:
+            return self._migrate(path)
+        except FolderInUseError as error:
+            return Report(path, Result.IN_USE, str(error))
+        except DamagedCheckpointError as error:
+            is_named = file_names.parse(path) is not None
+            return Report(path, Result.DAMAGED if is_named else Result.FOREIGN, str(error))
+        except (IncompatibleCheckpointError, helios_ml.NotAsWrittenError) as error:
+            return Report(path, Result.REFUSED, str(error))
+        except (OSError, MemoryError, CheckpointError, StateError) as error:
+            return Report(path, Result.FAILED, str(error) or type(error).__name__)
+
+    def _migrate(self, path: Path) -> Report:
+        if path.is_dir():
+            next(path.iterdir(), None)
+        if file_names.is_temporary(path):
+            return Report(path, Result.UNFINISHED, "a save that goes on, or that was cut off")
+        if path.is_symlink() or not path.is_file():
+            return Report(path, Result.LINK, "only files are migrated, where they lie")
+        try:
+            sidecar = _read_own_sidecar(path)
+        except IncompatibleCheckpointError as error:
+            return Report(path, Result.CURRENT, str(error))
+        if sidecar is not None and not sidecar.is_migrated:
+            return Report(path, Result.CURRENT)
+        return self._open(path, sidecar)
+
+    def _open(self, path: Path, sidecar: Sidecar | None) -> Report:
+        seen = _identify(path)
+        with codec.hiding(helios_ml.NAMES) as types:
+            tree, names = codec.read_structure(path)
+        if helios_ml.find(tree, file_names.KEY_SCHEMA) is not None:
+            is_migrated = helios_ml.find(tree, file_names.KEY_MIGRATED_FROM) is not None
+            if sidecar is not None or not is_migrated:
+                return Report(path, Result.CURRENT)
+            return self._complete(path, types)
+        unknown = [name for name in names if name not in helios_ml.NAMES]
+        if unknown:
+            raise IncompatibleCheckpointError(_describe_unknown(unknown))
+        if not helios_ml.is_old(tree):
+            return Report(path, Result.FOREIGN, "it holds no checkpoint of helios-ml")
+        codec.check_container(path)
+        code = codec.encode(_convert(tree, path), where="", safe_types=types)
+        return self._renew(path, code, seen)
+
+    def _renew(self, path: Path, code: dict[str, Any], seen: tuple[int, int, int]) -> Report:
+        obstacle = self._find_obstacle(path)
+        if obstacle is not None:
+            return obstacle
+        if self.is_dry:
+            return Report(path, Result.PENDING)
+        with FolderLock(path.parent):
+            if _identify(path) != seen:
+                return Report(path, Result.FAILED, "it was changed in the meantime: start again")
+            return Report(path, Result.MIGRATED, backup=self._replace(path, code))
+
+    def _complete(self, path: Path, types: list[Any]) -> Report:
+        """Write the sidecar of a migrated file that a kill has left without one."""
+        obstacle = self._find_obstacle(path)
+        if obstacle is not None:
+            return obstacle
+        if self.is_dry:
+            return Report(path, Result.PENDING, "its sidecar is missing")
+        with FolderLock(path.parent):
+            payload = loading.load(path, types).payload
+            _write_sidecar(path, payload, digest_file(path), source="")
+        return Report(path, Result.COMPLETED, "its sidecar was missing")
+
+    def _find_obstacle(self, path: Path) -> Report | None:
+        if not path.stat().st_mode & _ANY_MAY_WRITE:
+            return Report(path, Result.READ_ONLY, "allow writing to it, and start again")
+        place = file_names.sidecar_path(path)
+        if os.path.lexists(place) and _read_own_sidecar(path) is None:
+            return Report(path, Result.FAILED, f"its sidecar belongs where {place} is: move that")
+        return None
+
+    def _replace(self, path: Path, code: dict[str, Any]) -> Path | None:
+        source = digest_file(path)
+        partial = files.temporary_path(path)
+        try:
+            digest = _write(partial, code)
+            shutil.copymode(path, partial)
+            backup = _back_up(path, source) if self.backs_up else None
+            # A sidecar of an earlier migration says nothing of the file that comes now.
+            files.unlink(file_names.sidecar_path(path), missing_ok=True)
+            files.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                files.unlink(partial, missing_ok=True)
+            raise
+        files.fsync_folder(path.parent)
+        _write_sidecar(path, code, digest, source=source)
+        return backup
+
+
+def find(root: Path, *, is_recursive: bool = True) -> Iterator[Path]:
+    """Yield what may be a checkpoint in a folder, by name, sorted; links are not followed."""
+    closed: list[Path] = []
+    walk = os.walk(root, onerror=lambda error: closed.append(Path(error.filename)))
+    for folder, folders, names in walk:
+        folders[:] = sorted(name for name in folders if name != BACKUP_FOLDER)
+        for path in (Path(folder, name) for name in sorted(names)):
+            if path.suffix == file_names.SUFFIX or _is_cut_off(path):
+                yield path
+        if not is_recursive:
+            break
+    yield from closed
+
+
+def _is_cut_off(path: Path) -> bool:
+    # What stands beside a checkpoint of that name is the rest of a migration, and is written anew.
+    return file_names.is_temporary(path) and not path.with_suffix("").exists()
+
+
+def _read_own_sidecar(path: Path) -> Sidecar | None:
+    """Return the sidecar of a checkpoint, ``None`` for none and for other people's JSON."""
+    try:
+        return loading.read_sidecar(path)
+    except DamagedCheckpointError:
+        return None
+
+
+def _identify(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _convert(tree: Any, path: Path) -> dict[str, Any]:
+    try:
+        plain = helios_ml.to_plain(tree, stem=path.stem)
+        return schema_upgrades.upgrade(plain, schema_step.STEPS)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise helios_ml.NotAsWrittenError(f"no release has written it so: {error!r}") from error
+
+
+def _describe_unknown(names: list[str]) -> str:
+    return (
+        f"it refers to {', '.join(names)}, which no release of helios-ml has put into files, and "
+        "nothing of it was built. Types of your own that you trust: name them in "
+        "torch.serialization.add_safe_globals([...]), and call "
+        "helios.chkpt_migrator.migrate_checkpoints_to_current_version(folder) in the same script"
+    )
+
+
+def _write(partial: Path, code: Any) -> str:
+    with files.create(partial) as handle:
+        with DigestWriter(handle) as writer:
+            codec.write(writer, code)
+            digest = writer.digest()
+        files.fsync(handle)
+    return digest
+
+
+def _write_sidecar(path: Path, payload: Mapping[str, Any], digest: str, *, source: str) -> None:
+    state = payload[file_names.KEY_TRAINING_STATE]
+    sidecar = Sidecar(
+        run_name=file_names.run_name(path.stem),
+        num_replicas=0,
+        epoch=state["global_epoch"],
+        iteration=state["global_iteration"],
+        digest=digest,
+        version=__version__,
+        is_migrated=True,
+        extra={
+            file_names.KEY_MIGRATED_FROM: payload[file_names.KEY_MIGRATED_FROM],
+            **({file_names.SOURCE_DIGEST: source} if source else {}),
+        },
+    )
+    files.write_text_durably(file_names.sidecar_path(path), sidecar.to_json())
+
+
+def _back_up(path: Path, digest: str) -> Path:
+    """Copy a file to the backup folder, durably; returns the copy, an earlier one if there is."""
+    folder = path.parent / BACKUP_FOLDER
+    files.make_folder(folder)
+    target, number = folder / path.name, 1
+    while target.exists():
+        if digest_file(target) == digest:
+            return target
+        number += 1
+        target = folder / f"{path.stem}-{number}{path.suffix}"
+    partial = files.temporary_path(target)
+    with files.create(partial) as handle:
+        with path.open("rb") as source:
+            while chunk := source.read(_CHUNK_BYTES):
+                files.write(handle, chunk)
+        files.fsync(handle)
+    shutil.copystat(path, partial)
+    files.replace(partial, target)
+    files.fsync_folder(folder)
+    return target

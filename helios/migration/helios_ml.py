@@ -1,0 +1,244 @@
+"""What helios-ml, the earlier package, wrote into its files, brought into plain form.
+
+Its objects are read as inert stand-ins that know their name and their parts; here each of them
+becomes a plain value. The package itself is never imported, and nothing in a file is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+
+from helios.checkpoint import file_names
+from helios.storage.placeholders import Unknown
+
+KEY_AMP_SCALER = "amp_scaler"
+KEY_DATAMODULE = "datamodule"
+KEY_LOGGERS = "loggers"
+
+_STATE = "helios.trainer.TrainingState"
+# Where the class lives now: scripts write files in the old form with it, too.
+_PRESENT_STATE = "helios.state.TrainingState"
+_FILE_KEYS = "helios.trainer._CheckpointKeys"
+_MODEL_KEYS = "helios.model.model._InternalStateKeys"
+_USER_KEY = "user"
+_BYTES = "builtins.bytes"
+
+_POSIX = ("PosixPath", "PurePosixPath")
+_WINDOWS = ("WindowsPath", "PureWindowsPath")
+# Python 3.13 keeps the classes in another module; NumPy 2 has renamed its own.
+_PATH_MODULES = ("pathlib", "pathlib._local")
+_ARRAY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+# Numbers and texts by kind and size; objects of Python are none.
+_DTYPE = re.compile(r"[?biufcSU][0-9]*")
+_ORDERS = ("<", ">", "=", "|")
+_COUNTERS = ("current_iteration", "global_iteration", "global_epoch", "dataset_iter")
+
+
+class NotAsWrittenError(Exception):
+    """Something in a file is not as any release of helios-ml has written it."""
+
+
+def _make_path(kind: type[PurePosixPath | PureWindowsPath]) -> Callable[[Unknown], str]:
+    def convert(value: Unknown) -> str:
+        if not all(isinstance(part, str) for part in value.parts):
+            raise NotAsWrittenError(f"a path consists of {value.parts!r}")
+        return str(kind(*value.parts))
+
+    return convert
+
+
+def _make_key(value: Unknown) -> str:
+    if len(value.parts) != 1 or not isinstance(value.parts[0], str):
+        raise NotAsWrittenError(f"{value.name} has the value {value.parts!r}")
+    return value.parts[0]
+
+
+def _make_state(value: Unknown) -> dict[str, Any]:
+    if len(value.parts) != 1 or not isinstance(value.parts[0], dict):
+        raise NotAsWrittenError("the training state has no fields")
+    return dict(value.parts[0])
+
+
+def _make_dtype(value: Any) -> np.dtype[Any]:
+    name, *rest = value.parts if isinstance(value, Unknown) else ("",)
+    is_plain = isinstance(value, Unknown) and value.name == "numpy.dtype"
+    if not is_plain or not isinstance(name, str) or not _DTYPE.fullmatch(name):
+        raise NotAsWrittenError(f"an array of NumPy has elements of {name or value!r}")
+    state = rest[-1] if rest else ()
+    order: Any = state[1] if isinstance(state, tuple) and len(state) > 1 else "="
+    if order not in _ORDERS:
+        raise NotAsWrittenError(f"an array of NumPy has the byte order {order!r}")
+    result: np.dtype[Any] = np.dtype(name).newbyteorder(order)
+    return result
+
+
+def _make_bytes(value: Unknown) -> bytes:
+    # Others are written as text.
+    if value.parts:
+        raise NotAsWrittenError(f"bytes are made of {value.parts!r}")
+    return b""
+
+
+def _as_bytes(data: Any) -> bytes:
+    if isinstance(data, Unknown) and data.name == _BYTES:
+        return _make_bytes(data)
+    if not isinstance(data, bytes):
+        raise TypeError(f"{type(data).__name__} in the place of its bytes")
+    return data
+
+
+def _make_array(value: Unknown) -> np.ndarray[Any, Any]:
+    try:
+        _version, shape, dtype, is_fortran, data = value.parts[-1]
+        flat = np.frombuffer(_as_bytes(data), _make_dtype(dtype))
+        array = flat.reshape(shape, order="F" if is_fortran else "C")
+        result: np.ndarray[Any, Any] = array.copy(order="K")
+        return result
+    except (ValueError, TypeError, IndexError) as error:
+        raise NotAsWrittenError(f"an array of NumPy cannot be read: {error}") from error
+
+
+def _make_scalar(value: Unknown) -> Any:
+    try:
+        dtype, data = value.parts
+        return np.frombuffer(_as_bytes(data), _make_dtype(dtype))[0]
+    except (ValueError, TypeError, IndexError) as error:
+        raise NotAsWrittenError(f"a number of NumPy cannot be read: {error}") from error
+
+
+_CONVERTERS: dict[str, Callable[[Unknown], Any]] = {
+    _STATE: _make_state,
+    _PRESENT_STATE: _make_state,
+    _FILE_KEYS: _make_key,
+    _MODEL_KEYS: _make_key,
+    **{f"{m}.{name}": _make_path(PurePosixPath) for m in _PATH_MODULES for name in _POSIX},
+    **{f"{m}.{name}": _make_path(PureWindowsPath) for m in _PATH_MODULES for name in _WINDOWS},
+    **{f"{module}._reconstruct": _make_array for module in _ARRAY_MODULES},
+    **{f"{module}.scalar": _make_scalar for module in _ARRAY_MODULES},
+    "numpy.dtype": _make_dtype,
+    _BYTES: _make_bytes,
+}
+NAMES = frozenset((*_CONVERTERS, "numpy.ndarray"))
+"""Full names of everything but tensors that the releases have put into files."""
+
+
+class _Converter:
+    """One walk over a tree; what occurs twice occurs twice again."""
+
+    def __init__(self) -> None:
+        self._memo: dict[int, tuple[Any, Any]] = {}
+
+    def convert(self, value: Any) -> Any:
+        if id(value) in self._memo:
+            return self._memo[id(value)][1]
+        if isinstance(value, Unknown):
+            return self._remember(value, self._replace(value))
+        if type(value) is list:
+            result: list[Any] = self._remember(value, [])
+            result.extend(map(self.convert, value))
+            return result
+        if type(value) is tuple:
+            return self._remember(value, tuple(map(self.convert, value)))
+        if type(value) in (dict, OrderedDict):
+            return self._fill(value)
+        return value
+
+    def _fill(self, value: Any) -> Any:
+        result = self._remember(value, type(value)())
+        for key, item in value.items():
+            result[self.convert(key)] = self.convert(item)
+        if isinstance(value, OrderedDict):
+            # The versions of a network's modules, by which torch migrates their state.
+            vars(result).update(self.convert(vars(value)))
+        return result
+
+    def _replace(self, value: Unknown) -> Any:
+        if value.name not in _CONVERTERS:
+            raise NotAsWrittenError(f"{value.name} stands alone")
+        return self.convert(_CONVERTERS[value.name](value))
+
+    def _remember(self, value: Any, result: Any) -> Any:
+        # The value is kept as well: an id is only its own while it lives.
+        self._memo[id(value)] = (value, result)
+        return result
+
+
+def find(tree: Any, name: str) -> Any:
+    """Return what stands under a key of the file, plain or an enum's member; ``None`` for none."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            plain = key.parts[0] if isinstance(key, Unknown) and key.parts else key
+            if isinstance(plain, str) and plain == name:
+                return value
+    return None
+
+
+def is_old(tree: Any) -> bool:
+    """Whether a tree is the content of a file that helios-ml wrote."""
+    is_ours = find(tree, file_names.KEY_SCHEMA) is not None
+    return not is_ours and find(tree, file_names.KEY_TRAINING_STATE) is not None
+
+
+def to_plain(tree: Any, *, stem: str) -> dict[str, Any]:
+    """Return the content of a file of helios-ml as schema 0: plain keys and values.
+
+    Args:
+        tree: the file, with stand-ins for objects.
+        stem: its name without suffix.
+
+    Returns:
+        The keys of the file with ``schema`` 0. ``model`` is what the user's ``state_dict`` had
+        returned, ``amp_scaler`` stands beside it; the epoch under way counts from 1.
+
+    Raises:
+        NotAsWrittenError: for what no release has written.
+    """
+    try:
+        plain: dict[Any, Any] = _Converter().convert(dict(tree))
+    except RecursionError:
+        raise NotAsWrittenError("it is nested too deeply") from None
+    if _is_split(find(tree, file_names.KEY_MODEL)):
+        inner = plain[file_names.KEY_MODEL]
+        plain[file_names.KEY_MODEL] = inner.get(_USER_KEY, {})
+        plain[KEY_AMP_SCALER] = inner.get(KEY_AMP_SCALER)
+    state = plain[file_names.KEY_TRAINING_STATE]
+    if not isinstance(state, dict) or not all(type(state.get(name)) is int for name in _COUNTERS):
+        raise NotAsWrittenError(f"it lacks one of the counters {', '.join(_COUNTERS)}")
+    if file_names.KEY_VERSION not in plain and _counts_from_zero(state, stem):
+        plain[file_names.KEY_TRAINING_STATE] = state | {"global_epoch": state["global_epoch"] + 1}
+    return plain | {file_names.KEY_SCHEMA: 0}
+
+
+def _is_split(model: Any) -> bool:
+    # Release 2 puts the user's state beside its own, under members of an enum. A user's own
+    # dictionary may well have a key of the same text.
+    keys = model if isinstance(model, Mapping) else {}
+    return any(isinstance(key, Unknown) and key.name == _MODEL_KEYS for key in keys)
+
+
+def _counts_from_zero(state: Mapping[str, Any], stem: str) -> bool:
+    """Whether the epoch under way counts from 0, as releases 0.1 have it by iterations.
+
+    They do not say who they are. Epochs are of one length, so the counters decide in most cases;
+    in the others the name may.
+    """
+    epoch: int = state["global_epoch"]
+    begun: int = state["dataset_iter"]
+    before: int = state["global_iteration"] - begun
+    if not begun:
+        return False
+
+    def can_be(completed: int) -> bool:
+        if completed <= 0 or before <= 0:
+            return completed == before == 0
+        return before % completed == 0 and before // completed >= begun
+
+    place = file_names.parse(f"{stem}{file_names.SUFFIX}")
+    is_ahead = place is not None and place[0] == epoch + 1
+    return can_be(epoch) and (is_ahead or not can_be(epoch - 1))

@@ -1,0 +1,203 @@
+"""How batches come into metrics: with one replica at their end, with several at each forward's.
+
+Which of both serves a run is chosen once, where it begins.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias, final
+
+import torch
+
+from helios.core import rng
+from helios.hooks.context import Context
+from helios.plugins.metric_state import Tally, portable
+from helios.state import Phase
+
+Take: TypeAlias = Callable[[], list[Any]]
+"""Returns the arguments for ``update`` of the batch that the context shows."""
+
+
+class Intake(ABC):
+    """Takes batches into metrics.
+
+    Args:
+        whole: the metrics, which hold what all replicas have taken in when they are joined.
+        tallies: those of each replica of this process.
+    """
+
+    def __init__(self, whole: Tally, tallies: dict[int, Tally]) -> None:
+        self._whole = whole
+        self._tallies = tallies
+
+    def reset(self) -> None:
+        """Forget all that was taken in."""
+        for tally in (self._whole, *self._tallies.values()):
+            tally.reset()
+
+    @abstractmethod
+    def end_forward(self, take: Take) -> None:
+        """Act at the end of a forward in the phase that is measured."""
+
+    @abstractmethod
+    def end_batch(self, take: Take) -> None:
+        """Act at the end of an iteration's batches in that phase."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Let the whole hold what all replicas have taken in; all processes call it at once."""
+
+    @abstractmethod
+    def capture(self, *, has_data: bool) -> dict[str, Any]:
+        """Return the state; all processes call it at once.
+
+        Args:
+            has_data: whether there may be something that a later start needs.
+        """
+
+    @abstractmethod
+    def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
+        """Return the states in what :meth:`capture` returned, by replica."""
+
+    def restore(self, saved: Mapping[int, Any]) -> None:
+        """Take states back, of the replicas of this process."""
+        for replica in saved.keys() & self._tallies.keys():
+            self._tallies[replica].restore(saved[replica])
+
+
+@final
+class LoneIntake(Intake):
+    """One replica: each batch goes into the metrics themselves, at its end.
+
+    Args:
+        whole: the metrics.
+        context: the run; not needed, and not there before one.
+    """
+
+    def __init__(self, whole: Tally, context: Context | None = None) -> None:
+        super().__init__(whole, {0: whole})
+
+    def end_forward(self, take: Take) -> None:
+        """Wait for the end of the batch."""
+
+    def end_batch(self, take: Take) -> None:
+        """Take in the batch."""
+        with aside():
+            self._whole.update(take())
+
+    def join(self) -> None:
+        """Do nothing: the whole holds it all."""
+
+    def capture(self, *, has_data: bool) -> dict[str, Any]:
+        """Return the state of the metrics."""
+        return self._whole.capture()
+
+    def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
+        """Return the state as that of replica 0; nothing where several replicas have saved it."""
+        return {0: state_dict} if "metrics" in state_dict else {}
+
+
+class _Turn(NamedTuple):
+    """What a replica has to take in at the end of its turn."""
+
+    replica: int
+    arguments: list[Any]
+    randomness: dict[str, Any]
+
+
+@final
+class SharedIntake(Intake):
+    """Several replicas: each has copies of the metrics, which take in its own batches.
+
+    Args:
+        whole: the metrics.
+        context: the run.
+
+    Raises:
+        ArgumentError: for metrics that cannot be joined.
+    """
+
+    def __init__(self, whole: Tally, context: Context) -> None:
+        with aside():
+            whole.prepare_to_join()
+            super().__init__(whole, {r: whole.copy() for r in context.engine.replicas.block})
+            self._spare = whole.copy()
+        self._context = context
+        self._forget_turns()
+
+    def reset(self) -> None:
+        """Forget all that was taken in, and a turn that is open."""
+        super().reset()
+        self._forget_turns()
+
+    def _forget_turns(self) -> None:
+        self._turn: _Turn | None = None
+        self._num_turns = 0
+
+    def end_forward(self, take: Take) -> None:
+        """Note the batch of a replica, and take in that of the one before."""
+        context = self._context
+        is_training = context.phase is Phase.TRAINING
+        # In an evaluation each forward is a turn; replicas without a batch are the last ones.
+        replica = context.replica if is_training else min(self._tallies) + self._num_turns
+        self._num_turns += 1
+        if self._turn is not None and self._turn.replica != replica:
+            self._end_turn()
+        # A batch may be trained on in several forwards, of which the last one counts.
+        with aside(), _at_its_end(context):
+            self._turn = _Turn(replica, take(), rng.get_rng_state_dict())
+
+    def end_batch(self, take: Take) -> None:
+        """Take in the batch of the last replica."""
+        self._end_turn()
+        self._num_turns = 0
+
+    def _end_turn(self) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            with aside():
+                # What a metric draws must not depend on whose turn it is here next.
+                rng.load_rng_state_dict(turn.randomness)
+                self._tallies[turn.replica].update(turn.arguments)
+
+    def join(self) -> None:
+        """Join what the replicas have taken in, in their order."""
+        self._whole.join(self._gather(), self._spare)
+
+    def _gather(self) -> list[dict[str, Any]]:
+        """Return the states of all replicas, in their order."""
+        own = [portable(tally.capture()) for tally in self._tallies.values()]
+        return [state for part in self._context.gather(own) for state in part]
+
+    def capture(self, *, has_data: bool) -> dict[str, Any]:
+        """Return the states of all replicas."""
+        return {"replicas": self._gather() if has_data else []}
+
+    def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
+        """Return the states; nothing where one replica has saved its own."""
+        return dict(enumerate(state_dict.get("replicas", [])))
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Run a block without gradients, and without a trace in the random numbers."""
+    found = rng.get_rng_state_dict()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        rng.load_rng_state_dict(found)
+
+
+@contextmanager
+def _at_its_end(context: Context) -> Iterator[None]:
+    """Show the batch in a forward as it is shown at the batch's end (R31)."""
+    shown = context.batch
+    context.show_raw_batch()
+    try:
+        yield
+    finally:
+        context.batch = shown

@@ -1,0 +1,119 @@
+"""What is not finite in a window, and where it comes from, in words.
+
+With several replicas the findings of all of them make one message, the same on all processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from helios.hooks.context import Context
+from helios.state import Cursor
+
+_MOST_SAMPLES = 256
+
+
+class BadLoss(NamedTuple):
+    """A loss that is not finite.
+
+    Attributes:
+        place: where its batch lies.
+        replica: whose it is.
+        value: what it is.
+    """
+
+    place: Cursor
+    replica: int
+    value: float
+
+
+class NonFiniteReport(NamedTuple):
+    """What is not finite in a window.
+
+    Attributes:
+        losses: the losses.
+        gradients: names of parameters, as they are shown.
+    """
+
+    losses: list[BadLoss]
+    gradients: str
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all is well."""
+        return not (self.losses or self.gradients)
+
+
+def merge_reports(findings: Iterable[NonFiniteReport | None]) -> NonFiniteReport:
+    """Return what several processes have found, in the order of batches and replicas."""
+    found = [part for part in findings if part is not None]
+    losses = [loss for part in found for loss in part.losses]
+    losses.sort(key=lambda loss: (*_key(loss.place), loss.replica))
+    # Gradients are sums over all replicas: who looks at them sees the same.
+    return NonFiniteReport(losses, next((part.gradients for part in found if part.gradients), ""))
+
+
+def describe(context: Context, found: NonFiniteReport, window: Iterable[Cursor]) -> str:
+    """Say what is not finite, and which samples it may come from.
+
+    Args:
+        context: the run.
+        found: what was found.
+        window: the batches of the window, for gradients that come from any of them.
+    """
+    bad: dict[tuple[int, int], dict[int, BadLoss]] = {}
+    for loss in found.losses:
+        bad.setdefault(_key(loss.place), {})[loss.replica] = loss
+    parts = [_name_losses(context, list(losses.values())) for losses in bad.values()]
+    if found.gradients:
+        parts.append(f"the gradients of {found.gradients}")
+    if not bad:
+        places = {_key(place): place for place in window}
+        batches = " and ".join(name_batch(context, place) for place in places.values())
+        parts[-1] += f", which come from {batches}"
+    return f"In {name_moment(context)} not finite: {', and '.join(parts)}."
+
+
+def name_moment(context: Context) -> str:
+    """Return how messages call the present iteration."""
+    state = context.state
+    return f"epoch {state.global_epoch}, iteration {state.global_iteration}"
+
+
+def name_batch(context: Context, place: Cursor) -> str:
+    """Return how messages call a batch, with its samples; with several replicas those of all."""
+    text = f"batch {place.batch} (from 0) of epoch {place.epoch + 1}"
+    found = context.indices_of(place)
+    if found is None:
+        return f"{text}, samples unknown (the sampler has a state)"
+    whose = context.choose("", " (those of replica 0 first)")
+    indices = [index.item() if isinstance(index, Tensor) else index for index in found]
+    most = _MOST_SAMPLES * context.num_replicas
+    more = len(indices) - most
+    shown = ", ".join(map(str, indices[:most]))
+    return f"{text}, samples{whose} {shown}{f' and {more} more' if more > 0 else ''}"
+
+
+def _name_losses(context: Context, losses: list[BadLoss]) -> str:
+    """Name the bad losses of one batch."""
+    text: str = context.choose(_name_only_loss, _name_by_replica)(
+        name_batch(context, losses[0].place), losses
+    )
+    return text
+
+
+def _name_only_loss(batch: str, losses: list[BadLoss]) -> str:
+    (loss,) = losses
+    return f"the loss of {batch} ({loss.value})"
+
+
+def _name_by_replica(batch: str, losses: list[BadLoss]) -> str:
+    owners = " and ".join(f"of replica {loss.replica} ({loss.value})" for loss in losses)
+    return f"the loss {owners} in {batch}"
+
+
+def _key(place: Cursor) -> tuple[int, int]:
+    return place.epoch, place.batch

@@ -1,0 +1,257 @@
+"""Gradients, from a replica's micro-batch to the sum over all replicas.
+
+A replica's gradients of a window are added in the order of its micro-batches; the result is a leaf
+of the tree, and goes onto its stack at once, so that few buffers are alive (DESIGN section 5). With
+one replica they stay where backward has put them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from helios.errors import UsageError
+from helios.replicas.buckets import GradientBuckets
+from helios.replicas.flat_gradients import FlatBuffer, FlatGradients
+from helios.replicas.reduction_tree import TreeStack
+from helios.replicas.replicas import Replicas
+
+FindNetworks: TypeAlias = Callable[[], Mapping[str, nn.Module]]
+
+
+class Gradients:
+    """The gradients of a window of one replica: ``.grad`` holds their sum all the time.
+
+    Attributes:
+        is_open: whether gradients were collected in this window.
+    """
+
+    is_open: bool = False
+
+    def drop_old(self, optimizer: Optimizer) -> None:
+        """Drop what parameters had of gradients when the optimizer got them, or a run begins.
+
+        Each process has summed these up over the replicas that it carries, so they would depend on
+        the number of processes.
+        """
+
+    def sending(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
+    ) -> AbstractContextManager[None]:
+        """Let gradients leave while the last backward of a window goes on, in a ``with`` statement.
+
+        Args:
+            optimizer: whose parameters have them.
+            replica: number of the replica.
+            find_networks: as in :meth:`collect`.
+            num_bytes: what goes together, at least.
+        """
+        return nullcontext()
+
+    def collect(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, *, ends_window: bool
+    ) -> None:
+        """Take the gradients of a replica's backward, so that the next one begins anew.
+
+        Args:
+            optimizer: whose parameters have them.
+            replica: number of the replica.
+            find_networks: returns the networks by path, to name parameters in messages.
+            ends_window: whether it is the replica's last micro-batch of the window.
+
+        Raises:
+            UsageError: if the optimizer has got or lost parameters inside of the window.
+        """
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Add over all replicas; ``.grad`` holds the sum, the same on all processes."""
+
+    def close_window(self) -> None:
+        """Drop what was collected and not used."""
+
+
+@final
+class SharedGradients(Gradients):
+    """The gradients of several replicas, added along the tree.
+
+    Args:
+        replicas: what is summed over.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._sums: dict[int, GradientSum] = {}
+        self._num_parameters: dict[int, int] = {}
+
+    def drop_old(self, optimizer: Optimizer) -> None:
+        """Set the gradients to None where parameters have come."""
+        size = len(parameters_of(optimizer))
+        if size != self._num_parameters.get(id(optimizer)):
+            self._num_parameters[id(optimizer)] = size
+            optimizer.zero_grad()
+
+    def collect(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, *, ends_window: bool
+    ) -> None:
+        """Move the gradients into the replica's leaf."""
+        self._find(optimizer, find_networks).collect(replica, ends_window=ends_window)
+
+    def sending(
+        self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
+    ) -> AbstractContextManager[None]:
+        """Let them leave in buckets."""
+        return self._find(optimizer, find_networks).sending(replica, num_bytes)
+
+    def _find(self, optimizer: Optimizer, find_networks: FindNetworks) -> GradientSum:
+        self.is_open = True
+        known, present = self._sums.get(id(optimizer)), parameters_of(optimizer)
+        held = [] if known is None else known.parameters
+        if known is None or len(held) != len(present) or not all(map(operator.is_, held, present)):
+            if known is not None and known.is_open:
+                raise UsageError(
+                    f"{type(optimizer).__name__} must get or lose parameters between two steps, "
+                    "and did so inside of one. Call add_param_group in on_training_step_start."
+                )
+            known = GradientSum(optimizer, self._replicas, find_networks())
+            self._sums[id(optimizer)] = known
+        return known
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """Finish the tree over all processes."""
+        known = self._sums.get(id(optimizer))
+        if known is not None and known.is_open:
+            known.finish()
+
+    def close_window(self) -> None:
+        """Forget the sums that wait for an update which nobody has made."""
+        self.is_open = False
+        self._sums = {key: known for key, known in self._sums.items() if not known.is_open}
+
+
+def make_gradients(replicas: Replicas) -> Gradients:
+    """Return how gradients are added; chosen once, at the start of a run."""
+    return Gradients() if replicas.is_lone else SharedGradients(replicas)
+
+
+@final
+class GradientSum:
+    """Adds the gradients of an optimizer's parameters over micro-batches and replicas.
+
+    Args:
+        optimizer: whose parameters.
+        replicas: what is summed over.
+        networks: by path, to name their parameters in messages.
+
+    Attributes:
+        parameters: whose gradients.
+        is_open: whether gradients wait for the window's end.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, replicas: Replicas, networks: Mapping[str, nn.Module]
+    ) -> None:
+        names = {
+            id(parameter): f"{path}.{name}"
+            for path, network in networks.items()
+            for name, parameter in network.named_parameters()
+        }
+        self.parameters = parameters_of(optimizer)
+        self._replicas = replicas
+        self._flat = FlatGradients(
+            (names.get(id(parameter), f"parameter {place} of the optimizer"), parameter)
+            for place, parameter in enumerate(self.parameters)
+        )
+        self._leaves: dict[int, FlatBuffer] = {}
+        self._stack = TreeStack(replicas.block, replicas.num_replicas, self._flat.add)
+        self.is_open = False
+        self._sending: GradientBuckets | None = None
+        self._may_send: dict[tuple[int, ...], bool] = {}
+
+    def collect(self, replica: int, *, ends_window: bool) -> None:
+        """Take the gradients of a replica's micro-batch; ``.grad`` is None after it.
+
+        Args:
+            replica: number of the replica.
+            ends_window: whether it is the replica's last micro-batch of the window.
+        """
+        self.is_open = True
+        if self._sending is not None:
+            self._stack.push(self._sending.finish(), partial(self._flat.add, only_marks=True))
+            return
+        leaf = self._flat.collect(self._leaves.pop(replica, None))
+        if ends_window:
+            self._stack.push(leaf)
+        else:
+            self._leaves[replica] = leaf
+
+    @contextmanager
+    def sending(self, replica: int, num_bytes: int) -> Iterator[None]:
+        """Let gradients leave while the last backward of a window goes on, in a ``with`` statement.
+
+        Args:
+            replica: the last one of this process.
+            num_bytes: what goes together, at least.
+
+        Raises:
+            UsageError: if a parameter is reached twice.
+        """
+        self.is_open = True
+        buckets = self._flat.buckets(num_bytes)
+        if not buckets or not self._agree_on_hooks():
+            yield
+            return
+        self._flat.agree(self._replicas.reducer)
+        leaf = self._leaves.pop(replica, None)
+        sending = GradientBuckets(self._flat, buckets, leaf, self._add_slice)
+        with sending.hooked():
+            self._sending = sending
+            yield
+
+    def _agree_on_hooks(self) -> bool:
+        """Whether nobody else hears of gradients one by one; asked once for each set of them."""
+        trained = self._flat.trained()
+        known = tuple(number for number, _ in trained)
+        if known not in self._may_send:
+            hooks = (getattr(p, "_post_accumulate_grad_hooks", None) for _, p in trained)
+            (are_there,) = self._replicas.agree(any(hooks))
+            self._may_send[known] = not are_there
+        return self._may_send[known]
+
+    def _add_slice(self, group: int, part: slice) -> None:
+        """Add a slice of the leaf that is being filled, over the replicas and processes."""
+        assert self._sending is not None
+        reducer = self._replicas.reducer
+        left, beside = self._stack.preview()
+        total = self._sending.leaf.flats[group][part]
+        for buffer in left:
+            total = buffer.flats[group][part].add_(total)
+        sums = {node: buffer.flats[group][part] for node, buffer in beside.items()}
+        reducer.all_reduce({**sums, reducer.nodes[-1]: total})
+
+    def finish(self) -> None:
+        """Add over all replicas; ``.grad`` holds the sum, the same on all processes."""
+        is_sent, self._sending = self._sending is not None, None
+        sums, reducer = self._stack.take(), self._replicas.reducer
+        total = self._flat.reduce(sums, reducer, only_marks=is_sent)
+        self._flat.show(total)
+        self.is_open = False
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    return list(chain.from_iterable(map(operator.itemgetter("params"), optimizer.param_groups)))
+
+
+def divide(optimizer: Optimizer, count: int) -> None:
+    """Divide the gradients of an optimizer by a number, in place."""
+    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, float(count))

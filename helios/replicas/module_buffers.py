@@ -1,0 +1,149 @@
+"""Buffers of networks, such as BatchNorm's averages, where several replicas are trained.
+
+Every replica begins a window with the buffers of replica 0 as they were committed, and carries its
+own through it; at the window's end those of replica 0 are committed everywhere (DESIGN R3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from helios.replicas.replicas import NOTHING, Replicas, join_bytes, split_bytes
+
+_Values: TypeAlias = list[Tensor | None]
+_Shape: TypeAlias = tuple[torch.Size, torch.dtype] | None
+
+
+@final
+class ReplicaBuffers:
+    """Exchanges the buffers of networks between the turns of replicas.
+
+    Args:
+        replicas: the replicas of the run.
+
+    Attributes:
+        is_exchanged: whether there are buffers, and several replicas of this process.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.is_exchanged = False
+        self._replicas = replicas
+        self._places: list[tuple[nn.Module, str]] = []
+        self._committed: _Values | None = None
+        self._own: dict[int, _Values] = {}
+        self._shapes: list[_Shape] = []
+
+    def find(self, networks: Iterable[nn.Module]) -> None:
+        """Look for buffers in networks, those that are not saved too."""
+        seen: dict[int, nn.Module] = {}
+        for network in networks:
+            seen.update((id(module), module) for module in network.modules())
+        # named_buffers() leaves out those that are None, and may hold a tensor later on.
+        self._places = [
+            (module, name) for module in seen.values() for name in vars(module)["_buffers"]
+        ]
+        self.is_exchanged = len(self._replicas.block) > 1 and bool(self._places)
+
+    def begin_window(self) -> None:
+        """Remember what was committed; before the first replica's first micro-batch."""
+        self._own.clear()
+        self._committed = self._copies() if self.is_exchanged else None
+
+    def enter(self, replica: int) -> None:
+        """Give a replica its buffers: those of the window so far, or what was committed."""
+        values = self._own.get(replica, self._committed)
+        if values is not None:
+            self._put(values)
+
+    def leave(self, replica: int) -> None:
+        """Keep the buffers of a replica, whose turn is over."""
+        if self.is_exchanged:
+            self._own[replica] = self._copies()
+
+    def commit(self) -> None:
+        """Put replica 0's buffers in place, if this process carries it; at a window's end."""
+        if 0 in self._own:
+            self._put(self._own[0])
+        self._own.clear()
+        self._committed = None
+
+    def exchange(self) -> None:
+        """Take over the buffers of rank 0 in a message of their own; after :meth:`commit`."""
+        if self._replicas.is_whole:
+            return
+        has_changed, content = self.write()
+        self._replicas.tell((has_changed,), None, content)
+        heard = self._replicas.hear()
+        self.read(heard.content, has_changed=heard.flags[0])
+
+    def write(self) -> tuple[bool, Tensor]:
+        """Return what :meth:`read` needs in all processes; after :meth:`commit`.
+
+        Returns:
+            Whether the shapes are not those that all know of, and the bytes of the buffers. Only
+            those of rank 0, which carries replica 0, count: others give room of the same size.
+        """
+        has_changed = list(map(_shape_of, self._present())) != self._shapes
+        if not self._travels:
+            return has_changed, NOTHING
+        if has_changed or self._replicas.rank:
+            return has_changed, torch.empty(_count_bytes(self._shapes), dtype=torch.uint8)
+        return has_changed, join_bytes(self._tensors())
+
+    def read(self, content: Tensor, *, has_changed: bool) -> None:
+        """Take over the buffers of rank 0; after a window's last backward.
+
+        Args:
+            content: its bytes.
+            has_changed: whether any process has shapes that not all know of.
+        """
+        replicas = self._replicas
+        if has_changed:
+            self._learn_shapes()
+        if has_changed or not self._travels:
+            replicas.copy_from_first(self._tensors())
+        elif replicas.rank:
+            split_bytes(content, self._tensors())
+
+    @property
+    def _travels(self) -> bool:
+        """Whether the bytes go with a message, which lies on the CPU."""
+        return self._replicas.device.type == "cpu"
+
+    def _learn_shapes(self) -> None:
+        replicas, values = self._replicas, self._present()
+        self._shapes = replicas.gather_objects(list(map(_shape_of, values)))[0]
+        for place, shape in enumerate(self._shapes):
+            if _shape_of(values[place]) != shape:
+                values[place] = None if shape is None else replicas.make_empty(*shape)
+        self._put(values)
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self._present() if value is not None]
+
+    def _present(self) -> _Values:
+        return [getattr(module, name, None) for module, name in self._places]
+
+    def _copies(self) -> _Values:
+        return [value if value is None else value.detach().clone() for value in self._present()]
+
+    def _put(self, values: _Values) -> None:
+        with torch.no_grad():
+            pairs = zip(self._places, self._present(), values, strict=True)
+            for (module, name), present, value in pairs:
+                if present is None or value is None or _shape_of(present) != _shape_of(value):
+                    setattr(module, name, None if value is None else value.clone())
+                else:
+                    present.copy_(value)
+
+
+def _shape_of(value: Tensor | None) -> _Shape:
+    return None if value is None else (value.shape, value.dtype)
+
+
+def _count_bytes(shapes: Iterable[_Shape]) -> int:
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in filter(None, shapes))

@@ -1,0 +1,196 @@
+"""Sums of a few numbers of each replica, by name, in the order of the tree (R3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helios.errors import UsageError
+from helios.replicas.assignment import block_of, blocks
+from helios.replicas.point_to_point import PointToPoint
+from helios.replicas.reduction_tree import tree_sum
+
+_Scores: TypeAlias = dict[str, tuple[float, float]]
+
+
+def _add_scores(left: _Scores, right: _Scores) -> _Scores:
+    """Return sums and weights by name; a name that one side lacks keeps those of the other."""
+    total = dict(left)
+    for name, (value, weight) in right.items():
+        known = total.get(name)
+        total[name] = (value, weight) if known is None else (known[0] + value, known[1] + weight)
+    return total
+
+
+def _add_up(tables: list[_Scores]) -> _Scores:
+    """Add tables along the tree; the names come in order."""
+    sums, found = tree_sum(tables, _add_scores), {}
+    for name in sorted(sums):
+        found[name] = sums[name]
+    return found
+
+
+def _as_scores(tables: Sequence[Mapping[str, Any]]) -> list[_Scores]:
+    """Return losses as sums of one."""
+    scores: list[_Scores] = []
+    for table in tables:
+        scores.append({})
+        for name, loss in table.items():
+            scores[-1][name] = (float(loss), 1.0)
+    return scores
+
+
+def _means(sums: _Scores) -> dict[str, Tensor]:
+    dtype, means = torch.get_default_dtype(), {}
+    for name, (total, weight) in sums.items():
+        means[name] = torch.tensor(total / weight, dtype=dtype)
+    return means
+
+
+class NumberReducer:
+    """Adds a few numbers of each replica, by name, in the order of the tree.
+
+    The names are known from the last call, so a call is one small exchange as long as no process
+    has a new one. Use one object for each kind of table.
+
+    Args:
+        num_replicas: leaves of the tree.
+        num_processes: processes that carry them.
+        rank: number of this process in the group, from 0.
+        group: the process group; ``None`` for that of all processes.
+        device: where the group's backend wants tensors.
+
+    Raises:
+        ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        num_processes: int = 1,
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._block = block_of(rank, num_processes, num_replicas)
+        self._sizes = [len(block) for block in blocks(num_processes, num_replicas)]
+        self._ranks = PointToPoint(num_processes, rank, group)
+        self._device = device
+        self._names: list[str] = []
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all replicas in their order, exactly.
+
+        Args:
+            rows: one row for each replica of this process; as long on all processes.
+        """
+        if not self._ranks.others:
+            return rows
+        padded = self._pad(rows)
+        found = [torch.empty_like(padded) for _ in self._sizes]
+        dist.all_gather(found, padded, group=self._ranks.group)
+        return self._cut(found)
+
+    def _pad(self, rows: Tensor) -> Tensor:
+        """Return the rows of this process, followed by zeros where others have more."""
+        padded = rows.new_zeros((max(self._sizes), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        return padded
+
+    def _cut(self, parts: Iterable[Tensor]) -> Tensor:
+        """Return the rows of all replicas from what each process has padded."""
+        return torch.cat([part[:size] for part, size in zip(parts, self._sizes, strict=True)])
+
+    def sum_scores(
+        self, tables: Sequence[Mapping[str, tuple[Any, Any]]]
+    ) -> dict[str, tuple[float, float]]:
+        """Return sum and weight of each name over all replicas, in the order of names.
+
+        Args:
+            tables: ``{name: (sum, weight)}`` of each replica of this process, in order. A replica
+                may lack a name.
+
+        Raises:
+            UsageError: unless there is one table for each replica.
+        """
+        numbers = [
+            {name: (float(total), float(weight)) for name, (total, weight) in table.items()}
+            for table in tables
+        ]
+        return _add_up(self._exchange(numbers))
+
+    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the mean of each name over the replicas that have it, in the order of names.
+
+        Args:
+            tables: losses of each replica of this process by name: numbers, or tensors of one
+                element.
+
+        Returns:
+            Tensors without dimensions, of torch's default type, summed in float64.
+        """
+        return _means(_add_up(self._exchange(_as_scores(tables))))
+
+    def write_losses(self, tables: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Return losses as a row of numbers, for a message; all processes write one as long.
+
+        Args:
+            tables: as in :meth:`mean_losses`.
+        """
+        return self._pad(self._as_rows(_as_scores(tables))).flatten()
+
+    def read_losses(self, tables: Sequence[Mapping[str, Any]], rows: Tensor) -> dict[str, Tensor]:
+        """Return what :meth:`mean_losses` does, from what all processes have written.
+
+        Args:
+            tables: those that this process has written.
+            rows: the row of each process, in the order of ranks.
+        """
+        parts = rows.view(len(self._sizes), max(self._sizes), -1)
+        return _means(_add_up(self._read(_as_scores(tables), self._cut(parts))))
+
+    def _exchange(self, tables: list[_Scores]) -> list[_Scores]:
+        """Return the tables of all replicas.
+
+        Raises:
+            UsageError: unless there is one for each replica of this process.
+        """
+        if len(tables) != len(self._block):
+            raise UsageError(
+                f"There must be one table for each of the {len(self._block)} replicas of this "
+                f"process, got {len(tables)}. Pass an empty one for a replica without scores."
+            )
+        if not self._ranks.others:
+            return tables
+        return self._read(tables, self.gather(self._as_rows(tables)))
+
+    def _read(self, tables: list[_Scores], rows: Tensor) -> list[_Scores]:
+        """Return the tables of all replicas; learn the names that another process has."""
+        if rows[:, 0].any():
+            names = {name for table in tables for name in table}
+            found = self._ranks.gather_objects(sorted(names))
+            self._names = sorted({*self._names, *(name for part in found for name in part)})
+            rows = self.gather(self._as_rows(tables))
+        return [self._as_table(row) for row in rows.tolist()]
+
+    def _as_rows(self, tables: list[_Scores]) -> Tensor:
+        """Return "is a name unknown?", then "is it there?", sum and weight for each known name."""
+        rows = []
+        known = set(self._names)
+        for table in tables:
+            row = [float(not known.issuperset(table))]
+            for name in self._names:
+                row += (1.0, *table[name]) if name in table else (0.0, 0.0, 0.0)
+            rows.append(row)
+        return torch.tensor(rows, dtype=torch.float64, device=self._device)
+
+    def _as_table(self, row: list[float]) -> dict[str, tuple[float, float]]:
+        _, *numbers = row
+        there, sums, weights = numbers[::3], numbers[1::3], numbers[2::3]
+        columns = zip(self._names, there, sums, weights, strict=True)
+        return {name: (total, weight) for name, is_there, total, weight in columns if is_there}

@@ -1,0 +1,349 @@
+"""Whose turn it is: each replica of a process trains in turn, as if it were alone (DESIGN R2, R3).
+
+What is random in a turn depends on the seed, the iteration and the replica; its buffers are its
+own. What comes before the turns and after them is the same on all processes, so that it does not
+depend on who carries what. With one replica there is nothing to take turns for: it has one key an
+iteration, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from helios.core import rng
+from helios.errors import UsageError
+from helios.replicas.replicas import Replicas
+from helios.replicas.turn_protocols import Collector, ReplicaWatcher, StepWatcher, TrainedModel
+from helios.replicas.window_exchange import Announcer, WindowExchange
+
+Seed = Callable[[int | None], None]
+
+
+class Turns(ABC):
+    """The turns of the replicas of this process, iteration by iteration.
+
+    Attributes:
+        replica: whose turn it is, or was last.
+        is_first: whether it is the turn of the first replica of this process.
+        is_last: whether it is the turn of the last one.
+        begins_window: whether it is the first turn of a window whose gradients are collected.
+        is_over: whether the last turn of several replicas has ended in this iteration.
+        is_telling: whether something is on its way that :meth:`hear` reads.
+    """
+
+    replica: int = 0
+    is_first: bool = True
+    is_last: bool = True
+    begins_window: bool = False
+    is_over: bool = False
+    is_telling: bool = False
+
+    def begin_epoch(self) -> None:
+        """Begin an epoch; hooks may have changed the networks."""
+
+    @abstractmethod
+    def begin_iteration(self, iteration: int) -> None:
+        """Set the random numbers of what comes before the turns of an iteration."""
+
+    def begin(self, replica: int, *, opens_window: bool) -> None:
+        """Begin the turn of a replica.
+
+        Args:
+            replica: its number.
+            opens_window: whether this iteration is the first of a window.
+        """
+
+    def begin_step(self) -> StepWatcher | None:
+        """Begin a step of the present turn; a batch may have several.
+
+        Returns:
+            What watches the changes that the step makes; ``None`` where nobody does.
+
+        Raises:
+            UsageError: for a second one where the turns of other replicas are to follow.
+        """
+        return None
+
+    def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Send gradients while the last backward of a window goes on, in a ``with`` statement.
+
+        Args:
+            engine: sends them.
+            optimizer: whose parameters have them.
+        """
+        return nullcontext()
+
+    def end_backward(
+        self,
+        engine: Collector,
+        optimizer: Optimizer,
+        shown: Mapping[str, Any],
+        *,
+        ends_window: bool,
+        updates: bool = False,
+    ) -> None:
+        """Keep what a backward has brought, before another turn or an update.
+
+        Where the window's one update follows, what comes is the same on all processes, and what all
+        are to know goes with the gradients; :meth:`hear` reads it.
+
+        Args:
+            engine: collects the gradients.
+            optimizer: whose parameters have them.
+            shown: the losses that Helios has put into the model's table, which are its own copies.
+            ends_window: whether the iteration is the last of its window.
+            updates: whether the window's one update follows.
+        """
+
+    def hear(self) -> None:
+        """Read what the processes have told each other with the gradients."""
+
+    def end(self, *, ends_window: bool) -> None:
+        """End the turn of a replica; after the last one the table holds the mean losses.
+
+        Args:
+            ends_window: whether the iteration is the last of its window.
+
+        Raises:
+            UsageError: if the losses in the model's table cannot be averaged.
+        """
+
+    def drop_window(self) -> None:
+        """End a window without an update."""
+
+    def check_stop(self, error: StopIteration) -> str:
+        """Check that a hook may end the epoch.
+
+        Args:
+            error: what the hook has raised.
+
+        Returns:
+            What binds the run to its number of processes from now on; empty for nothing.
+
+        Raises:
+            UsageError: where others would wait for this process.
+        """
+        return ""
+
+    def begin_share(self, replica: int, seed: Seed) -> None:
+        """Begin the turn of a replica in an evaluation.
+
+        Args:
+            replica: its number.
+            seed: sets the random numbers of a replica; with ``None`` those of the hooks.
+        """
+
+    def end_shares(self, seed: Seed) -> None:
+        """End the turns of an iteration of an evaluation, or of the whole pass.
+
+        Args:
+            seed: as in :meth:`begin_share`.
+        """
+
+
+@final
+class LoneTurns(Turns):
+    """One replica: its turn is the whole iteration, and there is nothing to exchange.
+
+    Args:
+        seed: the run's seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._keys = rng.KeySeries(seed, "train", suffix=(0,))
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Set the random numbers of the iteration."""
+        rng.reseed(self._keys.at(iteration))
+
+
+@final
+class SharedTurns(Turns):
+    """Several replicas, of which this process carries a block.
+
+    Args:
+        replicas: the replicas of the run.
+        seed: the run's seed.
+        model: the model.
+        watch: sees what steps change.
+        speaker: says what all processes are to know.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        seed: int,
+        model: TrainedModel,
+        watch: ReplicaWatcher,
+        speaker: Announcer,
+    ) -> None:
+        self._replicas = replicas
+        self._first, self._last = replicas.block.start, replicas.block.stop - 1
+        self._model = model
+        self._find_networks = model.discovery.modules
+        self._watch = watch
+        self._sharing = WindowExchange(replicas, speaker)
+        self._buffers = self._sharing.buffers
+        self._knows_buffers = False
+        self._seed = seed
+        self._iteration = 0
+        self._num_reopened = 0
+        self._has_stepped = False
+        self._before = rng.KeySeries(seed, "train", suffix=("before",))
+        self._after = rng.KeySeries(seed, "train", suffix=("after",))
+        self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.block}
+        self._turn_to(self._first)
+
+    def _turn_to(self, replica: int) -> None:
+        self.replica = replica
+        self.is_first, self.is_last = replica == self._first, replica == self._last
+
+    def begin_epoch(self) -> None:
+        """Look for buffers anew when the next window opens."""
+        self._knows_buffers = False
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Set the random numbers of the hooks before the turns."""
+        self._iteration = iteration
+        self._num_reopened = 0
+        self.is_over = False
+        rng.reseed(self._before.at(iteration))
+
+    def begin(self, replica: int, *, opens_window: bool) -> None:
+        """Begin a turn on random numbers and buffers of its own, with an empty table of losses."""
+        self._turn_to(replica)
+        self._has_stepped = False
+        self.begins_window = opens_window and self.is_first
+        if self.begins_window:
+            if not self._knows_buffers:
+                self._buffers.find(self._find_networks().values())
+                self._knows_buffers = True
+            self._buffers.begin_window()
+        if self._buffers.is_exchanged:
+            self._buffers.enter(replica)
+        rng.reseed(self._own[replica].at(self._iteration))
+        self._model.loss_items.clear()
+
+    def begin_step(self) -> StepWatcher | None:
+        """Seed anew for a further step: what was drawn before the last one is not drawn again."""
+        if self._has_stepped and self._first != self._last:
+            raise UsageError(
+                "A batch loop that runs its optimizer loop several times a batch needs a process "
+                f"for each replica, but this one carries {len(self._replicas.block)}. Start "
+                f"{self._replicas.num_replicas} processes."
+            )
+        self._has_stepped = True
+        if self.is_over:
+            self.is_over = False
+            self._sharing.reopen()
+            self._num_reopened += 1
+            fields = ("train", self._iteration, self.replica, self._num_reopened)
+            rng.reseed(rng.key(self._seed, *fields))
+        return self._watch.begin()
+
+    def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Send those of the last replica, along with what is added to them."""
+        return engine.sending_gradients(optimizer, self.replica, self._find_networks)
+
+    def end_backward(
+        self,
+        engine: Collector,
+        optimizer: Optimizer,
+        shown: Mapping[str, Any],
+        *,
+        ends_window: bool,
+        updates: bool = False,
+    ) -> None:
+        """Copy the model's own losses, which an update could change; collect the gradients."""
+        table = self._model.loss_items
+        for name, loss in table.items():
+            if isinstance(loss, Tensor) and loss is not shown.get(name):
+                table[name] = loss.detach().clone()
+        engine.collect_gradients(
+            optimizer, self.replica, ends_window=ends_window, find_networks=self._find_networks
+        )
+        if updates:
+            self._end_last(table, ends_window=True, is_before_update=True)
+
+    def hear(self) -> None:
+        """Read what was told with the gradients; the buffers of replica 0 are in place then."""
+        self.is_telling = False
+        self._sharing.hear()
+
+    def end(self, *, ends_window: bool) -> None:
+        """Keep the losses and the buffers of a turn; after the last one put the means in place."""
+        table = self._model.loss_items
+        if not self.is_last:
+            self._sharing.keep_losses(table)
+            if self._buffers.is_exchanged:
+                self._buffers.leave(self.replica)
+            return
+        if not self.is_over:
+            self._end_last(table, ends_window=ends_window, is_before_update=False)
+        if self.is_telling:
+            self.hear()
+        self._watch.report()
+        means = self._sharing.take_means(table)
+        table.clear()
+        table.update(means)
+
+    def _end_last(
+        self, table: Mapping[str, Any], *, ends_window: bool, is_before_update: bool
+    ) -> None:
+        self.is_over = True
+        if self._buffers.is_exchanged:
+            self._buffers.leave(self.replica)
+        if ends_window:
+            self._sharing.tell(table, is_before_update=is_before_update)
+            self.is_telling = True
+        else:
+            self._sharing.keep_losses(table)
+            if self._buffers.is_exchanged:
+                self._buffers.enter(self._first)
+        rng.reseed(self._after.at(self._iteration))
+
+    def drop_window(self) -> None:
+        """Commit the buffers of replica 0."""
+        self._sharing.drop_window()
+
+    def check_stop(self, error: StopIteration) -> str:
+        """Refuse it on several processes, which do not know of each other's hooks."""
+        if self._replicas.is_whole:
+            return "a hook ends epochs by StopIteration"
+        raise UsageError(
+            "StopIteration must not be raised in a hook where several processes train: the others "
+            "would wait for this one. End the run with Context.request_stop(...), on which they "
+            "agree, or train in one process."
+        ) from error
+
+    def begin_share(self, replica: int, seed: Seed) -> None:
+        """Begin a turn on random numbers of its own."""
+        self._turn_to(replica)
+        seed(replica)
+
+    def end_shares(self, seed: Seed) -> None:
+        """Go on with the numbers of the hooks: a process may have had fewer turns than others."""
+        seed(None)
+
+
+def make_turns(
+    replicas: Replicas, seed: int, model: TrainedModel, watch: ReplicaWatcher, speaker: Announcer
+) -> Turns:
+    """Return the turns of a run; chosen once, at its start.
+
+    Args:
+        replicas: the replicas of the run.
+        seed: the run's seed.
+        model: the model.
+        watch: sees what steps change that is no replica's own.
+        speaker: says what all processes are to know.
+    """
+    if replicas.is_lone:
+        return LoneTurns(seed)
+    return SharedTurns(replicas, seed, model, watch, speaker)

@@ -1,0 +1,240 @@
+"""The replicas of a run, which of them this process carries, and what all of them agree on.
+
+A run is defined over its replicas; processes only carry them (DESIGN R3). Everything that is summed
+over replicas follows one tree, so its bits do not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helios.distributed import pickling
+from helios.distributed.process_groups import DistributedInfo, collective, control_group
+from helios.errors import UsageError
+from helios.replicas.named_sums import NumberReducer
+from helios.replicas.piggyback import Message
+from helios.replicas.point_to_point import PointToPoint
+from helios.replicas.tree_reducer import TreeReducer
+
+_LONE = DistributedInfo()
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """What all processes have told each other in front of a window's gradients.
+
+    Attributes:
+        flags: for each flag whether any process raises it.
+        means: the mean of each loss; ``None`` where none were told.
+        content: the bytes of rank 0.
+    """
+
+    flags: Sequence[bool]
+    means: dict[str, Tensor] | None
+    content: Tensor
+
+
+@final
+class Replicas:
+    """The replicas of a run, and the block of them that this process carries.
+
+    Args:
+        num_replicas: logical data-parallel workers of the run (V).
+        info: where this process stands among all that carry them (P).
+        device: where this process computes.
+
+    Attributes:
+        num_replicas: as given.
+        num_processes: P.
+        is_lone: whether there is one replica, so that nothing is shared or summed.
+        is_whole: whether this process carries all replicas.
+        has_one_each: whether each process carries one replica.
+        rank: number of this process, from 0.
+        block: the replicas of this process.
+        reducer: adds gradients over replicas.
+        device: as given.
+
+    Raises:
+        ArgumentError: unless 1 <= P <= V.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int = 1,
+        info: DistributedInfo = _LONE,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        count, rank = info.world_size, info.rank
+        self.num_replicas = num_replicas
+        self.num_processes = count
+        self.is_lone = num_replicas == 1
+        self.is_whole = count == 1
+        self.has_one_each = count == num_replicas
+        self.rank = rank
+        self.reducer = TreeReducer(num_replicas, num_processes=count, rank=rank)
+        self.block = self.reducer.block
+        group = None if self.is_whole else control_group()
+        self._losses, self._scores = (
+            NumberReducer(num_replicas, num_processes=count, rank=rank, group=group)
+            for _ in range(2)
+        )
+        self.device = torch.device(device)
+        self._ranks = PointToPoint(count, rank, group)
+        self._message: Message | None = None
+        self._told: tuple[Sequence[bool], Sequence[Mapping[str, Any]] | None] = ((), None)
+
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        """Return for each flag whether any process raises it; all processes ask at once."""
+        if self.is_whole:
+            return flags
+        raised = torch.tensor(flags, dtype=torch.uint8)
+        with collective("Replicas.agree"):
+            dist.all_reduce(raised, dist.ReduceOp.MAX, group=control_group())
+        return tuple(map(bool, raised.tolist()))
+
+    def tell(
+        self, flags: Sequence[bool], losses: Sequence[Mapping[str, Any]] | None, content: Tensor
+    ) -> None:
+        """Tell something to all processes with the next sum of gradients; all do so at one place.
+
+        Args:
+            flags: as in :meth:`agree`.
+            losses: as in :meth:`mean_losses`; ``None`` in all processes for none.
+            content: bytes of rank 0, or the room for them.
+        """
+        self._told = (flags, losses)
+        if self.is_whole:
+            return
+        row = torch.tensor(flags, dtype=torch.float64)
+        if losses is not None:
+            row = torch.cat([row, self._losses.write_losses(losses)])
+        self._message = Message(self._ranks, row, content)
+        self.reducer.attach(self._message)
+
+    def hear(self) -> WindowResult:
+        """Return what all processes have told; without gradients between, it is sent now."""
+        (flags, losses), self._told = self._told, ((), None)
+        message, self._message = self._message, None
+        if message is None:
+            means = None if losses is None else self._losses.mean_losses(losses)
+            return WindowResult(flags, means, NOTHING)
+        with collective("Replicas.hear"):
+            self.reducer.deliver()
+        raised, rows = message.rows[:, : len(flags)], message.rows[:, len(flags) :]
+        means = None if losses is None else self._losses.read_losses(losses, rows)
+        return WindowResult(raised.any(0).tolist(), means, message.content)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return a small value of every process, in the order of ranks.
+
+        What shares memory in a value does so again; tensors of other processes lie on the CPU.
+        """
+        if self.is_whole:
+            return [value]
+        found = [b""] * self.num_processes
+        with collective("Replicas.gather_objects"):
+            dist.all_gather_object(found, pickling.dumps(value), group=control_group())
+        return [pickling.loads(data) for data in found]
+
+    def compare(self, check: Callable[[Callable[[Any], list[Any]]], None]) -> None:
+        """Run a check over all processes; with one there is nothing to compare.
+
+        Args:
+            check: is called with :meth:`gather_objects`.
+        """
+        if not self.is_whole:
+            check(self.gather_objects)
+
+    def require_one_each(self, who: str, *, why: str = "", remedy: str = "") -> None:
+        """Check that each process carries one replica.
+
+        Args:
+            who: what needs it.
+            why: the reason, for the message.
+            remedy: what else can be done than to start more processes.
+
+        Raises:
+            UsageError: if a process carries several.
+        """
+        if not self.has_one_each:
+            raise UsageError(
+                f"{who} trains with one process for each replica{why}, but {self.num_processes} "
+                f"carry {self.num_replicas} replicas. Start {self.num_replicas} processes{remedy}."
+            )
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        if not self.is_whole:
+            with collective("Replicas.barrier"):
+                dist.barrier(group=control_group())
+
+    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return the mean of each loss over the replicas that have it, by name.
+
+        Args:
+            tables: the losses of each replica of this process.
+        """
+        if self.is_whole:
+            return self._losses.mean_losses(tables)
+        with collective("Replicas.mean_losses"):
+            return self._losses.mean_losses(tables)
+
+    def sum_scores(
+        self, tables: Sequence[Mapping[str, tuple[Any, Any]]]
+    ) -> dict[str, tuple[float, float]]:
+        """Return sum and weight of each score over all replicas, by name.
+
+        Args:
+            tables: ``{name: (sum, weight)}`` of each replica of this process.
+        """
+        if self.is_lone:
+            return dict(tables[0])
+        if self.is_whole:
+            return self._scores.sum_scores(tables)
+        with collective("Replicas.sum_scores"):
+            return self._scores.sum_scores(tables)
+
+    def close(self) -> None:
+        """Let go of the process group, so that nothing keeps it alive after the run."""
+        self._losses, self._scores = NumberReducer(1), NumberReducer(1)
+        self._ranks, self._message = PointToPoint(1, 0, None), None
+
+    def make_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor without content, where this process computes."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors with those of replica 0, which rank 0 carries, in one exchange.
+
+        Args:
+            tensors: the same number of tensors, of the same shapes and types, on all processes.
+        """
+        if self.is_whole or not tensors:
+            return
+        with torch.no_grad(), collective("Replicas.copy_from_first"):
+            whole = join_bytes(tensor.to(self.device) for tensor in tensors)
+            dist.broadcast(whole, 0)
+            if self.rank:
+                split_bytes(whole, tensors)
+
+
+def join_bytes(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the bytes of tensors, one behind the other."""
+    parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(parts) if parts else NOTHING
+
+
+def split_bytes(whole: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with the bytes that :func:`join_bytes` has joined."""
+    with torch.no_grad():
+        sizes = [tensor.nbytes for tensor in tensors]
+        for tensor, part in zip(tensors, torch.split(whole, sizes), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

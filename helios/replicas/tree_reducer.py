@@ -1,0 +1,221 @@
+"""Sums over all replicas of a run that are equal bit for bit on any number of processes (R3).
+
+Each process brings the sums of the subtrees of its block (``tree.py``); here the rest of the tree
+is added over processes. What is exchanged depends on their number, the order of additions of an
+element does not. Without other processes nothing here touches ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helios.errors import UsageError
+from helios.replicas.assignment import block_of, blocks, is_power_of_two
+from helios.replicas.piggyback import Message
+from helios.replicas.point_to_point import PointToPoint
+from helios.replicas.reduction_tree import finish, subtrees
+
+# Measured with scripts/bench/reduce.py over gloo, on 2 and 4 ranks: up to here whole parts are
+# faster than halves, with any partner and with the last one.
+_WHOLE_BYTES = 2**19
+_LAST_WHOLE_BYTES = 2**23
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a view in real numbers: backends send no complex ones; sums are the same."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def _halving_distances(num_processes: int) -> list[int] | None:
+    """Return the distances of partners whose sums are nodes of the tree, nearest first.
+
+    ``None`` unless the number of processes is a power of two, where each block is one subtree.
+    """
+    if not is_power_of_two(num_processes):
+        return None
+    return [1 << level for level in range(num_processes.bit_length() - 1)]
+
+
+class TreeReducer:
+    """Adds large tensors of all replicas, in the order of the tree.
+
+    Two to the k processes add by recursive halving and doubling, nearest rank first, since each
+    of their blocks is one subtree. Others send chunks to the process that finishes them. Buffers
+    for what comes in are kept between calls.
+
+    Args:
+        num_replicas: leaves of the tree.
+        num_processes: processes that carry them.
+        rank: number of this process in the group, from 0.
+        group: the process group; ``None`` for that of all processes.
+
+    Attributes:
+        block: the replicas of this process.
+        nodes: the subtrees of this process, in their order.
+
+    Raises:
+        ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        num_processes: int = 1,
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.block = block_of(rank, num_processes, num_replicas)
+        self._num_replicas = num_replicas
+        self._rank = rank
+        self._nodes = [subtrees(b, num_replicas) for b in blocks(num_processes, num_replicas)]
+        self.nodes = self._nodes[rank]
+        self._distances = _halving_distances(num_processes)
+        self._ranks = PointToPoint(num_processes, rank, group)
+        self._whole_bytes = (_WHOLE_BYTES, _LAST_WHOLE_BYTES)
+        self._received: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._message: Message | None = None
+
+    def attach(self, message: Message) -> None:
+        """Let the next sum carry a message; all processes attach one at the same place."""
+        self._message = message
+
+    def deliver(self) -> None:
+        """Send the message that is attached alone, if no sum has carried it."""
+        message = self._take_message()
+        if message is None:
+            return
+        if self._distances is None:
+            message.send_to_all().wait()
+            return
+        for distance in self._distances:
+            message.send_over(distance).wait()
+
+    def _take_message(self) -> Message | None:
+        message, self._message = self._message, None
+        return message
+
+    def all_reduce(self, sums: Mapping[range, Tensor]) -> Tensor:
+        """Return the sum over all replicas; all processes call it with tensors of one size.
+
+        Args:
+            sums: the sum of each of ``nodes``, contiguous, of one dimension; all are overwritten.
+
+        Returns:
+            The first node's tensor, which holds the sum.
+
+        Raises:
+            UsageError: if these are not tensors of one size and type, one for each of ``nodes``.
+        """
+        tensors = [sums[node] for node in self.nodes if node in sums]
+        kinds = {(tensor.shape, tensor.dtype) for tensor in tensors}
+        if sums.keys() != set(self.nodes) or len(kinds) > 1 or tensors[0].dim() != 1:
+            raise UsageError(
+                f"The sums of {self.nodes} must be tensors of one dimension, size and type, got "
+                f"{ {node: (tuple(t.shape), t.dtype) for node, t in sums.items()} }. Pass what "
+                "TreeStack.take() returns."
+            )
+        if self._ranks.others and tensors[0].numel():
+            with torch.no_grad():
+                parts = [_as_real(tensor) for tensor in tensors]
+                if self._distances is None:
+                    self._send_chunks(parts)
+                else:
+                    self._halve_and_double(parts[0], self._distances)
+        return tensors[0]
+
+    def _reserve(self, like: Tensor, size: int) -> Tensor:
+        """Return room for what comes in, the same at each call."""
+        kind = (like.dtype, like.device)
+        if kind not in self._received or self._received[kind].numel() < size:
+            self._received[kind] = like.new_empty(size)
+        return self._received[kind]
+
+    def _halve_and_double(self, own: Tensor, distances: Sequence[int]) -> None:
+        """Add half of what is left with each partner, then give back the finished parts.
+
+        A small part is exchanged and added as a whole by both: the fewer messages win. With the
+        last partner that costs no more bytes, so the limit is higher there.
+        """
+        part, halves, message = own, [], self._take_message()
+        for distance in distances:
+            partner = self._rank ^ distance
+            is_left, is_last = self._rank < partner, distance == distances[-1]
+            mine = theirs = part
+            if part.nbytes > self._whole_bytes[is_last]:
+                middle = (part.numel() + 1) // 2
+                left, right = part[:middle], part[middle:]
+                mine, theirs = (left, right) if is_left else (right, left)
+                halves.append((mine, theirs, partner))
+            incoming = self._reserve(mine, mine.numel())[: mine.numel()]
+            carried = None if message is None else message.send_over(distance)
+            self._ranks.exchange([(theirs, partner)], [(incoming, partner)])
+            if carried is not None:
+                carried.wait()
+            left, right = (mine, incoming) if is_left else (incoming, mine)
+            torch.add(left, right, out=mine)
+            part = mine
+        for mine, theirs, partner in reversed(halves):
+            self._ranks.exchange([(mine, partner)], [(theirs, partner)])
+
+    def _send_chunks(self, own: Sequence[Tensor]) -> None:
+        """Send each process its chunk of all nodes, finish the own one, and gather the results."""
+        total, size = own[0], own[0].numel()
+        count = len(self._nodes)
+        chunks = [slice(size * r // count, size * (r + 1) // count) for r in range(count)]
+        mine, others = chunks[self._rank], self._ranks.others
+        finished = total[mine]
+        nodes: dict[range, Tensor] = {}
+        receives = []
+        for rank, node, part in self._cut_room(finished):
+            nodes[node] = part
+            receives.append((part, rank))
+        sends = [(tensor[chunks[rank]], rank) for rank in others for tensor in own]
+        message = self._take_message()
+        carried = None if message is None else message.send_to_all()
+        self._ranks.exchange(sends, receives)
+        if carried is not None:
+            carried.wait()
+        nodes.update(zip(self.nodes, (tensor[mine] for tensor in own), strict=True))
+        finished.copy_(finish(nodes, self._num_replicas))
+        self._ranks.exchange(
+            [(finished, rank) for rank in others], [(total[chunks[rank]], rank) for rank in others]
+        )
+
+    def _cut_room(self, chunk: Tensor) -> list[tuple[int, range, Tensor]]:
+        """Return room for a chunk of every node of every other process."""
+        places = [(rank, node) for rank in self._ranks.others for node in self._nodes[rank]]
+        size = chunk.numel()
+        room = self._reserve(chunk, size * len(places))
+        return [
+            (rank, node, room[size * place : size * (place + 1)])
+            for place, (rank, node) in enumerate(places)
+        ]
+
+    def check_equal(self, what: str, lines: Sequence[str]) -> None:
+        """Check that a description is the same on all processes; all of them call it.
+
+        Sizes that differ between processes make a backend hang, end the process, or give wrong
+        numbers, so this is asked before the first exchange.
+
+        Raises:
+            UsageError: if a process has another description than rank 0; the same on all.
+        """
+        first, *others = self._ranks.gather_objects(list(lines))
+        for rank, found in enumerate(others, 1):
+            if found != first:
+                raise UsageError(_describe_difference(what, rank, found, first))
+
+
+def _describe_difference(what: str, rank: int, found: list[str], first: list[str]) -> str:
+    length = max(len(found), len(first))
+    padded = ([*lines, *["nothing"] * (length - len(lines))] for lines in (found, first))
+    here, there = next(pair for pair in zip(*padded, strict=True) if pair[0] != pair[1])
+    return (
+        f"All processes must have the same {what}, but rank {rank} has {here} where rank 0 has "
+        f"{there}. Build the model from nothing that differs between processes."
+    )

@@ -1,0 +1,83 @@
+"""Which attributes of an object count as state beside its ``state_dict``, by what kind it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+_OF_MODULES = frozenset(vars(nn.Module())) | {
+    *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
+    *("_load_hook", "_initialize_hook"),
+}
+"""Attributes of modules that torch itself looks after: of all, of recurrent and of lazy ones."""
+
+_OF_OTHERS: dict[type, frozenset[str]] = {
+    Optimizer: frozenset(
+        (
+            *("defaults", "param_groups", "state", "step", "_opt_called"),
+            *("_optimizer_load_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks"),
+            *("_optimizer_state_dict_post_hooks", "_optimizer_state_dict_pre_hooks"),
+            *("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks"),
+            *("_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
+            *("_params", "_numel_cache"),
+        )
+    ),
+    LRScheduler: frozenset(("optimizer", "lr_lambdas", "_schedulers")),
+    GradScaler: frozenset(
+        (
+            *("_backoff_factor", "_device", "_enabled", "_growth_factor", "_growth_interval"),
+            *("_growth_tracker", "_init_growth_tracker", "_init_scale", "_per_optimizer_states"),
+            "_scale",
+        )
+    ),
+}
+"""The same of optimizers (LBFGS keeps two more), of schedulers and of scalers."""
+
+_WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
+"""Where torch defines modules around modules, whose own attributes are machinery."""
+
+
+def tells_too_little(module: nn.Module) -> bool:
+    """Return whether a module may hold state beside its ``state_dict``."""
+    return not type(module).__module__.startswith(_WRAPPERS)
+
+
+def left_out(part: object) -> list[tuple[str, Any]]:
+    """Return the attributes of an object with a state that its ``state_dict`` may leave out."""
+    if isinstance(part, nn.Module):
+        return _left_out_of_module(part)
+    table = getattr(part, "__dict__", {})
+    known = next((keys for kind, keys in _OF_OTHERS.items() if isinstance(part, kind)), frozenset())
+    return [(key, table[key]) for key in sorted(table.keys() - known)]
+
+
+def _left_out_of_module(module: nn.Module) -> list[tuple[str, Any]]:
+    table = vars(module)
+    parameters, buffers = table["_parameters"], table["_buffers"]
+    hidden = table["_non_persistent_buffers_set"] & buffers.keys()
+    return [
+        *((key, buffers[key]) for key in sorted(hidden)),
+        *(
+            (key, table[key])
+            for key in sorted(table.keys() - _OF_MODULES)
+            # Pruning and the older norms compute such a weight from what is saved.
+            if f"{key}_orig" not in parameters and f"{key}_v" not in parameters
+        ),
+    ]
+
+
+_HOUSE = (
+    *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
+    *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
+    *("helios.data", "helios.run_state", "helios.terminal.root_logger", "helios.terminal.progress"),
+    "helios.storage.tensorboard_writer",
+)
+
+
+def is_of_the_house(value: object) -> bool:
+    """Return whether a value is a part of Helios that an owner refers to, such as its trainer."""
+    return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)

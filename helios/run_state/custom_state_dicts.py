@@ -1,0 +1,269 @@
+"""What the ``state_dict`` of a network leaves out, where its class or a hook decides what is in it.
+
+Such a ``state_dict`` drops a frozen backbone, say, or hands out a part under another name. A tensor
+counts as saved if the state holds it under the name that loading looks for; where code of the
+user's loads, anywhere in the state. What is lacking and training has changed is saved beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from helios.core.memory import storage_of
+from helios.core.wrappers import BareNames
+from helios.errors import StateError
+from helios.run_state import unsupported_values
+from helios.run_state.changes import PlainValues
+from helios.run_state.extra_states import tells_extra
+from helios.run_state.module_state import is_loaded_by_torch, method_of, state_of
+from helios.run_state.plain_values import Identities
+from helios.run_state.registered_hooks import is_known
+from helios.run_state.save_costs import SHARE
+from helios.run_state.state_dict_coverage import EXTRA, parts_of
+from helios.run_state.value_scan import mark_of_state
+from helios.run_state.walk_result import WalkResult
+
+
+class _Piece(NamedTuple):
+    """What a network consists of, as its state names it.
+
+    Attributes:
+        name: the bare name.
+        module: the submodule that holds it.
+        value: a parameter, a persistent buffer, or what ``get_extra_state`` returns.
+        is_translated: whether code of the user's loads it, under names that may be others.
+    """
+
+    name: str
+    module: nn.Module
+    value: Any
+    is_translated: bool
+
+
+@final
+class Omissions:
+    """Remembers what the states of networks lacked after setup, and finds what has changed of it.
+
+    Args:
+        identities: numbers for what cannot be pickled.
+        values: whose costs are counted together with these.
+    """
+
+    def __init__(self, identities: Identities, values: PlainValues) -> None:
+        self._identities = identities
+        self._values = values
+        self._before: dict[str, dict[str, bytes]] = {}
+
+    def remember(self, found: WalkResult) -> None:
+        """Take what there is now as made by setup."""
+        for path, module in _odd_networks(found).items():
+            begin = self._values.costs.time()
+            lacking, _ = _lacking(module, _early_state(module))
+            self._before[path] = {name: self._mark(value) for name, value in lacking.items()}
+            self._values.costs.add(_place(path), self._values.costs.time() - begin)
+        self._values.costs.end()
+
+    def forget(self, state: Mapping[str, Any]) -> None:
+        """Take what was restored for changed: the next checkpoint needs it, too."""
+        for path, saved in state.items():
+            for name in saved["values"]:
+                self._before.get(path, {}).pop(name, None)
+
+    def find(
+        self, found: WalkResult, states: Mapping[str, dict[str, Any]]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return what training has changed and the states of networks lack; before plain values.
+
+        Args:
+            found: what is there now.
+            states: what objects returned, by path.
+
+        Returns:
+            By path of the network: ``values``, what is lacking by its name; ``absent`` and
+            ``unknown``, the names that torch's loading will not find and will not know. And
+            networks for which that takes too long to find out, with the reason.
+        """
+        left_out = self._values.costs.begin()
+        omitted: dict[str, Any] = {}
+        costly: dict[str, str] = {}
+        for path, module in _odd_networks(found).items():
+            begin = self._values.costs.time()
+            lacking, names = _lacking(module, states[path])
+            if _place(path) in left_out:
+                costly[_place(path)] = unsupported_values.TOO_SLOW.format(
+                    left_out[_place(path)], SHARE
+                )
+                lacking = {}
+            before = self._before.get(path, {})
+            values = {
+                name: value.detach() if isinstance(value, Tensor) else value
+                for name, value in lacking.items()
+                if name not in before or before[name] != self._mark(value)
+            }
+            if values or any(names.values()):
+                omitted[path] = {"values": values, **names}
+            self._values.costs.add(_place(path), self._values.costs.time() - begin)
+        return omitted, costly
+
+    def _mark(self, value: Any) -> bytes:
+        return mark_of_state(value, self._identities)
+
+
+def restore_omitted(omitted: Mapping[str, Any], found: WalkResult) -> None:
+    """Fill networks with what their states lacked; to be called once these are loaded.
+
+    Raises:
+        StateError: if a network no longer has what was saved.
+    """
+    for path, module in _modules(found).items():
+        values = omitted.get(path, {"values": {}})["values"]
+        pieces = {piece.name: piece for piece in _pieces_of(module)} if values else {}
+        for name, saved in values.items():
+            if name not in pieces:
+                raise StateError(
+                    f"{path}.{name} was saved beside the state_dict of {path}, which has no such "
+                    "part now. Build it in setup() as it was when the state was saved."
+                )
+            _fill(f"{path}.{name}", pieces[name], saved)
+
+
+def _fill(name: str, piece: _Piece, saved: Any) -> None:
+    if not isinstance(piece.value, Tensor) or not isinstance(saved, Tensor):
+        piece.module.set_extra_state(copy.deepcopy(saved))
+        return
+    if piece.value.shape != saved.shape:
+        raise StateError(
+            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the present one "
+            f"{tuple(piece.value.shape)}. Build it in setup() as it was when the state was saved."
+        )
+    with torch.no_grad():
+        piece.value.copy_(saved)
+
+
+def _place(path: str) -> str:
+    return f"{path} (beside its state_dict)"
+
+
+def _early_state(module: nn.Module) -> dict[str, Any]:
+    try:
+        return state_of(module)
+    except Exception:  # user code, which may need a first step
+        return {}
+
+
+def _modules(found: WalkResult) -> dict[str, nn.Module]:
+    parts = {**found.inner, **found.objects}
+    return {path: part for path, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def _odd_networks(found: WalkResult) -> dict[str, nn.Module]:
+    """Return the networks of whose state the class of a part, or a hook, decides."""
+    return {
+        path: module
+        for path, module in _modules(found).items()
+        if any(_is_odd(part) for _, part in found.networks.of(module).modules)
+    }
+
+
+def _is_odd(part: nn.Module) -> bool:
+    table = vars(part)
+    return not (
+        is_known(method_of(part, "state_dict"))
+        and is_known(method_of(part, "_save_to_state_dict"))
+        and all(map(is_known, table.get("_state_dict_hooks", {}).values()))
+    )
+
+
+def _translates(part: nn.Module) -> bool:
+    hooks = vars(part).get("_load_state_dict_pre_hooks", {}).values()
+    own = not is_known(method_of(part, "_load_from_state_dict"))
+    return own or not all(map(is_known, hooks))
+
+
+def _pieces_of(module: nn.Module) -> Iterator[_Piece]:
+    """Yield the parts that torch's loading looks for, a shared one under each of its names."""
+    bare = BareNames(module)
+    translated = [""] if not is_loaded_by_torch(module) else []
+    for place, part in module.named_modules(remove_duplicate=False):
+        table = vars(part)
+        if not isinstance(table.get("_buffers"), dict):
+            # What is not built by torch.nn may be without tables, as compiled scripts are.
+            continue
+        prefix = f"{place}." if place else ""
+        if _translates(part):
+            translated.append(prefix)
+        is_translated = prefix.startswith(tuple(translated))
+        hidden = table["_non_persistent_buffers_set"]
+        buffers = {key: kept for key, kept in table["_buffers"].items() if key not in hidden}
+        for key, tensor in (*table["_parameters"].items(), *buffers.items()):
+            if isinstance(tensor, Tensor) and not is_lazy(tensor):
+                yield _Piece(bare.of(f"{prefix}{key}"), part, tensor, is_translated)
+        if tells_extra(part):
+            state = part.get_extra_state()
+            yield _Piece(bare.of(f"{prefix}{EXTRA}"), part, state, is_translated)
+
+
+def _lacking(
+    module: nn.Module, state: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """Return what a state lacks by name, and the names that loading will not find or not know."""
+    pieces = list(_pieces_of(module))
+    held = _Held(state)
+    kept = {_key(piece) for piece in pieces if held.has(piece)}
+    # A shared tensor is there if it is under one of its names.
+    lacking = {piece.name: piece.value for piece in pieces if _key(piece) not in kept}
+    if not is_loaded_by_torch(module):
+        return lacking, {"absent": [], "unknown": []}
+    absent = [
+        piece.name
+        for piece in pieces
+        if piece.name not in state and not (piece.is_translated and held.has(piece))
+    ]
+    unknown = sorted(state.keys() - {piece.name for piece in pieces})
+    return lacking, {"absent": absent, "unknown": unknown}
+
+
+def _key(piece: _Piece) -> int | str:
+    return id(piece.value) if isinstance(piece.value, Tensor) else piece.name
+
+
+@final
+class _Held:
+    """The tensors of a state, at any depth."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self._sizes: Counter[int] = Counter()
+        for _, part in parts_of(state):
+            if isinstance(part, Tensor):
+                # A slice does not hold all of what it was cut from.
+                self._sizes[storage_of(part)] += part.numel()
+
+    def has(self, piece: _Piece) -> bool:
+        """Return whether loading the state brings a piece back."""
+        part, value = self._state.get(piece.name), piece.value
+        if not isinstance(value, Tensor):
+            return piece.name in self._state
+        if isinstance(part, Tensor) and _is_same(part, value):
+            return True
+        if not piece.is_translated:
+            return False
+        return bool(storage_of(value)) and self._sizes[storage_of(value)] >= value.numel()
+
+
+def _is_same(part: Tensor, value: Tensor) -> bool:
+    """Return whether a tensor is another one, or an equal copy of it."""
+    if (part.dtype, part.shape) != (value.dtype, value.shape):
+        return False
+    if part.layout is not torch.strided or value.layout is not torch.strided:
+        return part is value
+    if part.device == value.device and part.data_ptr() == value.data_ptr():
+        return part.stride() == value.stride()
+    return torch.equal(part.to(value.device), value)

@@ -1,0 +1,88 @@
+"""What of a data set or a collate function is looked at: generators and small plain values.
+
+The data itself is not read, and what else such an object holds is a cache or an open file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, final
+
+import numpy as np
+from torch import Tensor
+
+from helios.core.generators import is_generator
+from helios.core.sizes import size_text
+from helios.core.unsaved_attributes import unsaved_of
+from helios.run_state.plain_values import ATOMS
+from helios.run_state.walk_result import WalkResult
+
+_SMALL = 1 << 16
+"""Bytes of a member up to which it is looked at."""
+
+_GROWN = (
+    f"a member of a data set that has changed and grown beyond {size_text(_SMALL)}: keep it in an "
+    "attribute of the data module, or declare it in the class of the data set: unsaved = (...,)"
+)
+
+_PLAIN = (*ATOMS, list, tuple, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor)
+
+
+def large_members(part: object) -> frozenset[str]:
+    """Return the attributes that are data."""
+    return frozenset(name for name, value in vars(part).items() if _is_large(value))
+
+
+def keep_data_only(found: WalkResult) -> None:
+    """Drop everything but generators and plain values from what was found."""
+    for table in (found.objects, found.inner, found.orders):
+        table.clear()
+    found.aliases = {
+        where: name for where, name in found.aliases.items() if name in found.generators
+    }
+    found.slots = {
+        where: slot for where, slot in found.slots.items() if isinstance(slot.value, _PLAIN)
+    }
+
+
+def _is_large(value: Any) -> bool:
+    """Return whether a value takes more than 64 KiB, without reading all of it."""
+    left, waiting = _SMALL, [value]
+    while waiting:
+        part = waiting.pop()
+        left -= part.nbytes if isinstance(part, Tensor | np.ndarray) else sys.getsizeof(part, 0)
+        if left < 0:
+            return True
+        if isinstance(part, dict):
+            waiting += (*part.keys(), *part.values())
+        elif isinstance(part, list | tuple | set | frozenset):
+            waiting += part
+    return False
+
+
+def generators_in(part: object) -> list[str]:
+    """Return the attributes of an object that hold a generator and are not declared unsaved."""
+    members = getattr(part, "__dict__", {})
+    return sorted(
+        name
+        for name, value in members.items()
+        if type(value) not in ATOMS and is_generator(value) and name not in unsaved_of(part)
+    )
+
+
+@final
+class Grown:
+    """Knows which members checkpoints have held, and names those that are too large by now."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def note(self, paths: Iterable[str]) -> None:
+        """Take the members that paths lie in as changed by training."""
+        self._known |= {path.partition(".")[0] for path in paths}
+
+    def losses(self, large: Iterable[str]) -> dict[str, str]:
+        """Return what checkpoints hold no longer, with the reason."""
+        return dict.fromkeys(sorted(self._known.intersection(large)), _GROWN)

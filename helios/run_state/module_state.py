@@ -1,0 +1,391 @@
+"""What ``state_dict`` of torch leaves out: frozen parameters, modes, open gradients, loose tensors.
+
+Names are those of the module itself, whether it is compiled or not, so that a checkpoint of the
+one loads into the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from helios.core.memory import storage_of
+from helios.core.wrappers import BareNames
+from helios.errors import StateError
+from helios.protocols import Stateful
+from helios.run_state.network_parts import Networks
+from helios.run_state.plain_values import ATOMS, Storages
+from helios.run_state.registered_hooks import OF_OPTIMIZERS, is_known
+from helios.run_state.walk import unwrap
+from helios.run_state.walk_result import WalkResult
+
+Shape: TypeAlias = dict[str, object]
+"""What must be there for a state to fit, by name; the class under the empty name."""
+
+_SHOWN = 3
+
+
+def state_of(value: Stateful) -> dict[str, Any]:
+    """Return the state of an object.
+
+    That of a module comes under bare names, that of a scheduler of torch without what its
+    ``state_dict`` takes only because it is an attribute.
+    """
+    state = value.state_dict()
+    if isinstance(value, LRScheduler):
+        return _without_odd_attributes(value, state)
+    return BareNames(value).strip(state) if isinstance(value, nn.Module) else state
+
+
+def complete(optimizers: Iterable[Optimizer]) -> None:
+    """Make what torch's methods rely on; published wrappers never call ``super().__init__()``."""
+    for table in map(vars, optimizers):
+        for name in OF_OPTIMIZERS:
+            table.setdefault(name, OrderedDict())
+        table.setdefault("defaults", {})
+
+
+def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what PyTorch's ``state_dict`` of schedulers takes just because it is there.
+
+    Attributes that users add may be objects or generators, which are looked at by themselves.
+    """
+    attributes = vars(scheduler)
+    is_stock = type(scheduler).state_dict.__module__.startswith("torch.")
+    odd = [
+        key
+        for key, value in state.items()
+        if is_stock and attributes.get(key) is value and not is_simple(value)
+    ]
+    return {key: value for key, value in state.items() if key not in odd}
+
+
+def is_simple(value: Any) -> bool:
+    """Return whether a value consists of tensors and of values without members."""
+    if isinstance(value, dict | list | tuple):
+        members = value.values() if isinstance(value, dict) else value
+        return all(map(is_simple, members))
+    return type(value) in ATOMS or isinstance(value, Tensor)
+
+
+def method_of(part: object, name: str) -> Any:
+    """Return a method as it is called: that of the object itself, or of its class."""
+    return vars(part).get(name) or getattr(type(part), name)
+
+
+def is_loaded_by_torch(module: nn.Module) -> bool:
+    """Return whether nobody has replaced ``load_state_dict`` of a network."""
+    return is_known(method_of(module, "load_state_dict"))
+
+
+def load_state(
+    value: Stateful, state: dict[str, Any], omitted: Mapping[str, Any] | None = None
+) -> None:
+    """Give an object its state, of which it may keep no part: the state stays as it is.
+
+    Args:
+        value: the object.
+        state: its state.
+        omitted: of a network, the names that are ``absent`` in the state and ``unknown`` to torch.
+    """
+    if not isinstance(value, nn.Module):
+        if isinstance(value, Optimizer):
+            complete([value])
+        # Optimizers and schedulers go on working in the very tensors and lists that they load.
+        value.load_state_dict(copy.deepcopy(state))
+        if isinstance(value, Optimizer):
+            _restore_types(value, state)
+        return
+    bare = BareNames(value)
+    names = {bare.of(name): name for name in value.state_dict()}
+    saved = _versions(state)
+    versions = {
+        name: saved[bare.of(name)] for name, _ in value.named_modules() if bare.of(name) in saved
+    }
+    entries = {
+        names.get(name, name): part if isinstance(part, Tensor) else copy.deepcopy(part)
+        for name, part in state.items()
+    }
+    _load_network(value, _module_state(entries, versions), bare, omitted)
+    if _places(value.state_dict()) & _places(entries):
+        # A module that takes tensors instead of copying them, as metrics do.
+        entries = copy.deepcopy(entries)
+        _load_network(value, _module_state(entries, versions), bare, omitted)
+
+
+def _load_network(
+    value: nn.Module, state: Any, bare: BareNames, omitted: Mapping[str, Any] | None
+) -> None:
+    if omitted is None or not is_loaded_by_torch(value):
+        value.load_state_dict(state)
+        return
+    missing, unexpected = value.load_state_dict(state, strict=False)
+    lacking = sorted({*map(bare.of, missing)} - {*omitted["absent"]})
+    unknown = sorted({*map(bare.of, unexpected)} - {*omitted["unknown"]})
+    if lacking or unknown:
+        raise StateError(
+            f"its parts {', '.join(lacking) or 'none'} are not in the state, and it has no parts "
+            f"{', '.join(unknown) or 'that are lacking'} for what is there."
+        )
+
+
+def _places(entries: Mapping[str, Any]) -> set[int]:
+    return {storage_of(part) for part in entries.values() if isinstance(part, Tensor)} - {0}
+
+
+def _restore_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Undo that torch rounds float32 copies of bfloat16 parameters to their parameter's type."""
+    parameters = [part for group in optimizer.param_groups for part in group["params"]]
+    groups = state.get("param_groups", ())
+    numbers = [number for group in groups for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        loaded = optimizer.state.get(parameter, {})
+        for name, saved in state.get("state", {}).get(number, {}).items():
+            if name in loaded:
+                loaded[name] = _typed(loaded[name], saved)
+
+
+def _typed(loaded: Any, saved: Any) -> Any:
+    """Return loaded state with the types of tensors that it was saved with, at any depth."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        fits = loaded.dtype == saved.dtype
+        return loaded if fits else saved.detach().to(loaded.device, copy=True)
+    if type(loaded) is dict and isinstance(saved, dict):
+        return {key: _typed(part, saved.get(key)) for key, part in loaded.items()}
+    if type(loaded) in (list, tuple) and isinstance(saved, list | tuple):
+        return type(loaded)(map(_typed, loaded, saved))
+    return loaded
+
+
+def kind_of(part: object) -> str:
+    """Return the name of an object's class, of that inside for a compiled module."""
+    return type(unwrap(part)).__name__
+
+
+def shape_of(part: Stateful, networks: Networks) -> Shape:
+    """Return the classes and parameters of an object; nothing for a lazy module.
+
+    Lazy modules get their sizes and even their class from the first batch.
+    """
+    if not isinstance(part, nn.Module):
+        return {"": kind_of(part)}
+    shape: Shape = {}
+    for place, inner in networks.of(part).modules:
+        if isinstance(inner, LazyModuleMixin):
+            return {}
+        shape[place] = type(inner).__name__
+        prefix = f"{place}." if place else ""
+        for key, parameter in vars(inner).get("_parameters", {}).items():
+            if parameter is not None:
+                shape[f"{prefix}{key}"] = "parameter"
+    return shape
+
+
+def difference(before: Shape, now: Shape) -> str:
+    """Say what differs between two shapes; the empty string where nothing does."""
+    texts = [
+        f"{key or 'class'}: {before.get(key, 'none')}, now {now.get(key, 'none')}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+    ]
+    more = [f"{len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return "; ".join(texts[:_SHOWN] + more)
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of one module, without its submodules, that its state has."""
+    hidden = vars(module).get("_non_persistent_buffers_set", ())
+    for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if key not in hidden:
+            yield key, buffer
+
+
+def structure_since(before: dict[str, Shape], found: WalkResult) -> dict[str, str]:
+    """Say what no longer has the shape that it had after setup, by path.
+
+    Args:
+        before: results of :func:`shape_of` by path.
+        found: what is there now.
+    """
+    misfits: dict[str, str] = {}
+    for path, part in found.objects.items():
+        known, shape = before.get(path), shape_of(part, found.networks)
+        if known and known != shape:
+            misfits[path] = difference(known, shape)
+    return misfits
+
+
+def _versions(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the versions of the classes that wrote a module's state; torch migrates by them."""
+    versions = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
+    return dict(versions or {})
+
+
+def _module_state(entries: dict[str, Any], versions: dict[str, Any]) -> OrderedDict[str, Any]:
+    state = OrderedDict(entries)
+    if versions:
+        vars(state)["_metadata"] = OrderedDict(versions)
+    return state
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The tensors that training moves, each once.
+
+    Attributes:
+        of_modules: parameters by module path and name.
+        loose: those in no discovered module: ``nn.Parameter`` among the attributes, by path, and
+            what a discovered optimizer moves besides, as ``<optimizer>.<group>.<index>`` where no
+            attribute holds it.
+        leaves: leaf tensors among the attributes, by path.
+    """
+
+    of_modules: dict[str, dict[str, Tensor]]
+    loose: dict[str, Tensor]
+    leaves: dict[str, Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the parameters of modules by path and name in one."""
+        return {
+            f"{path}.{name}": tensor
+            for path, table in self.of_modules.items()
+            for name, tensor in table.items()
+        }
+
+    def tables(self) -> dict[str, dict[str, Tensor]]:
+        """Return all tensors that may have a gradient; those in no module under ``""``."""
+        return {**self.of_modules, "": {**self.leaves, **self.loose}}
+
+
+def parameters_of(found: WalkResult, others: Collection[Tensor] = ()) -> Parameters:
+    """Sort the tensors of what was found.
+
+    Args:
+        found: what was found.
+        others: tensors that other owners save.
+    """
+    seen = set(map(id, others))
+    of_modules: dict[str, dict[str, Tensor]] = {}
+    for path, module in found.modules().items():
+        table = dict(found.networks.of(module).parameters)
+        of_modules[path] = {name: part for name, part in table.items() if id(part) not in seen}
+        seen.update(map(id, table.values()))
+    leaves = {path: leaf for path, leaf in found.leaves().items() if id(leaf) not in seen}
+    return Parameters(of_modules, _loose(found, leaves, seen), leaves)
+
+
+def _loose(found: WalkResult, leaves: dict[str, Tensor], seen: set[int]) -> dict[str, Tensor]:
+    paths = {id(leaf): path for path, leaf in reversed(leaves.items())}
+    candidates = [place for place in leaves.items() if isinstance(place[1], nn.Parameter)]
+    for path, part in found.objects.items():
+        if isinstance(part, Optimizer):
+            candidates += _members(path, part)
+    loose: dict[str, Tensor] = {}
+    for place, tensor in candidates:
+        if id(tensor) not in seen:
+            loose[paths.get(id(tensor), place)] = tensor
+    return loose
+
+
+def _members(path: str, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{path}.{number}.{index}", tensor)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, tensor in enumerate(group["params"])
+    ]
+
+
+def storages_of(
+    found: WalkResult, parameters: Parameters, others: Mapping[str, Tensor] | None = None
+) -> Storages:
+    """Return all parameters, buffers and loose tensors, and those that others save, by name."""
+    named = dict(others or {}) | {
+        f"{path}.{name}": tensor
+        for path, table in (*parameters.of_modules.items(), ("", parameters.loose))
+        for name, tensor in table.items()
+    }
+    for path, module in found.modules().items():
+        for name, part in found.networks.of(module).modules:
+            place = f"{path}.{name}"
+            named |= {f"{place}.{key}": buffer for key, buffer in _saved_buffers(part)}
+    return Storages(named, others or ())
+
+
+def flags_of(found: WalkResult, parameters: Parameters) -> dict[str, dict[str, list[str]]]:
+    """Return the names of frozen parameters and of submodules in evaluation mode."""
+    submodules = {
+        # A wrapper counts as what it wraps does.
+        path: dict(found.networks.of(module).modules).items()
+        for path, module in found.modules().items()
+    }
+    tables = {**parameters.of_modules, "": parameters.loose}
+    return {
+        path: {
+            "frozen": [name for name, tensor in table.items() if not tensor.requires_grad],
+            "eval": [name for name, part in submodules.get(path, ()) if not part.training],
+        }
+        for path, table in tables.items()
+    }
+
+
+def load_flags(
+    flags: dict[str, dict[str, list[str]]], found: WalkResult, parameters: Parameters
+) -> None:
+    """Freeze and unfreeze parameters and set modes as :func:`flags_of` found them."""
+    places = places_of(found, parameters)
+    saved = {path: table["frozen"] for path, table in flags.items()}
+    frozen = {id(places.get((path, name))) for path, names in saved.items() for name in names}
+    for tensor in (parameters.named() | parameters.loose).values():
+        if tensor.requires_grad == (id(tensor) in frozen):
+            tensor.requires_grad_(id(tensor) not in frozen)
+    for path, module in found.modules().items():
+        if path not in flags:
+            # Of a plugin, say, that has come to hold another network.
+            continue
+        resting = set(flags[path]["eval"])
+        bare = BareNames(module)
+        for name, part in module.named_modules():
+            part.training = bare.of(name) not in resting
+
+
+def places_of(found: WalkResult, parameters: Parameters) -> dict[tuple[str, str], Tensor]:
+    """Return the tensors by module and name; a shared one may have been saved under any name."""
+    places = {("", name): tensor for name, tensor in parameters.tables()[""].items()}
+    for path, module in found.modules().items():
+        bare = BareNames(module)
+        for name, tensor in module.named_parameters(remove_duplicate=False):
+            places[path, bare.of(name)] = tensor
+    return places
+
+
+def grads_of(parameters: Parameters) -> dict[str, dict[str, Tensor]]:
+    """Return the open gradients, where there are any."""
+    grads = {
+        path: {name: part.grad for name, part in table.items() if part.grad is not None}
+        for path, table in parameters.tables().items()
+    }
+    return {path: table for path, table in grads.items() if table}
+
+
+def load_grads(
+    grads: dict[str, dict[str, Tensor]], found: WalkResult, parameters: Parameters
+) -> None:
+    """Set gradients as :func:`grads_of` found them; a parameter without one gets none."""
+    places = places_of(found, parameters)
+    saved = {
+        id(places.get((path, name))): grad
+        for path, table in grads.items()
+        for name, grad in table.items()
+    }
+    for table in parameters.tables().values():
+        for tensor in table.values():
+            grad = saved.get(id(tensor))
+            tensor.grad = None if grad is None else grad.detach().to(tensor.device, copy=True)

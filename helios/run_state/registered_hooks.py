@@ -1,0 +1,66 @@
+"""Hooks that are registered on networks, parameters and optimizers: no state_dict holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from helios.run_state.walk_result import WalkResult
+
+_OF_MODULES = (
+    *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+)
+OF_OPTIMIZERS = (
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_KNOWN = ("helios.", "torch.")
+"""Modules that register and remove their hooks themselves."""
+
+
+def hooks_of(found: WalkResult) -> dict[str, frozenset[int]]:
+    """Return the hooks of user code by a name that messages show, as identities."""
+    hooks: dict[str, frozenset[int]] = {}
+    for path, part in found.objects.items():
+        if isinstance(part, nn.Module):
+            network = found.networks.of(part)
+            for name, module in network.modules:
+                _note(hooks, (path, name), vars(module), _OF_MODULES)
+            for name, tensor in network.parameters:
+                _note(hooks, (path, name), _tables_of(tensor), _OF_TENSORS)
+        elif isinstance(part, Optimizer):
+            _note(hooks, (path, ""), vars(part), OF_OPTIMIZERS)
+    return hooks
+
+
+def _tables_of(tensor: Tensor) -> dict[str, Any]:
+    if tensor._backward_hooks is None and tensor._post_accumulate_grad_hooks is None:  # noqa: SLF001
+        return {}
+    return {name: getattr(tensor, name) for name in _OF_TENSORS}
+
+
+def _note(
+    hooks: dict[str, frozenset[int]],
+    place: tuple[str, str],
+    tables: Mapping[str, Any],
+    names: Iterable[str],
+) -> None:
+    for name in names:
+        table = tables.get(name)
+        if table:
+            own = frozenset(id(hook) for hook in table.values() if not is_known(hook))
+            if own:
+                shown = ".".join(place).rstrip(".")
+                hooks[f"{shown} ({name.strip('_').replace('_', ' ').rstrip('s')})"] = own
+
+
+def is_known(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook or a method is that of torch or of Helios."""
+    origin = getattr(hook, "__module__", None) or type(hook).__module__
+    return origin.startswith(_KNOWN)

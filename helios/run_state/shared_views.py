@@ -1,0 +1,301 @@
+"""Memory that several look at: views of one buffer or array, each with other elements.
+
+Tensors that look at the very same elements are ties. Here tensors of networks overlap otherwise,
+or a plain value reaches beyond the tensor whose memory it shares. Where training has changed how
+they lie, or what is around them, such memory is saved whole; a resume lets all of them look there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from helios.core.memory import (
+    fills_its_reach,
+    has_plain_bytes,
+    is_expanded,
+    overlapping,
+    span_of,
+    storage_of,
+    tensor_on,
+)
+from helios.run_state.changes import Changes, PlainValues, place_of
+from helios.run_state.checksums import tensor_sum
+from helios.run_state.module_state import Parameters, storages_of
+from helios.run_state.owner_scan import OwnerScan
+from helios.run_state.plain_values import Storages
+from helios.run_state.tied_tensors import tensors_of_networks, ties_of
+from helios.run_state.walk_result import WalkResult
+
+_Tensors: TypeAlias = Mapping[str, Tensor]
+_Layout: TypeAlias = dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
+"""The shape, strides and offset of each tensor that lies in some memory, by name."""
+
+
+def block_marks(scene: OwnerScan, shared: Collection[int]) -> dict[str, Any]:
+    """Return what tells of changes of memory that several look at, but in the tensors there.
+
+    Args:
+        scene: what is there now.
+        shared: as :func:`find_blocks` finds them.
+
+    Returns:
+        By the name of the tensor by which plain values find the memory: its size, how tensors lie
+        there, and a checksum of what is around them.
+    """
+    return {anchor: _mark(members) for anchor, members in _groups(scene, shared).items()}
+
+
+def find_blocks(
+    scene: OwnerScan,
+    changes: Changes,
+    before: Mapping[str, Any],
+    values: PlainValues,
+) -> dict[str, Any]:
+    """Return the memory that several look at; what is too large is named in the changes instead.
+
+    Args:
+        scene: what is there now.
+        changes: of plain values, with the storages of which they see more than a tensor.
+        before: what :func:`block_marks` returned after setup.
+        values: count what it takes to read memory, and know how much of it may be saved.
+
+    Returns:
+        By the name of the tensor by which plain values find it: ``members``, the shape, strides and
+        offset of each tensor that lies there, by name; and the whole ``memory``, with the ``tail``
+        of bytes that are no whole element, or ``None`` where training has changed nothing but
+        these tensors.
+    """
+    blocks: dict[str, Any] = {}
+    room = changes.room
+    shared = scene.ties.overlapping | changes.reached.keys()
+    for anchor, members in _groups(scene, shared).items():
+        slots = changes.reached.get(storage_of(next(iter(members.values()))), [])
+        begin = values.costs.time()
+        mark = before.get(anchor)
+        is_changed = mark is None or mark != _mark(members, mark)
+        seconds = values.costs.time() - begin
+        for slot in slots:
+            values.costs.meter(place_of(slot))(seconds / len(slots))
+        memory = tail = None
+        if is_changed:
+            size = sum(piece.numel() for piece in _around(members)) if slots else 0
+            if size > room:
+                changes.refuse(slots, values.limit)
+                continue
+            room -= size
+            memory, tail = _content(members[anchor])
+        blocks[anchor] = {"members": _layout(members), "memory": memory, "tail": tail}
+    return blocks
+
+
+def part_memory(
+    found: WalkResult, parameters: Parameters, blocks: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Give tensors that overlap others, or themselves, memory of their own, so that each can load.
+
+    Those of a block that was not changed since setup stay where they are.
+
+    Args:
+        found: what setup has made.
+        parameters: of it.
+        blocks: what :func:`find_blocks` returned.
+
+    Returns:
+        The tensors by which plain values find the memory that setup gave them, by the name of the
+        block that belongs there.
+    """
+    tensors = dict(_tensors(found, parameters))
+    shared = ties_of(found, parameters).overlapping
+    parted = {id(part): part for part in tensors.values() if is_expanded(part)}
+    homes: dict[str, Tensor] = {}
+    if shared or blocks:
+        groups = _grouped(tensors, storages_of(found, parameters))
+        homes = {
+            anchor: members[anchor].detach()
+            for anchor, members in groups.items()
+            if anchor in blocks and _may_stay(blocks[anchor], members)
+        }
+        for anchor, members in groups.items():
+            stays = anchor in homes and blocks[anchor]["memory"] is None
+            if storage_of(members[anchor]) in shared and not stays:
+                kept = _key(members[anchor])
+                leaving = (part for part in members.values() if _key(part) != kept)
+                parted |= {id(part): part for part in leaving}
+    clones = {_key(part): part.detach().clone() for part in parted.values()}
+    # What is tied stays tied.
+    for part, clone in [(part, clones[_key(part)]) for part in parted.values()]:
+        part.data = clone
+    return homes
+
+
+def restore_blocks(
+    blocks: Mapping[str, Any], found: WalkResult, parameters: Parameters, homes: _Tensors
+) -> None:
+    """Let tensors look at the same memory again; to be called after they were loaded.
+
+    Args:
+        blocks: what :func:`find_blocks` returned.
+        found: what setup has made.
+        parameters: the tensors that training moves among it.
+        homes: what :func:`part_memory` returned.
+    """
+    tensors = dict(_tensors(found, parameters)) if blocks else {}
+    for anchor, block in blocks.items():
+        members = {name: place for name, place in block["members"].items() if name in tensors}
+        if anchor not in members:
+            continue
+        if block["memory"] is not None:
+            whole = _filled(block, members[anchor][2], tensors[anchor], homes.get(anchor))
+        elif anchor in homes:
+            whole = _bytes_of(homes[anchor])
+        else:
+            # Setup lets them lie otherwise by now.
+            continue
+        for name, place in members.items():
+            view = tensor_on(whole.untyped_storage(), tensors[name].dtype, *place)
+            if block["memory"] is None and storage_of(view) != storage_of(tensors[name]):
+                steps = view.stride()
+                _written(view, steps).copy_(_written(tensors[name].detach(), steps))
+            tensors[name].data = view
+
+
+def crossings(scene: OwnerScan) -> dict[str, tuple[Any, ...]]:
+    """Return the tensors that overlap one of another owner, with its name and how they lie."""
+    own = dict(_tensors(scene.found, scene.parameters))
+    near: dict[int, list[tuple[str, Tensor]]] = {storage_of(part): [] for part in own.values()}
+    for name, part in scene.others.items() if own else ():
+        if storage_of(part) in near and has_plain_bytes(part):
+            near[storage_of(part)].append((name, part))
+    crossing: dict[str, tuple[Any, ...]] = {}
+    for name, part in own.items():
+        for other, theirs in near[storage_of(part)]:
+            (begin, end), (first, last) = span_of(part), span_of(theirs)
+            if max(begin, first) < min(end, last):
+                distance = begin - first
+                crossing.setdefault(name, (other, distance, *_place(part)))
+    return crossing
+
+
+def _tensors(found: WalkResult, parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
+    for name, part in (*tensors_of_networks(found), *parameters.loose.items()):
+        if not is_lazy(part) and has_plain_bytes(part) and storage_of(part):
+            yield name, part
+
+
+def _groups(scene: OwnerScan, shared: Collection[int]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors in each of some storages, by the one by which plain values find it."""
+    if not shared:
+        return {}
+    tensors = _tensors(scene.found, scene.parameters)
+    return _grouped(
+        {name: part for name, part in tensors if storage_of(part) in shared}, scene.storages
+    )
+
+
+def _grouped(tensors: _Tensors, storages: Storages) -> dict[str, dict[str, Tensor]]:
+    names = {id(part): name for name, part in reversed([*tensors.items()])}
+    anchors: dict[int, str] = {}
+    groups: dict[str, dict[str, Tensor]] = {}
+    for name, part in tensors.items():
+        anchor = anchors.get(storage_of(part))
+        if anchor is None:
+            anchor = names.get(id(storages.first_in(part)), name)
+            anchors[storage_of(part)] = anchor
+        groups.setdefault(anchor, {})[name] = part
+    return groups
+
+
+def _key(part: Tensor) -> tuple[Any, ...]:
+    return part.data_ptr(), part.dtype, *_place(part)
+
+
+def _place(part: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(part.shape), part.stride(), int(part.storage_offset())
+
+
+def _layout(members: _Tensors) -> _Layout:
+    return {name: _place(part) for name, part in members.items()}
+
+
+def _mark(members: _Tensors, before: Any = None) -> Any:
+    """Return the mark of memory; without what is around where it differs from one anyway."""
+    first = next(iter(members.values()))
+    mark = first.dtype, first.untyped_storage().nbytes(), _layout(members)
+    if before is not None and mark != before[:3]:
+        return mark
+    return *mark, [tensor_sum(piece) for piece in _around(members)]
+
+
+def _around(members: _Tensors) -> Iterator[Tensor]:
+    """Yield the pieces of memory that no tensor sees; for tensors with steps in one, as zeros."""
+    parts = list(members.values())
+    whole = _bytes_of(parts[0])
+    start = whole.data_ptr()
+    spans = [span_of(part) for part in parts]
+    end = start
+    for group in overlapping(spans):
+        first = min(spans[number][0] for number in group)
+        yield whole[end - start : first - start]
+        end = max(spans[number][1] for number in group)
+        if not all(fills_its_reach(parts[number]) for number in group):
+            looking = [parts[number] for number in group]
+            yield _without(looking, whole, first - start, end - start)
+    yield whole[end - start :]
+
+
+def _without(parts: Iterable[Tensor], whole: Tensor, begin: int, end: int) -> Tensor:
+    """Return a copy of some memory with zeros where tensors are."""
+    # Elements lie on the boundaries that they lay on.
+    begin -= begin % 16
+    copy = whole[begin:end].clone()
+    for part in parts:
+        size = part.element_size()
+        is_seen = torch.zeros(len(copy) // size, dtype=torch.uint8, device=copy.device)
+        shape, steps, offset = _place(part)
+        place = shape, steps, offset - begin // size
+        seen = tensor_on(is_seen.untyped_storage(), torch.uint8, *place)
+        _written(seen, steps).fill_(1)
+        copy[: len(is_seen) * size].view(-1, size)[is_seen.bool()] = 0
+    return copy
+
+
+def _may_stay(block: Mapping[str, Any], members: _Tensors) -> bool:
+    return block["memory"] is not None or block["members"] == _layout(members)
+
+
+def _filled(block: Mapping[str, Any], offset: int, anchor: Tensor, home: Tensor | None) -> Tensor:
+    """Return memory with the content of a block: that of setup, where it fits."""
+    memory, tail = block["memory"], block["tail"]
+    if memory.dtype != anchor.dtype:
+        memory, tail = memory.to(anchor.dtype), tail[:0]
+    num_bytes = memory.nbytes + len(tail)
+    whole = None if home is None else _bytes_of(home)
+    # What looks at it where setup let it look must find it there.
+    if whole is None or home is None or len(whole) != num_bytes or home.storage_offset() != offset:
+        whole = torch.empty(num_bytes, dtype=torch.uint8, device=anchor.device)
+    whole[: memory.nbytes].copy_(memory.view(torch.uint8))
+    whole[memory.nbytes :].copy_(tail)
+    return whole
+
+
+def _written(part: Tensor, steps: Iterable[int]) -> Tensor:
+    """Return the elements of a tensor that these strides do not expand."""
+    return part[tuple(slice(None) if step else slice(1) for step in steps)]
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    storage = part.untyped_storage()
+    return tensor_on(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
+
+
+def _content(part: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the memory of a tensor, as elements of its type and the bytes that are left."""
+    whole = _bytes_of(part)
+    length, left = divmod(len(whole), part.element_size())
+    memory = tensor_on(part.untyped_storage(), part.dtype, (length,), (1,), 0)
+    return memory, whole[len(whole) - left :].clone()

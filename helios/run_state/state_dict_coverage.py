@@ -1,0 +1,186 @@
+"""What an object's own ``state_dict`` holds, to find what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from helios.core.memory import storage_of
+from helios.run_state.changes import Changes
+from helios.run_state.plain_values import ATOMS
+from helios.run_state.walk_result import WalkResult
+
+EXTRA = "_extra_state"
+"""What torch calls the extra state of a module."""
+
+
+@final
+class Coverage:
+    """The content of a state: the very objects in it, and copies under their names.
+
+    Args:
+        state: what ``state_dict`` returned.
+        mark: returns what is equal for equal values.
+    """
+
+    def __init__(self, state: Any, mark: Callable[[Any], bytes]) -> None:
+        self._whole = state
+        self._state = state if isinstance(state, dict) else {}
+        self._mark = mark
+
+    @cached_property
+    def _parts(self) -> dict[int, Any]:
+        return dict(parts_of(self._whole))
+
+    @cached_property
+    def _storages(self) -> set[int]:
+        tensors = [part for part in self._parts.values() if isinstance(part, Tensor)]
+        return set(map(storage_of, tensors)) - {0}
+
+    def has(self, key: Any, value: Any) -> bool:
+        """Return whether the state holds a value itself: under its own key, or anywhere in it."""
+        if type(value) in ATOMS:
+            return key in self._state and self._state[key] is value
+        if isinstance(value, Tensor) and storage_of(value) in self._storages:
+            return True
+        return id(value) in self._parts
+
+    def has_copy(self, key: Any, value: Any) -> bool:
+        """Return whether the state holds an equal value under the same key.
+
+        An equal value under another key may be equal by chance.
+        """
+        names = {key, key.lstrip("_")} if isinstance(key, str) else {key}
+        known = [self._state[name] for name in names if name in self._state]
+        return any(self._mark(part) == self._mark(value) for part in known)
+
+    def has_state(self, key: str, state: Any) -> bool:
+        """Return whether the state of an attribute's object is a part of this one."""
+        tensors = [part for _, part in parts_of(state) if isinstance(part, Tensor)]
+        if tensors and {storage_of(part) for part in tensors} <= self._storages:
+            return True
+        return self.has_copy(key, state)
+
+
+@final
+class Coverages:
+    """What the ``state_dict`` of each object holds, beside what was found.
+
+    Args:
+        found: objects and places; what is covered is left out of the places.
+        states: what objects returned, by path.
+        own: what the owner's own ``state_dict`` returned; ``None`` for an owner without one.
+        mark: returns what is equal for equal values.
+    """
+
+    def __init__(
+        self,
+        found: WalkResult,
+        states: Mapping[str, dict[str, Any]],
+        own: dict[str, Any] | None,
+        mark: Callable[[Any], bytes],
+    ) -> None:
+        self._found = found
+        self._mark = mark
+        parts = {**found.objects, **found.inner}
+        self._of = {
+            f"{path}/": Coverage(state, mark)
+            for path, state in states.items()
+            if not isinstance(parts[path], nn.Module)
+        }
+        for path, state in states.items():
+            if isinstance(parts[path], nn.Module):
+                self._of |= _extra_states(path, state, mark)
+        if own is not None:
+            self._of[""] = Coverage(own, mark)
+        # What several places hold stays one object only if all of them are saved together.
+        self._shared = _held_by_several(found)
+
+    def leave_out(self) -> None:
+        """Drop places whose very value is in the state of what holds them."""
+        slots = self._found.slots
+        for where, slot in list(slots.items()):
+            cover = self._of.get(slot.parent)
+            is_alone = cover is not None and id(slot.value) not in self._shared
+            if cover is not None and is_alone and cover.has(slot.key, slot.value):
+                del slots[where]
+
+    def drop_copies(self, changes: Changes) -> None:
+        """Drop changed values of which the state of what holds them has a copy."""
+        for parent in changes.values["changed"].keys() & self._of.keys():
+            members = changes.values["changed"].pop(parent)
+            left = {key: part for key, part in members.items() if not self._is_copied(parent, key)}
+            changes.values["changed"] |= {parent: left} if left else {}
+        for slots in (changes.large, changes.others):
+            for slot in [slot for slot in slots if self._is_copied(slot.parent, slot.key)]:
+                slots.remove(slot)
+                del changes.missing[slot.path]
+
+    def _is_copied(self, parent: str, key: Any) -> bool:
+        value = self._found.slots[parent, key].value
+        if parent not in self._of or type(value) in ATOMS or id(value) in self._shared:
+            return False
+        return self._of[parent].has_copy(key, value)
+
+    def without(
+        self, states: Mapping[str, dict[str, Any]], before: Mapping[str, bytes]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the states that training has changed and that no other state has in it.
+
+        Args:
+            states: by path.
+            before: marks of the states after setup.
+        """
+        return {
+            path: state
+            for path, state in states.items()
+            if not self.has(path, state) and self._mark(state) != before.get(path)
+        }
+
+    def has(self, path: str, state: dict[str, Any]) -> bool:
+        """Return whether the state of another object has that of an object in it."""
+        holders = [f"{path[:end]}/" for end, mark in enumerate(path) if mark == "."]
+        return any(
+            self._of[holder].has_state(path[len(holder) :], state)
+            for holder in ("", *holders)
+            if holder in self._of
+        )
+
+
+def _extra_states(
+    path: str, state: Mapping[str, Any], mark: Callable[[Any], bytes]
+) -> dict[str, Coverage]:
+    """Return what the modules of a network tell of themselves, by the path of their attributes."""
+    names = [name for name in state if name.endswith(EXTRA)]
+    return {
+        f"{path}.{name.removesuffix(EXTRA)}".rstrip(".") + "/": Coverage(state[name], mark)
+        for name in names
+    }
+
+
+def _held_by_several(found: WalkResult) -> set[int]:
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for slot in found.slots.values():
+        if type(slot.value) not in ATOMS:
+            (shared if id(slot.value) in seen else seen).add(id(slot.value))
+    return shared
+
+
+def parts_of(value: Any) -> Iterator[tuple[int, Any]]:
+    """Yield everything in a state that has an identity of its own, with that."""
+    seen: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if type(part) in ATOMS or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        yield id(part), part
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list | tuple) and not ATOMS.issuperset(map(type, part)):
+            waiting += part

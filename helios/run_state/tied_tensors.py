@@ -1,0 +1,167 @@
+"""Which parameters and buffers of networks are one tensor, or lie in the same memory.
+
+Optimizers know parameters by identity, so that one that training ties to another, or gives a tensor
+of its own, fits nothing that ``setup`` makes. Memory is shared again, and so are buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from helios.core.memory import has_plain_bytes, span_of, storage_of
+from helios.run_state.module_state import Parameters
+from helios.run_state.tensor_formats import all_tensors
+from helios.run_state.walk_result import WalkResult
+
+_Tie: TypeAlias = tuple[str, bool]
+"""The name of the first tensor in that memory, and whether it is the same object."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor is registered."""
+
+    module: nn.Module
+    key: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Who shares what.
+
+    Attributes:
+        names: all parameters and persistent buffers.
+        tied: those that look at the very same elements as one that comes before them.
+        overlapping: the storages in which tensors overlap otherwise.
+        mingled: tensors whose storages overlap, with the other one and the distance in bytes:
+            arrays lent them their memory, and torch does not know.
+    """
+
+    names: frozenset[str]
+    tied: dict[str, _Tie]
+    overlapping: frozenset[int]
+    mingled: dict[str, tuple[str, int]]
+
+
+def ties_of(found: WalkResult, parameters: Parameters) -> Ties:
+    """Return which tensors of all networks, and which parameters beside them, are tied now."""
+    first: dict[Any, tuple[str, Tensor]] = {}
+    tied: dict[str, _Tie] = {}
+    places = _places(found)
+    for name, place in places.items():
+        known = first.setdefault(_key(place.tensor), (name, place.tensor))
+        if known[0] != name:
+            tied[name] = known[0], known[1] is place.tensor
+    keys = {_key(tensor): (name, tensor) for name, tensor in parameters.loose.items()} | first
+    dense = [entry for key, entry in keys.items() if isinstance(key, tuple)]
+    return Ties(frozenset(places), tied, *_overlapping(dense))
+
+
+def _overlapping(
+    tensors: Iterable[tuple[str, Tensor]],
+) -> tuple[frozenset[int], dict[str, tuple[str, int]]]:
+    """Return the storages in which tensors overlap, and which tensors overlap across storages."""
+    shared: set[int] = set()
+    mingled: dict[str, tuple[str, int]] = {}
+    reached = 0
+    last: tuple[str, Tensor] | None = None
+    placed = ((part.data_ptr(), name, part) for name, part in tensors)
+    for begin, name, tensor in sorted(placed, key=itemgetter(0)):
+        if last is not None and begin < reached:
+            shared.add(storage_of(tensor))
+            if storage_of(tensor) != storage_of(last[1]):
+                mingled[name] = last[0], begin - last[1].data_ptr()
+        end = begin + tensor.nbytes if tensor.is_contiguous() else span_of(tensor)[1]
+        if end > reached:
+            reached, last = end, (name, tensor)
+    return frozenset(shared), mingled
+
+
+def changed_ties(
+    before: Ties, now: Ties, found: WalkResult
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what is tied otherwise than after setup.
+
+    Args:
+        before: what was tied then.
+        now: what is tied now.
+        found: what is there now.
+
+    Returns:
+        The tie of each tensor whose memory is shared otherwise, ``None`` for one that has its own;
+        and the parameters that are another object than setup makes, with what has changed.
+    """
+    changed: dict[str, Any] = {}
+    misfits: dict[str, str] = {}
+    places = _places(found) if now.tied != before.tied else {}
+    for name in sorted(before.names & now.names & (before.tied.keys() | now.tied.keys())):
+        old, new = before.tied.get(name), now.tied.get(name)
+        if old == new:
+            continue
+        is_same = any(tie is not None and tie[1] for tie in (old, new))
+        if is_same and isinstance(places[name].tensor, nn.Parameter):
+            misfits[name] = f"it was {_text(old)}, now {_text(new)}"
+        else:
+            changed[name] = new
+    return changed, misfits
+
+
+def restore_ties(changed: Mapping[str, Any], found: WalkResult) -> None:
+    """Share and part memory as training had done; to be called before values are loaded."""
+    places = _places(found) if changed else {}
+    known = {name: tie for name, tie in changed.items() if name in places}
+    for name, tie in known.items():
+        if tie is None or tie[0] not in places:
+            _put(places[name], places[name].tensor.detach().clone())
+    places = _places(found) if changed else {}
+    for name, tie in known.items():
+        if tie is not None and tie[0] in places:
+            first, is_same = places[tie[0]].tensor, tie[1]
+            _put(places[name], first if is_same else first.detach())
+
+
+def _put(place: _Place, tensor: Tensor) -> None:
+    if isinstance(place.tensor, nn.Parameter):
+        # Optimizers know it by identity.
+        place.tensor.data = tensor.detach()
+    else:
+        place.module._buffers[place.key] = tensor  # noqa: SLF001 - setattr would refuse a parameter
+
+
+def _key(tensor: Tensor) -> Any:
+    if is_lazy(tensor) or not has_plain_bytes(tensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _text(tie: _Tie | None) -> str:
+    if tie is None:
+        return "a tensor of its own"
+    return tie[0] if tie[1] else f"another tensor in the memory of {tie[0]}"
+
+
+def tensors_of_networks(found: WalkResult) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers by name, each module's once."""
+    return ((name, place.tensor) for name, place in _walk(found))
+
+
+def _places(found: WalkResult) -> dict[str, _Place]:
+    return dict(_walk(found))
+
+
+def _walk(found: WalkResult) -> Iterator[tuple[str, _Place]]:
+    """Yield the tensors by name, each module once, under the first path that leads to it."""
+    seen: set[int] = set()
+    for path, part in {**found.objects, **found.inner}.items():
+        if isinstance(part, nn.Module):
+            network = found.networks.of(part)
+            for name, module, key, tensor in all_tensors(network):
+                if id(module) not in seen:
+                    yield f"{path}.{name}", _Place(module, key, tensor)
+            seen.update(id(module) for _, module in network.modules)

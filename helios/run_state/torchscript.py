@@ -1,0 +1,50 @@
+"""Attributes of scripted and traced networks: PyTorch keeps them where nothing restores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.jit import ScriptModule
+
+from helios.run_state.plain_values import Identities, Surroundings
+from helios.run_state.value_scan import look_at
+from helios.run_state.walk_result import WalkResult
+
+_OF_GRAPHS = ("meta", "shape_env", "training", "graph")
+
+
+def script_marks(
+    found: WalkResult, surroundings: Surroundings, identities: Identities
+) -> dict[str, bytes]:
+    """Return a mark of each attribute of a ``ScriptModule`` or ``GraphModule``, by name.
+
+    Args:
+        found: networks by path.
+        surroundings: what is saved elsewhere.
+        identities: numbers for what cannot be pickled.
+    """
+    return {
+        f"{path}.{name}.{key}" if name else f"{path}.{key}": look_at(
+            value, surroundings, identities
+        ).mark
+        for path, module in found.modules().items()
+        for name, part in found.networks.of(module).modules
+        for key, value in _attributes_of(part)
+    }
+
+
+def _attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if isinstance(module, ScriptModule):
+        described: Any = vars(module).get("_concrete_type")
+        for key in described.get_attributes() if described is not None else ():
+            value = vars(module)["_c"].getattr(key)
+            # Parameters and buffers are saved; modes, too.
+            if not key.startswith("_") and key != "training" and not isinstance(value, Tensor):
+                yield key, value
+    elif isinstance(module, GraphModule):
+        for key, value in vars(module).items():
+            if not key.startswith("_") and key not in _OF_GRAPHS:
+                yield key, value

@@ -1,0 +1,184 @@
+"""A file of rows that is exact over a resume: no row is doubled, and none is lost.
+
+A checkpoint records how long the file is and a digest of its bytes (:meth:`RowFile.mark`). A resume
+cuts it back to there, so that rows which the training repeats stand in it once. What is there is
+never written over: a file that is not the one of the mark is moved aside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from helios.errors import UsageError
+from helios.storage import files
+
+_LOGGER = logging.getLogger(__name__)
+_CHUNK_BYTES = 1 << 20
+
+
+class RowFile:
+    """A text file that grows by rows; closed until :meth:`restore`.
+
+    Args:
+        path: the file; its folder is made where it is missing. A relative path is taken from the
+            working directory of this moment.
+        header: the first line of a new file, with its line end; empty for none.
+    """
+
+    def __init__(self, path: str | Path, header: str = "") -> None:
+        self._path = Path(path).absolute()
+        self._header = header.encode()
+        self._handle: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process gets: the file, closed."""
+        return {"_path": self._path, "_header": self._header}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin as the constructor does."""
+        vars(self).update(state)
+        self._handle, self._digest, self._size = None, hashlib.sha256(), 0
+
+    @property
+    def path(self) -> Path:
+        """The file, absolute."""
+        return self._path
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows can be appended."""
+        return self._handle is not None
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the open file holds more than its header."""
+        return self._size > len(self._header)
+
+    def restore(self, mark: Mapping[str, Any] | None = None) -> None:
+        """Open the file: from a mark on, or anew.
+
+        A file that stands in the way of a new one, or is not the one of the mark, is renamed to
+        ``<stem>.before-<n><suffix>``, with a warning; one that holds no row is begun anew.
+
+        Args:
+            mark: what :meth:`mark` returned for the checkpoint; ``None`` for a new file.
+        """
+        self.close()
+        files.make_folder(self._path.parent)
+        if mark is None:
+            self._move_aside(
+                "%s was there already, from a start without a checkpoint or another "
+                "run. It was moved to %s, and a new file is begun."
+            )
+        elif self._cut_back(mark):
+            self._handle = self._path.open("ab")
+            return
+        self._begin()
+
+    def append(self, text: str) -> None:
+        """Append whole rows, each with its line end; the system has them when this returns.
+
+        Raises:
+            UsageError: if the file is not open.
+        """
+        data, handle = text.encode(), self._get_handle()
+        files.write(handle, data)
+        handle.flush()
+        self._count(data)
+
+    def mark(self) -> dict[str, Any]:
+        """Return how long the file is and what its bytes are, once they are on the disk.
+
+        Returns:
+            What :meth:`restore` takes: the path, the size in bytes and a digest.
+
+        Raises:
+            UsageError: if the file is not open.
+        """
+        files.fsync(self._get_handle())
+        return {
+            "path": str(self._path),
+            "size": self._size,
+            "digest": self._digest.hexdigest(),
+        }
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            handle.close()
+
+    def _get_handle(self) -> BinaryIO:
+        if self._handle is None:
+            raise UsageError(f"RowFile {self._path} is not open. Call restore() first.")
+        return self._handle
+
+    def _count(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._size += len(data)
+
+    def _begin(self) -> None:
+        self._digest, self._size = hashlib.sha256(), 0
+        self._handle = files.create(self._path)
+        self.append(self._header.decode())
+
+    def _cut_back(self, mark: Mapping[str, Any]) -> bool:
+        """Cut the file back to a mark; returns False where it cannot be, after a warning."""
+        if not self._path.exists():
+            _LOGGER.warning(
+                "%s is gone. Its rows up to the checkpoint (%d bytes) are missing from the new "
+                "file that is begun now. To keep them, stop and put the file back: at the "
+                "checkpoint it was %s.",
+                self._path,
+                mark["size"],
+                mark["path"],
+            )
+            return False
+        size = self._path.stat().st_size
+        self._read_up_to(mark["size"])
+        if self._size < mark["size"]:
+            what = f"holds only {size} of the {mark['size']} bytes that it had at the checkpoint"
+        elif self._digest.hexdigest() != mark["digest"]:
+            what = f"was changed: its first {mark['size']} bytes are not those of the checkpoint"
+        else:
+            if size > mark["size"]:
+                files.truncate(self._path, mark["size"])
+            return True
+        self._move_aside(
+            f"%s {what}. It was moved to %s, and the rows up to the checkpoint are missing from "
+            "the new file that is begun now. To keep them, stop and put the right file back."
+        )
+        return False
+
+    def _read_up_to(self, size: int) -> None:
+        self._digest, self._size = hashlib.sha256(), 0
+        with self._path.open("rb") as handle:
+            while self._size < size:
+                data = handle.read(min(_CHUNK_BYTES, size - self._size))
+                if not data:
+                    return
+                self._count(data)
+
+    def _move_aside(self, text: str) -> None:
+        """Rename a file that holds rows, and say so; the text has places for both names."""
+        if not self._path.exists() or self._holds_no_row():
+            return
+        number, target = 1, self._path
+        while target.exists():
+            target = self._path.with_name(f"{self._path.stem}.before-{number}{self._path.suffix}")
+            number += 1
+        files.replace(self._path, target)
+        files.fsync_folder(target.parent)
+        _LOGGER.warning(text, self._path, target)
+
+    def _holds_no_row(self) -> bool:
+        """Whether a file holds no more than its header, or what a kill has left of it."""
+        if self._path.stat().st_size > len(self._header):
+            return False
+        return self._header.startswith(self._path.read_bytes())

@@ -1,0 +1,137 @@
+"""What tensors and arrays of a tree share in memory, so that they still do after a file.
+
+torch writes whole storages, each once. Arrays that share memory with others, or with tensors,
+become views of one storage; any other array stays by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from helios.core.memory import (
+    Array,
+    address_of,
+    copied_together,
+    extent_of,
+    is_foreign,
+    overlapping,
+    tensor_on,
+)
+from helios.errors import StateError
+
+
+@final
+class SharedStorages:
+    """The tensors and arrays of one tree.
+
+    Args:
+        encode_array: writes the code of an array that shares nothing.
+        encode_view: writes that of an array that looks at a storage: its code, the array, a tensor
+            of all that storage, and the offset in bytes.
+    """
+
+    def __init__(
+        self,
+        encode_array: Callable[[dict[str, Any], Array], None],
+        encode_view: Callable[[dict[str, Any], Array, Tensor, int], None],
+    ) -> None:
+        self._encode_array = encode_array
+        self._encode_view = encode_view
+        self._storages: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
+        self._arrays: list[tuple[str, Array, dict[str, Any]]] = []
+
+    @property
+    def groups(self) -> list[list[Tensor]]:
+        """The tensors that lie in a storage, together where they share one."""
+        return [[code for _, code in group] for group in self._storages.values()]
+
+    @property
+    def num_arrays(self) -> int:
+        """How many arrays were added."""
+        return len(self._arrays)
+
+    def add_tensor(self, where: str, code: Tensor) -> None:
+        """Add a detached tensor of the tree."""
+        place = (str(code.device), code.untyped_storage().data_ptr())
+        self._storages.setdefault(place, []).append((where, code))
+
+    def add_array(self, where: str, array: Array, code: dict[str, Any]) -> None:
+        """Add an array of the tree, whose code is still to be written."""
+        self._arrays.append((where, array, code))
+
+    def fit(self) -> None:
+        """Write the codes of arrays, and cut storages to what is used of them.
+
+        Raises:
+            StateError: for tensors of several types that share memory.
+        """
+        alone = set(range(len(self._arrays)))
+        for arrays, places in self._mixed():
+            self._join(arrays, places)
+            alone -= set(arrays)
+        for number in sorted(alone):
+            _, array, code = self._arrays[number]
+            self._encode_array(code, array)
+        for group in self._storages.values():
+            _cut(group)
+
+    def _mixed(self) -> list[tuple[list[int], list[tuple[str, int]]]]:
+        """Return which arrays share memory with others, and with which storages."""
+        if not any(array.base is not None for _, array, _ in self._arrays) and not (
+            self._arrays and any(is_foreign(group[0][1]) for group in self._storages.values())
+        ):
+            return []
+        places = [place for place in self._storages if place[0] == "cpu"]
+        extents = [extent_of(array) for _, array, _ in self._arrays]
+        extents += [extent_of(self._storages[place][0][1]) for place in places]
+        mixed = []
+        for group in overlapping(extents):
+            arrays = [number for number in group if number < len(self._arrays)]
+            others = [places[n - len(self._arrays)] for n in group if n >= len(self._arrays)]
+            if arrays and len(group) > 1:
+                mixed.append((arrays, others))
+        return mixed
+
+    def _join(self, numbers: list[int], places: list[tuple[str, int]]) -> None:
+        tensors = [entry for place in places for entry in self._storages.pop(place)]
+        arrays = [self._arrays[number] for number in numbers]
+        parts = [array for _, array, _ in arrays] + [code for _, code in tensors]
+        block, copies = copied_together(parts)
+        dtype = tensors[0][1].dtype if tensors else torch.uint8
+        storage = block.untyped_storage()
+        whole = tensor_on(storage, dtype, (block.numel() // dtype.itemsize,), (1,), 0)
+        for (_, _, view), copy in zip(arrays, copies, strict=False):
+            self._encode_view(view, copy, whole, address_of(copy) - storage.data_ptr())
+        for (_, code), copy in zip(tensors, copies[len(arrays) :], strict=True):
+            code.data = copy.data
+        self._storages["cpu", storage.data_ptr()] = [(arrays[0][0], whole), *tensors]
+
+
+def _cut(group: list[tuple[str, Tensor]]) -> None:
+    """Cut a storage that one tensor uses in part; torch.save writes whole storages.
+
+    A storage of several saved tensors stays whole, or they would no longer share it.
+    """
+    (where, first), *others = group
+    for other, tensor in others:
+        if tensor.dtype != first.dtype:
+            raise StateError(
+                f"{other} ({tensor.dtype}) cannot be saved: it shares its memory with "
+                f"{where} ({first.dtype}). Save one of them, or a clone."
+            )
+    size = first.element_size()
+    needed = first.numel() * size
+    if not others and first.untyped_storage().nbytes() > needed:
+        first.data = first.detach().clone()
+    elif first.untyped_storage().nbytes() % size:
+        # torch.load refuses a storage whose end is a part of an element.
+        storage = first.untyped_storage()
+        length = storage.nbytes() // size
+        whole = tensor_on(storage, first.dtype, (length,), (1,), 0).clone().untyped_storage()
+        for _, tensor in group:
+            place = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            tensor.data = tensor_on(whole, tensor.dtype, *place)

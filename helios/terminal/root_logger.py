@@ -1,0 +1,314 @@
+"""Where messages go: one root logger for screen and file, one TensorBoard writer a process.
+
+:class:`RootLogger` owns the standard library's logger named ``helios``, so whatever a module of
+the package says through ``logging.getLogger(__name__)`` reaches the screen and the log file.
+The ``*_default_loggers`` functions keep the pair that a training uses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from helios.distributed.collectives import describe_rank, get_global_rank
+from helios.errors import UsageError
+from helios.storage.tensorboard_writer import TensorboardWriter
+from helios.terminal.screen import write_line
+
+__all__ = [
+    "RootLogger",
+    "TensorboardWriter",
+    "close_default_loggers",
+    "create_default_loggers",
+    "flush_default_loggers",
+    "get_default_log_name",
+    "get_root_logger",
+    "get_tensorboard_writer",
+    "is_root_logger_active",
+    "restore_default_loggers",
+    "setup_default_loggers",
+]
+
+_LOGGER = logging.getLogger(__name__)
+_FORMAT = "%(asctime)s - %(levelname)s - {place}%(message)s"
+
+
+class _ScreenHandler(logging.Handler):
+    """Writes to the screen, around what is drawn there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            write_line(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+class RootLogger:
+    """Owner of the logger named ``helios``: INFO and up on rank 0, ERROR and up elsewhere (H45).
+
+    Lines of other ranks say which one it is, e.g. ``rank 2 of 4``.
+
+    While it is open, messages of the package go to its handlers only, not to those of the
+    standard library's root logger: two of them would print each line twice.
+
+    Args:
+        capture_warnings: log what ``warnings.warn`` says, too.
+    """
+
+    def __init__(self, capture_warnings: bool) -> None:
+        names = ("helios", "py.warnings") if capture_warnings else ("helios",)
+        self._loggers = [logging.getLogger(name) for name in names]
+        self._found = [(logger.level, logger.propagate) for logger in self._loggers]
+        self._handlers: list[logging.Handler] = []
+        self._file: logging.FileHandler | None = None
+        self._is_main = get_global_rank() == 0
+        # Lines of rank 0 are those of a training in one process.
+        place = "" if self._is_main else f"{describe_rank()} - "
+        self._formatter = logging.Formatter(_FORMAT.format(place=place))
+        for logger in self._loggers:
+            logger.setLevel(logging.INFO if self._is_main else logging.ERROR)
+            logger.propagate = False
+        showwarning = warnings.showwarning
+        if capture_warnings:
+            logging.captureWarnings(True)
+        self._is_capturing = warnings.showwarning is not showwarning
+        self._attach(_ScreenHandler())
+
+    def _attach(self, handler: logging.Handler) -> None:
+        handler.setFormatter(self._formatter)
+        self._handlers.append(handler)
+        for logger in self._loggers:
+            logger.addHandler(handler)
+
+    def _detach(self, handler: logging.Handler) -> None:
+        for logger in self._loggers:
+            logger.removeHandler(handler)
+        handler.close()
+        self._handlers.remove(handler)
+
+    def setup(self, log_file: Path | None = None) -> None:
+        """Begin to write to a file, on rank 0; an existing one is appended to (H45).
+
+        Args:
+            log_file: the file; its folder is made where it is missing (H43). ``None`` changes
+                nothing.
+        """
+        if log_file is None or not self._is_main:
+            return
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        if self._file is not None:
+            self._detach(self._file)
+        self._file = logging.FileHandler(log_file, encoding="utf-8")
+        self._attach(self._file)
+
+    @property
+    def logger(self) -> logging.Logger:
+        """The standard library's logger."""
+        return self._loggers[0]
+
+    @property
+    def log_file(self) -> Path | None:
+        """The file that is written to, absolute; ``None`` without one."""
+        return None if self._file is None else Path(self._file.baseFilename)
+
+    def info(self, msg: str, *args: object, **kwargs: Any) -> None:
+        """Log a notice; takes the arguments of ``logging.Logger.info``."""
+        self.logger.info(msg, *args, **kwargs)
+
+    def warning(self, msg: str, *args: object, **kwargs: Any) -> None:
+        """Log a warning; takes the arguments of ``logging.Logger.warning``."""
+        self.logger.warning(msg, *args, **kwargs)
+
+    def error(self, msg: str, *args: object, **kwargs: Any) -> None:
+        """Log an error; takes the arguments of ``logging.Logger.error``."""
+        self.logger.error(msg, *args, **kwargs)
+
+    def exception(self, msg: str, *args: object, **kwargs: Any) -> None:
+        """Log an error with the exception that is being handled."""
+        self.logger.exception(msg, *args, **kwargs)
+
+    def flush(self) -> None:
+        """Bring everything to the file."""
+        for handler in self._handlers:
+            handler.flush()
+
+    def close(self) -> None:
+        """Give the logger back as it was found; a second call does nothing."""
+        for handler in list(self._handlers):
+            self._detach(handler)
+        self._file = None
+        if self._is_capturing:
+            logging.captureWarnings(False)
+            self._is_capturing = False
+        for logger, (level, propagate) in zip(self._loggers, self._found, strict=False):
+            logger.setLevel(level)
+            logger.propagate = propagate
+        self._found = []
+
+
+class _Default:
+    """Holder of the pair of loggers that a training uses (one a process)."""
+
+    root: RootLogger | None = None
+    tensorboard: TensorboardWriter | None = None
+
+
+def get_default_log_name(run_name: str) -> str:
+    """Return ``<run_name>_<MonthDay_Hour-Minute-Second>``, such as ``run_Nov20_17-21-25`` (H43)."""
+    return f"{run_name}_{datetime.now():%b%d_%H-%M-%S}"
+
+
+def create_default_loggers(enable_tensorboard: bool = True, capture_warnings: bool = True) -> None:
+    """Create the default loggers that do not exist yet; messages go to the screen from here on.
+
+    Args:
+        enable_tensorboard: create the TensorBoard writer, too.
+        capture_warnings: log what ``warnings.warn`` says, too.
+    """
+    if _Default.root is None:
+        _Default.root = RootLogger(capture_warnings)
+    if enable_tensorboard and _Default.tensorboard is None:
+        _Default.tensorboard = TensorboardWriter()
+
+
+def setup_default_loggers(
+    run_name: str, log_root: Path | None = None, runs_root: Path | None = None
+) -> None:
+    """Begin the files of a new run, named after it and the present time.
+
+    Two runs that begin in the same second get different names: the later ones end in ``_2``,
+    ``_3`` and so on (H43).
+
+    Args:
+        run_name: name of the run.
+        log_root: folder for log files; ``None`` for no log file.
+        runs_root: folder for TensorBoard's folders of runs; ``None`` for no events.
+
+    Raises:
+        UsageError: before :func:`create_default_loggers` (a ``RuntimeError``).
+    """
+    root = _require_root("setup_default_loggers")
+    if get_global_rank() != 0:
+        return
+    name = get_default_log_name(run_name)
+    if _Default.tensorboard is None:
+        runs_root = None
+    for count in itertools.count(1):
+        stem = name if count == 1 else f"{name}_{count}"
+        log_file = None if log_root is None else log_root / f"{stem}.log"
+        run_path = None if runs_root is None else runs_root / stem
+        if _claim(log_file, run_path):
+            break
+    root.setup(log_file)
+    if _Default.tensorboard is not None and run_path is not None:
+        _Default.tensorboard.setup(run_path)
+
+
+def _claim(log_file: Path | None, run_path: Path | None) -> bool:
+    """Make both for this run alone; False, with nothing made, when another run has either."""
+    if run_path is not None:
+        try:
+            run_path.mkdir(parents=True)
+        except FileExistsError:
+            return False
+    if log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            log_file.touch(exist_ok=False)
+        except FileExistsError:
+            if run_path is not None:
+                run_path.rmdir()
+            return False
+    return True
+
+
+def restore_default_loggers(
+    log_path: Path | None = None,
+    run_path: Path | None = None,
+    marks: Mapping[str, int] | None = None,
+) -> None:
+    """Go on in the files of a run that is resumed.
+
+    Args:
+        log_path: its log file, which is appended to; one that is gone is begun anew, and that is
+            said.
+        run_path: its folder of TensorBoard events.
+        marks: what :meth:`TensorboardWriter.mark` returned for the checkpoint that is resumed
+            from: events written after it are cut off. ``None`` leaves them.
+
+    Raises:
+        UsageError: before :func:`create_default_loggers` (a ``RuntimeError``).
+    """
+    root = _require_root("restore_default_loggers")
+    if log_path is not None:
+        is_gone = not log_path.exists()
+        root.setup(log_path)
+        if is_gone:
+            _LOGGER.warning(
+                "The log file of the resumed run is gone and was begun anew: %s. What it said "
+                "before is lost, unless the file was only moved; then add it in front.",
+                log_path,
+            )
+    if _Default.tensorboard is not None and run_path is not None:
+        _Default.tensorboard.restore(run_path, marks)
+
+
+def flush_default_loggers() -> None:
+    """Bring everything that was logged to the files."""
+    for logger in (_Default.root, _Default.tensorboard):
+        if logger is not None:
+            logger.flush()
+
+
+def close_default_loggers() -> None:
+    """Close the default loggers and forget them; nothing where there are none."""
+    root, tensorboard = _Default.root, _Default.tensorboard
+    _Default.root = _Default.tensorboard = None
+    # The root logger last: what closing the events has to say should still reach the log.
+    for logger in (tensorboard, root):
+        if logger is not None:
+            logger.close()
+
+
+def _require_root(caller: str) -> RootLogger:
+    if _Default.root is None:
+        raise UsageError(
+            f"{caller}(...) needs the default loggers, and they do not exist; call "
+            "create_default_loggers() first."
+        )
+    return _Default.root
+
+
+def get_root_logger() -> RootLogger:
+    """Return the default root logger.
+
+    Raises:
+        KeyError: before :func:`create_default_loggers`.
+    """
+    if _Default.root is None:
+        raise KeyError(
+            "The root logger does not exist: it is created when a training starts. Call "
+            "create_default_loggers() to create it by hand."
+        )
+    return _Default.root
+
+
+def is_root_logger_active() -> bool:
+    """Return whether the default root logger exists."""
+    return _Default.root is not None
+
+
+def muted_tensorboard() -> AbstractContextManager[None]:
+    """Return a context in which nothing is written to TensorBoard."""
+    return nullcontext() if _Default.tensorboard is None else _Default.tensorboard.muted()
+
+
+def get_tensorboard_writer() -> TensorboardWriter | None:
+    """Return the default TensorBoard writer; ``None`` where TensorBoard is off."""
+    return _Default.tensorboard

@@ -1,0 +1,249 @@
+"""Noting signals: by real ones, sent to this process and to its children."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from helios.core import signal_watch
+from helios.core.signal_watch import SignalReceiver, held_back, name_of, noted_signals
+from helios.data.loader import WorkerInit, end_workers
+
+ECHO = 0.2
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def short_echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_watch, "ECHO_SECONDS", ECHO)
+
+
+@pytest.fixture
+def found() -> Iterator[Callable[..., Any]]:
+    """A handler that the user has installed."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise AssertionError("it must not be called")
+
+    before = signal.signal(signal.SIGTERM, handler)
+    yield handler
+    signal.signal(signal.SIGTERM, before)
+
+
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+def press_and_wait() -> None:
+    send(signal.SIGINT)
+    pass_time(10)
+
+
+def pass_time(seconds: float) -> None:
+    """Let time pass, where time itself is what a test is about."""
+    threading.Event().wait(seconds)
+
+
+def test_signals_are_noted_and_what_was_found_is_there_again(found: Callable[..., Any]) -> None:
+    ear, mouth = socket.socketpair()
+    mouth.setblocking(False)
+    with ear, mouth:
+        signal.set_wakeup_fd(mouth.fileno())
+        receiver = SignalReceiver([signal.SIGTERM, signal.SIGUSR1])
+        with receiver.installed():
+            assert set(noted_signals()) == {signal.SIGTERM, signal.SIGUSR1}
+            assert (receiver.first, receiver.take()) == ("", [])
+            send(signal.SIGUSR1)
+            assert receiver.take() == [signal.SIGUSR1]
+            send(signal.SIGTERM)
+            assert (receiver.first, receiver.take()) == ("SIGUSR1", [signal.SIGTERM])
+        assert signal.set_wakeup_fd(-1) == mouth.fileno()
+    assert signal.getsignal(signal.SIGTERM) is found
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    assert not noted_signals()
+
+
+def test_everything_is_restored_after_an_error_too(found: Callable[..., Any]) -> None:
+    with pytest.raises(LookupError), SignalReceiver([signal.SIGTERM]).installed():
+        raise LookupError
+    assert signal.getsignal(signal.SIGTERM) is found
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not() -> None:
+    receiver = SignalReceiver([signal.SIGINT])
+    with receiver.installed():
+        try:
+            send(signal.SIGINT, signal.SIGINT, signal.SIGINT)
+            pass_time(0.05)
+        except KeyboardInterrupt:
+            pytest.fail("an echo was obeyed")
+        assert receiver.first == "SIGINT"
+        for _ in range(2):
+            pass_time(1.5 * ECHO)
+            with pytest.raises(KeyboardInterrupt):
+                press_and_wait()
+            # Once for each: cleaning up must not be cut off by the same one again.
+            pass_time(0.05)
+
+
+def test_other_signals_may_come_again_and_before_an_interrupt() -> None:
+    receiver = SignalReceiver([signal.SIGTERM, signal.SIGINT])
+    with receiver.installed():
+        send(signal.SIGTERM)
+        pass_time(1.5 * ECHO)
+        send(signal.SIGTERM, signal.SIGINT)
+        pass_time(0.05)
+        assert receiver.take() == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+
+
+def test_it_gives_up_after_the_grace_and_says_on_what() -> None:
+    given_up, names = threading.Event(), []
+
+    def give_up(name: str) -> None:
+        names.append((name, time.monotonic()))
+        given_up.set()
+
+    with SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=give_up).installed():
+        began = time.monotonic()
+        send(signal.SIGUSR2)
+        assert given_up.wait(10)
+        ((name, moment),) = names
+        assert name == "SIGUSR2"
+        assert moment - began >= 0.1
+        pass_time(0.2)
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_who_makes_progress_has_all_the_time(is_before: bool) -> None:
+    names: list[str] = []
+    receiver = SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=names.append)
+    with receiver.installed():
+        if is_before:
+            receiver.wait_without_end()
+        send(signal.SIGUSR2)
+        receiver.wait_without_end()
+        pass_time(0.3)
+    assert not names
+
+
+def test_a_forked_process_obeys_and_wakes_nobody_here(found: Callable[..., Any]) -> None:
+    """A pool, for one, ends its processes by SIGTERM, and waits for that."""
+    names: list[str] = []
+    receiver = SignalReceiver([signal.SIGUSR1, signal.SIGUSR2], grace=0.05, give_up=names.append)
+    with receiver.installed():
+        child = FORK.Process(target=send, args=(signal.SIGUSR1,))
+        child.start()
+        child.join()
+        code = child.exitcode
+        child.close()
+        pass_time(0.2)
+    assert code == -signal.SIGUSR1
+    assert (receiver.first, names) == ("", [])
+
+
+class Sender(Dataset):
+    """A sample sends signals to the process that fetches it."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        return index
+
+
+class Stuck(Sender):
+    """Its samples never come."""
+
+    def __init__(self) -> None:
+        self.has_begun = FORK.Event()
+
+    def __getitem__(self, index: int) -> int:
+        self.has_begun.set()
+        threading.Event().wait()
+        return index
+
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
+def test_loader_workers_ignore_what_the_training_notes(method: str) -> None:
+    receiver = SignalReceiver(NUMBERS)
+    with receiver.installed():
+        loader = DataLoader(
+            Sender(), num_workers=1, multiprocessing_context=method, worker_init_fn=WorkerInit(None)
+        )
+        assert [int(batch) for batch in loader] == [0, 1]
+    assert receiver.first == ""
+
+
+def test_workers_of_other_loaders_do_nothing_on_a_ctrl_c() -> None:
+    with SignalReceiver(NUMBERS[1:]).installed():
+        loader = DataLoader(_Interrupted(), num_workers=1)
+        assert [int(batch) for batch in loader] == [0, 1]
+
+
+class _Interrupted(Sender):
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        return index
+
+
+def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    with SignalReceiver(NUMBERS).installed():
+        dataset = Stuck()
+        iterator = iter(DataLoader(dataset, num_workers=1, worker_init_fn=WorkerInit(None)))
+        assert dataset.has_begun.wait(10)
+        end_workers(iterator)
+        (worker,) = iterator._workers
+        worker.join(10)
+        assert worker.exitcode == -signal.SIGKILL
+
+
+def test_signals_wait_for_a_process_that_does_not_take_them_yet() -> None:
+    code = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with held_back([signal.SIGUSR1]):
+        said = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)
+    assert "SIGUSR1" in said.stdout
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def be_sent_one_early() -> None:
+    receiver = SignalReceiver([signal.SIGUSR1])
+    with held_back([signal.SIGUSR1]):
+        send(signal.SIGUSR1)
+        with receiver.installed():
+            assert receiver.first == "SIGUSR1"
+        assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_what_was_held_back_comes_when_it_is_noted() -> None:
+    # In a process without other threads, to which the system could give the signal.
+    child = FORK.Process(target=be_sent_one_early)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    child.close()
+
+
+def test_signals_without_a_name_have_a_number() -> None:
+    assert name_of(signal.SIGTERM) == "SIGTERM"
+    assert name_of(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"

@@ -1,0 +1,379 @@
+"""Loaders that Helios did not make: taken as they are, resumed as far as they can be."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from helios.core import rng
+from helios.data import create_dataloader
+from helios.data.samplers import ResumableRandomSampler
+from helios.data.shard import Shard
+from helios.data.source import Source, open_source
+from helios.errors import ArgumentError, StateError, UsageError
+from tests.data.datasets import FETCH, Augmented, Indices, Lone, as_lists, draw, walk
+
+
+class Stream(IterableDataset):
+    """Five numbers, from the epoch on."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch, self.epoch + 5))
+
+
+class Rewinding:
+    """A loader with state, which notes the end of a pass only when asked for one batch more."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.num_passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 6:
+            self.position += 1
+            yield 10 * self.num_passes + self.position - 1
+        self.position = 0
+        self.num_passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "num_passes": self.num_passes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position, self.num_passes = state_dict["position"], state_dict["num_passes"]
+
+
+class SizedRewinding(Rewinding):
+    def __len__(self) -> int:
+        return 6
+
+
+class StatefulStream(Stream):
+    """Numbers with a position, as Hugging Face's streams have: a state is one of its epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = self.pass_epoch = 0
+        self.loaded: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        self.pass_epoch = self.epoch
+        is_same = self.loaded.get("epoch") == self.epoch
+        self.position = self.loaded["position"] if is_same else 0
+        while self.position < 7:
+            self.position += 1
+            yield 10 * self.epoch + self.position - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.pass_epoch, "position": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.loaded = state_dict
+
+
+def open_foreign(loader: Any, sampler: Any = None) -> Source:
+    return open_source(loader, sampler, run_seed=4, purpose=FETCH)
+
+
+def test_a_stream_is_walked_and_its_last_batch_is_known() -> None:
+    source = open_foreign(*create_dataloader(Stream(), batch_size=2))
+    batches = Lone(source.batches(0))
+    told = [(batch.tolist(), batches.is_last, batches.num_samples) for batch in batches]
+    assert told == [([0, 1], False, 0), ([2, 3], False, 0), ([4], True, 0)]
+    assert source.num_batches() is None
+    assert (source.can_resume, source.level, source.state_dict()) == (False, "none", {})
+
+
+def test_a_loader_of_known_length_is_not_asked_ahead() -> None:
+    data = Indices(5)
+    source = open_foreign(DataLoader(data, batch_size=2))
+    batches = Lone(source.batches(0))
+    next(batches)
+    assert data.counts.sum() == 2
+    assert not batches.is_last
+    next(batches)
+    next(batches)
+    assert batches.is_last
+    assert source.num_batches() == 3
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_whoever_wants_to_know_the_epoch_is_told() -> None:
+    assert as_lists(walk(open_foreign(DataLoader(Stream(), batch_size=None)), 3)) == list(
+        range(3, 8)
+    )
+    sampler = ResumableRandomSampler(range(9), seed=1)
+    loader = DataLoader(Indices(9), batch_size=9, sampler=sampler)
+    first, second = (as_lists(walk(open_foreign(loader), epoch)) for epoch in (0, 1))
+    assert first != second
+    assert sampler.epoch == 1
+
+
+def test_order_and_augmentation_of_a_plain_loader_follow_seed_and_epoch() -> None:
+    def augment(epoch: int) -> torch.Tensor:
+        loader = DataLoader(Augmented(6), batch_size=2, shuffle=True)
+        torch.rand(17)
+        return torch.cat(walk(open_foreign(loader), epoch))
+
+    assert torch.equal(augment(1), augment(1))
+    assert not torch.equal(augment(0), augment(1))
+
+
+@pytest.mark.parametrize("kind", [Rewinding, SizedRewinding])
+def test_a_loader_with_state_goes_on_from_every_batch(kind: type[Rewinding]) -> None:
+    def run(source: Source, epoch: int, batch: int) -> list[int]:
+        found = walk(source, epoch, batch=batch)
+        for later in range(epoch + 1, 3):
+            found += walk(source, later)
+        return found
+
+    full = run(open_foreign(kind()), 0, 0)
+    assert full == [10 * epoch + number for epoch in range(3) for number in range(6)]
+    for epoch in range(2):
+        for batch in range(7):
+            source = open_foreign(kind())
+            for earlier in range(epoch):
+                walk(source, earlier)
+            batches = Lone(source.batches(epoch))
+            for _ in range(batch):
+                next(batches)
+            states = [source.state_dict()]
+            batches.close()
+            # A pass that was cut is saved again at the end of the run.
+            states.append(source.state_dict())
+            for number, state in enumerate(states):
+                resumed = open_foreign(kind())
+                assert (resumed.can_resume, resumed.level) == (True, "restart")
+                resumed.load_state_dict(state)
+                if batch == 6 and number == 1:  # behind the pass: the next one follows
+                    assert run(resumed, epoch + 1, 0) == full[6 * (epoch + 1) :]
+                else:
+                    assert run(resumed, epoch, batch) == full[6 * epoch + batch :]
+
+
+@pytest.mark.parametrize("size", [2, 7, None])
+def test_a_stream_with_state_goes_on_from_every_batch(size: int | None) -> None:
+    def make() -> Source:
+        return open_foreign(*create_dataloader(StatefulStream(), batch_size=size))
+
+    def numbers(batches: list[Any]) -> list[int]:
+        return [int(number) for batch in batches for number in torch.as_tensor(batch).reshape(-1)]
+
+    per_epoch = 7 if size is None else -(-7 // size)
+    source = make()
+    assert (source.can_resume, source.level, source.claimant) == (True, "restart", "StatefulStream")
+    whole = [walk(source, epoch) for epoch in range(3)]
+    assert numbers(whole[2]) == list(range(20, 27))
+    for epoch in range(2):
+        for batch in range(per_epoch + 1):
+            source = make()
+            for earlier in range(epoch):
+                walk(source, earlier)
+            batches = Lone(source.batches(epoch))
+            found = [next(batches) for _ in range(batch)]
+            states = [source.state_dict()]
+            batches.close()
+            states.append(source.state_dict())
+            for state in states[: 1 if batch == per_epoch else 2]:
+                resumed = make()
+                resumed.load_state_dict(state)
+                rest = walk(resumed, epoch, batch=batch)
+                assert numbers([*found, *rest]) == numbers(whole[epoch])
+                assert numbers(walk(resumed, epoch + 1)) == numbers(whole[epoch + 1])
+
+
+def test_a_stream_with_state_behind_workers_cannot_resume() -> None:
+    source = open_foreign(*create_dataloader(StatefulStream(), batch_size=2, num_workers=1))
+    assert (source.can_resume, source.level, source.state_dict()) == (False, "none", {})
+    assert source.claimant is None
+    assert "num_workers=0" in source.remedy
+    assert "torchdata.stateful_dataloader.StatefulDataLoader" in source.remedy
+    source.close()
+
+
+def test_what_cannot_resume_says_what_would() -> None:
+    assert open_foreign(Rewinding()).remedy == ""
+    listed = open_foreign([torch.zeros(1)])
+    assert listed.remedy == "Give list state_dict and load_state_dict."
+    stream = open_foreign(DataLoader(Stream()))
+    assert "Give the Stream state_dict and load_state_dict and set num_workers=0" in stream.remedy
+    plain = open_foreign(DataLoader(Indices(4), batch_size=2))
+    assert "self._create_dataset(dataset, DataLoaderParams(batch_size=2" in plain.remedy
+    assert "collate_fn=loader.collate_fn" in plain.remedy
+
+
+def test_a_loop_that_stops_at_the_last_batch_lets_the_loader_run_out() -> None:
+    for kind in (Rewinding, SizedRewinding):
+        loader = kind()
+        batches = Lone(open_foreign(loader).batches(0))
+        while not batches.is_last:
+            next(batches)
+        batches.close()
+        assert loader.num_passes == 1
+
+
+def test_a_loader_that_is_shorter_than_it_says_is_an_error() -> None:
+    class Short(SizedRewinding):
+        def __len__(self) -> int:
+            return 8
+
+    with pytest.raises(UsageError, match="must give as many batches as its length says, got 6 of"):
+        walk(open_foreign(Short()), 0)
+
+
+def test_a_loader_that_is_longer_than_it_says_is_cut_loudly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Long(SizedRewinding):
+        def __len__(self) -> int:
+            return 4
+
+    assert walk(open_foreign(Long()), 0) == [0, 1, 2, 3]
+    assert "gave more than 4: the rest was left out" in caplog.text
+
+
+def test_a_state_that_does_not_fit_the_loader_is_an_error() -> None:
+    plain, with_state = open_foreign(DataLoader(Indices(3))), open_foreign(Rewinding())
+    plain.load_state_dict({})
+    with pytest.raises(StateError, match="must agree on the loader's state"):
+        plain.load_state_dict(with_state.state_dict())
+    with pytest.raises(StateError, match="the checkpoint holds nothing"):
+        with_state.load_state_dict({})
+
+
+def test_a_state_is_a_copy() -> None:
+    class Sharing(Rewinding):
+        def state_dict(self) -> dict[str, Any]:
+            return self.__dict__
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.__dict__ = state_dict
+
+    source = open_foreign(Sharing())
+    state = source.state_dict()
+    walk(source, 0)
+    assert state == {"loader": {"position": 0, "num_passes": 0}}
+    source.load_state_dict(state)
+    walk(source, 0)
+    assert state == {"loader": {"position": 0, "num_passes": 0}}
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+def test_no_worker_of_a_foreign_loader_is_left(is_persistent: bool) -> None:
+    loader = DataLoader(Indices(6), num_workers=1, persistent_workers=is_persistent)
+    source = open_foreign(loader)
+    assert as_lists(walk(source, 0, limit=2)) == [[0], [1]]
+    assert len(multiprocessing.active_children()) == is_persistent
+    assert len(walk(source, 1)) == 6
+    source.close()
+    assert multiprocessing.active_children() == []
+    assert len(list(loader)) == 6
+    source.close()
+
+
+def test_the_description_says_what_can_be_seen() -> None:
+    assert open_foreign(Rewinding()).description == {"loader": "Rewinding"}
+    assert open_foreign(DataLoader(Indices(3))).description == {
+        "loader": "DataLoader",
+        "dataset": "Indices",
+        "fingerprint": None,
+        "length": 3,
+        "num_workers": 0,
+    }
+
+
+def test_a_fetch_of_a_foreign_loader_runs_under_one_thread() -> None:
+    class Threads(Indices):
+        def __getitem__(self, index: int) -> int:
+            return torch.get_num_threads()
+
+    torch.set_num_threads(2)
+    try:
+        assert as_lists(walk(open_foreign(DataLoader(Threads(2))), 0)) == [[1], [1]]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_opening_a_pass_draws_from_no_generator() -> None:
+    rng.seed_rngs(3)
+    expected = draw()
+    rng.seed_rngs(3)
+    batches = Lone(open_foreign(DataLoader(Indices(5), shuffle=True)).batches(0))
+    assert draw() == expected
+    batches.close()
+
+
+def open_rank(loader: Any, rank: int, num_replicas: int = 3) -> Source:
+    share = Shard(num_replicas, range(rank, rank + 1), pads=True)
+    return open_source(loader, run_seed=4, purpose=FETCH, share=share)
+
+
+def test_a_foreign_loader_is_that_of_the_one_replica_of_its_process() -> None:
+    # R46: each process has its own, and they may end in different iterations.
+    data = Indices(7)
+    for rank in range(3):
+        sampler = DistributedSampler(data, 3, rank, shuffle=False)
+        source = open_rank(DataLoader(data, batch_size=2, sampler=sampler), rank)
+        batches = source.batches(0)
+        told = [(as_lists(found), batches.is_last, batches.num_samples) for found in batches]
+        assert told == [([[rank, rank + 3]], False, 0), ([[(6, 0, 1)[rank]]], True, 0)]
+        assert (source.num_batches(), source.indices(0)) == (2, None)
+        assert (source.ends_together, source.state_is_per_process) == (False, False)
+    alone = open_foreign(DataLoader(data))
+    assert (alone.ends_together, alone.state_is_per_process) == (True, False)
+
+
+@pytest.mark.parametrize("loader", [DataLoader(Indices(7)), Rewinding(), DataLoader(Stream())])
+def test_a_foreign_loader_cannot_be_dealt_out(loader: Any) -> None:
+    name = type(loader).__name__
+    with pytest.raises(
+        ArgumentError, match=rf"A {name} .* carries replicas \[1, 2\]. Start as many"
+    ):
+        open_source(loader, run_seed=4, purpose=FETCH, share=Shard(4, range(1, 3), pads=False))
+
+
+@pytest.mark.parametrize("kind", [Rewinding, SizedRewinding])
+def test_the_state_of_a_foreign_loader_is_one_of_each_process(kind: type[Rewinding]) -> None:
+    source = open_rank(kind(), 1)
+    assert source.state_is_per_process
+    batches = source.batches(0)
+    assert [next(batches), next(batches)] == [[0], [1]]
+    state = source.state_dict()
+    batches.close()
+    resumed = open_rank(kind(), 1)
+    resumed.load_state_dict(state)
+    assert walk(resumed, 0, batch=2) == [2, 3, 4, 5]
+
+
+class Drawing(Stream):
+    """Numbers of all generators."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.tensor(draw(), dtype=torch.float64) for _ in range(2))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_draws_other_numbers_on_each_replica(num_workers: int) -> None:
+    def drawn(rank: int, epoch: int) -> list[float]:
+        loader, _ = create_dataloader(Drawing(), num_workers=num_workers)
+        found = walk(open_rank(loader, rank), epoch)
+        return [number for (batch,) in found for number in batch.flatten().tolist()]
+
+    numbers = [drawn(rank, epoch) for rank in range(3) for epoch in range(2)]
+    assert len(set(sum(numbers, []))) == 3 * 2 * 2 * 3  # noqa: RUF017 - a few items
+    assert drawn(2, 1) == numbers[-1]
+    if not num_workers:
+        rng.reseed(rng.key(4, FETCH, 1, 0, 2))
+        assert numbers[-1][:3] == draw()

@@ -1,0 +1,280 @@
+"""Dealing out: what replicas get follows from their numbers, whichever processes carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from helios.data.multi_loader import open_sources
+from helios.data.samplers import (
+    ResumableDistributedSampler,
+    ResumableRandomSampler,
+)
+from helios.data.shard import LONE, NO_BATCH, Shard
+from helios.errors import ArgumentError
+from tests.data.datasets import FETCH, join
+from tests.data.shards import SPLITS, Run, dealt, dealt_once, opener, order_of, plain
+from tests.data.test_order import Lazy, Remembering, Reusing
+
+LENGTHS = (1, 2, 5, 6, 12, 23)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("num_processes", "num_replicas"), SPLITS)
+def test_replicas_get_what_pytorch_deals_out_on_any_number_of_processes(
+    num_processes: int, num_replicas: int, shuffle: bool, drop_last: bool
+) -> None:
+    for length in LENGTHS:
+        for size in (1, 2, 5):
+            how = {"batch_size": size, "shuffle": shuffle, "drop_last": drop_last}
+            if length < size and drop_last:
+                continue  # refused for one replica, too
+            run = Run(opener(range(length), **how), num_processes, num_replicas)
+            for epoch in (0, 1):
+                order = order_of(length, epoch, shuffle=shuffle)
+                expected = dealt(order, num_replicas, size, drop_last=drop_last)
+                assert run.indices(epoch) == expected
+                counted = [(len(join(turn)), turn is expected[-1]) for turn in expected]
+                assert run.told == counted
+            assert run.sources[0].num_batches() == len(expected)
+
+
+_SAMPLERS: dict[str, Callable[[], Any]] = {
+    "random": lambda: ResumableRandomSampler(range(23), seed=3),
+    "drawn": lambda: Lazy(23),
+    "with state": lambda: Remembering(23),
+}
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("kind", _SAMPLERS)
+def test_the_order_of_any_sampler_is_dealt_out(kind: str, cuts: bool) -> None:
+    make = _SAMPLERS[kind]
+    order = order_of(23, sampler=make)
+    for num_processes, num_replicas in SPLITS:
+        how = {"batch_size": 2, "drop_last": cuts, "sampler": make}
+        run = Run(opener(range(23), **how), num_processes, num_replicas)
+        assert run.indices() == dealt(order, num_replicas, 2, drop_last=cuts)
+
+
+def _places(turns: list[list[Any]], told: list[tuple[int, bool]]) -> Iterator[tuple[int, int]]:
+    """Return the places between the iterations of a pass, both ends included."""
+    sample = 0
+    for batch in range(len(turns) + 1):
+        yield batch, sample
+        sample += told[batch][0] if batch < len(told) else 0
+
+
+_ORDERS: dict[str, dict[str, Any]] = {
+    "sequential": {"batch_size": 2},
+    "shuffled": {"batch_size": 3, "shuffle": True},
+    "dropped": {"batch_size": 3, "shuffle": True, "drop_last": True},
+    "single": {"batch_size": None, "shuffle": True},
+    "drawn": {"batch_size": 2, "sampler": lambda: Lazy(23)},
+    "dealt by a sampler": {
+        "batch_size": 2,
+        "sampler": lambda: ResumableDistributedSampler(range(23), 1, 0, seed=2),
+    },
+    "lists": {"batch_sampler": lambda: [[0, 1], [2], [3, 4, 5], [6], [7, 8]]},
+    "grouped": {"batch_sampler": lambda: BatchSampler(RandomSampler(range(23)), 2, False)},
+    "cut": {"batch_sampler": lambda: BatchSampler(RandomSampler(range(23)), 2, True)},
+    "reusing": {"batch_sampler": Reusing},
+}
+
+
+def _fit(case: str, num_replicas: int) -> dict[str, Any]:
+    options = dict(_ORDERS[case])
+    if case == "dealt by a sampler":
+        options["sampler"] = lambda: ResumableDistributedSampler(range(23), num_replicas, 0, seed=2)
+    return options
+
+
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize("case", _ORDERS)
+def test_a_pass_goes_on_exactly_from_every_place(case: str, pads: bool) -> None:
+    for num_processes, num_replicas in [(1, 1), (1, 2), (1, 4), (2, 4), (3, 4), (2, 5), (4, 5)]:
+        open_one = opener(range(101), **_fit(case, num_replicas))
+        whole = Run(open_one, num_replicas, num_replicas, pads=pads)
+        for epoch in (0, 1):
+            full = whole.indices(epoch)
+            for batch, sample in _places(full, whole.told):
+                run = Run(open_one, num_processes, num_replicas, pads=pads)
+                assert run.indices(epoch, batch=batch, sample=sample) == full[batch:]
+                number = run.sources[-1].num_batches(batch=batch, sample=sample)
+                assert number == (None if case == "reusing" else len(full))
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_a_changed_batch_size_goes_on_at_the_position(cuts: bool) -> None:
+    order = order_of(53, shuffle=True)
+    for num_processes, num_replicas in SPLITS:
+        total = -(-53 // num_replicas) * num_replicas
+        end = len(order) - len(order) % num_replicas if cuts else total
+        padded = (order * num_replicas)[:end]
+        how = {"shuffle": True, "drop_last": cuts, "batch_size": 4}
+        run = Run(opener(range(53), **how), num_processes, num_replicas)
+        for sample in range(0, end + 1, num_replicas):
+            rest = dealt(padded[sample:], num_replicas, 4, drop_last=cuts) if sample < end else []
+            assert run.indices(batch=7, sample=sample) == rest
+            number = run.sources[0].num_batches(batch=7, sample=sample)
+            assert number == 7 + len(rest)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("num_processes", "num_replicas"), SPLITS)
+def test_an_evaluation_gives_each_sample_once(
+    num_processes: int, num_replicas: int, drop_last: bool
+) -> None:
+    for length in LENGTHS:
+        for size in (1, 2, 5):
+            if length < size and drop_last:
+                continue
+            # Not even False against sharing makes a sample count twice.
+            how = {"batch_size": size, "drop_last": drop_last, "is_distributed": False}
+            open_one = opener(range(length), shuffle=True, **how)
+            run = Run(open_one, num_processes, num_replicas, pads=False)
+            expected = dealt_once(
+                order_of(length, shuffle=True), num_replicas, size, drop_last=drop_last
+            )
+            assert run.indices() == expected
+            assert run.sources[0].num_batches() == len(expected)
+            seen = [
+                i for turn in expected for batch in turn if batch is not NO_BATCH for i in batch
+            ]
+            assert drop_last or sorted(seen) == list(range(length))
+
+
+@pytest.mark.parametrize("num_lists", [1, 3, 4, 8, 9])
+def test_lists_are_dealt_out_whole(num_lists: int) -> None:
+    lists = [list(range(3 * i, 3 * i + 1 + i % 3)) for i in range(num_lists)]
+    open_one = opener(range(40), batch_sampler=lambda: lists)
+    for num_processes, num_replicas in SPLITS:
+        run = Run(open_one, num_processes, num_replicas)
+        expected = [[batch[0] for batch in turn] for turn in dealt(lists, num_replicas, 1)]
+        assert run.indices() == expected
+        assert [told[0] for told in run.told] == [len(join(turn)) for turn in expected]
+        assert run.sources[0].num_batches() == len(expected)
+        shown = Run(open_one, num_processes, num_replicas, pads=False)
+        assert [x for turn in shown.indices() for x in turn if x is not NO_BATCH] == lists
+
+
+def test_the_end_of_lists_is_cut_where_their_sampler_drops_its_last() -> None:
+    def grouped() -> BatchSampler:
+        return BatchSampler(SequentialSampler(range(23)), 3, drop_last=True)
+
+    run = Run(opener(range(23), batch_sampler=grouped), 2, 4)
+    assert run.indices() == [[[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]]
+    shown = Run(opener(range(23), batch_sampler=grouped), 2, 4, pads=False)
+    assert shown.indices()[1:] == [[[12, 13, 14], [15, 16, 17], [18, 19, 20], NO_BATCH]]
+
+
+class Spoiling(list[int]):
+    """Samples; a batch that is fetched at once is taken from the caller's list."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [indices.pop(0) for _ in range(len(indices))]
+
+
+@pytest.mark.parametrize("is_distributed", [None, False])
+def test_a_list_that_a_data_set_changes_is_given_anew(is_distributed: bool | None) -> None:
+    how = {"batch_sampler": lambda: [[0, 1], [2, 3], [4, 5]], "is_distributed": is_distributed}
+    alone, together = (Run(opener(Spoiling(range(6)), **how), p, 4) for p in (4, 1))
+    assert together.indices() == alone.indices()
+    assert all(batch for turn in together.indices() for batch in turn)
+
+
+@pytest.mark.parametrize("how", [{"shuffle": True}, {"sampler": lambda: Lazy(23)}])
+def test_data_that_is_not_shared_goes_to_each_replica_whole(how: dict[str, Any]) -> None:
+    order = order_of(23, **how)
+    whole = [order[i : i + 4] for i in range(0, 23, 4)]
+    for num_processes, num_replicas in SPLITS:
+        run = Run(
+            opener(range(23), batch_size=4, is_distributed=False, **how),
+            num_processes,
+            num_replicas,
+        )
+        full = run.indices()
+        assert full == [[batch] * num_replicas for batch in whole]
+        for batch, sample in _places(full, run.told):
+            assert sample == min(batch * 4, 23) * num_replicas
+            assert run.indices(batch=batch, sample=sample) == full[batch:]
+            assert run.sources[0].num_batches(batch=batch, sample=sample) == 6
+        description = run.sources[0].description
+        assert description.get("is_distributed") is (False if num_replicas > 1 else None)
+
+
+@pytest.mark.parametrize("case", _ORDERS)
+def test_the_indices_of_an_iteration_are_those_of_all_replicas(case: str) -> None:
+    for num_processes, num_replicas in [(1, 1), (1, 3), (2, 3), (3, 3)]:
+        run = Run(opener(range(101), **_fit(case, num_replicas)), num_processes, num_replicas)
+        full = run.indices(1)
+        for (batch, sample), turn in zip(_places(full, run.told), full, strict=False):
+            found = run.sources[-1].indices(1, batch=batch, sample=sample)
+            assert found == (turn if case == "single" else join(turn))
+        assert run.sources[0].indices(1, batch=len(full), sample=1_000 * num_replicas) is None
+        assert run.indices(1) == full
+    stateful = opener(range(23), sampler=Remembering(23))(Shard(2, range(1), pads=True))
+    assert stateful.indices(0) is None
+
+
+def test_the_indices_of_an_evaluation_leave_out_who_has_none() -> None:
+    source = opener(range(5), batch_size=2)(Shard(3, range(2, 3), pads=False))
+    assert [source.indices(0, batch=i, sample=6 * i) for i in range(2)] == [[0, 3, 1, 4, 2], None]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 9])
+def test_a_limit_counts_iterations_of_the_run(limit: int) -> None:
+    for num_processes in (1, 2, 4):
+
+        def open_limited(share: Shard) -> Any:
+            source = opener(range(23), batch_size=2, shuffle=True)
+            loader = source(LONE).loader
+            how: dict[str, Any] = {"run_seed": 6691, "purpose": FETCH, "limit": limit}
+            return open_sources((loader, None), label="training", share=share, **how)[0]
+
+        run = Run(open_limited, num_processes, 4)
+        expected = dealt(order_of(23, shuffle=True), 4, 2)[:limit]
+        assert run.indices() == expected
+        assert run.told[-1][1]
+        assert run.indices(batch=1, sample=8) == expected[1:]
+        source = run.sources[0]
+        assert source.num_batches() == len(expected)
+        assert (source.ends_together, source.state_is_per_process) == (True, False)
+
+
+def test_training_without_an_iteration_for_everybody_is_refused() -> None:
+    pair = (opener(range(5), batch_size=2, drop_last=True)(LONE).loader, None)
+    how: dict[str, Any] = {"run_seed": 0, "purpose": FETCH}
+    with pytest.raises(ArgumentError, match="at least one batch for each of the 4 replicas"):
+        open_sources(pair, label="training", share=Shard(4, range(4), pads=True), **how)
+    assert open_sources(pair, label="validation", share=Shard(2, range(1), pads=False), **how)
+
+
+def test_a_long_order_is_sought_and_never_walked() -> None:
+    length = 10**12
+
+    class Huge:
+        def __len__(self) -> int:
+            return length
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    run = Run(opener(Huge(), batch_size=3, shuffle=True), 2, 4)
+    full = run.indices(sample=4 * 10**10, limit=3)
+    assert run.indices(sample=4 * 10**10 + 12, limit=2) == full[1:]
+    assert len(set(chain.from_iterable(map(join, full)))) == 36
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loop_by_hand_is_not_shared(num_workers: int) -> None:
+    how = {"batch_size": 2, "shuffle": True, "num_workers": num_workers}
+    source = opener(range(7), **how)(Shard(3, range(1), pads=True))
+    list(source.batches(0))
+    order = order_of(7, shuffle=True)
+    assert list(map(plain, source.loader)) == [order[i : i + 2] for i in range(0, 7, 2)]

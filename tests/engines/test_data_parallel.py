@@ -1,0 +1,172 @@
+"""A wrapped module's gradients have the bits of the default path, on any number of ranks (R3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from helios.core.wrappers import unwrap
+from helios.distributed.process_groups import DistributedInfo
+from helios.engines.engine import Engine
+from helios.engines.precision import Precision
+from helios.errors import ArgumentTypeError, UsageError
+from helios.replicas.reduction_tree import tree_sum
+from helios.replicas.replicas import Replicas
+from tests.support.ranks import run_ranks
+
+
+class Net(nn.Module):
+    """Two layers, one that is not used, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(67, 67)
+        self.second = nn.Linear(67, 1)
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(67, 67).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.frozen(self.first(x))))
+
+
+def loss_of(network: nn.Module, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(8, 67, generator=generator) * 10.0 ** (3 * rank)
+    return network(x).square().mean()
+
+
+def gradients_of(network: nn.Module) -> dict[str, Tensor | None]:
+    return {name: part.grad for name, part in unwrap(network).named_parameters()}
+
+
+def by_definition(num_ranks: int) -> dict[str, Tensor | None]:
+    """Return the mean along the tree of the gradients that each rank has by itself."""
+    leaves = []
+    for rank in range(num_ranks):
+        network = Net()
+        loss_of(network, rank).backward()
+        leaves.append(gradients_of(network))
+    return {
+        name: None if first is None else tree_sum([leaf[name] for leaf in leaves]) / num_ranks
+        for name, first in leaves[0].items()
+    }
+
+
+def _wrap(rank: int, megabytes: float) -> dict[str, Tensor | None]:
+    engine = Engine("cpu")
+    network = engine.wrap(Net(), bucket_cap_mb=megabytes, find_unused_parameters=True)
+    assert isinstance(network, DistributedDataParallel)
+    assert engine.wrap(network) is network
+    engine.backward_loss(loss_of(network, rank))
+    return gradients_of(network)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("megabytes", [0.01, 25])
+def test_buckets_are_added_along_the_tree(num_ranks: int, megabytes: float) -> None:
+    """R3: neither their size nor the backend's own order counts."""
+    expected = by_definition(num_ranks)
+    assert expected["unused.weight"] is None
+    for found in run_ranks(_wrap, num_ranks, megabytes):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            if gradient is None:
+                assert found[name] is None, name
+            else:
+                assert torch.equal(found[name], gradient), name
+
+
+def _compare_with_default(rank: int, num_ranks: int) -> bool:
+    info = DistributedInfo(rank, rank, num_ranks, num_ranks)
+    engine, manual = Engine("cpu"), Engine("cpu")
+    with_control(info)
+    engine.replicas = manual.replicas = Replicas(num_ranks, info)
+    network, wrapped = Net(), manual.wrap(Net(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    engine.count_micro_batch()
+    engine.backward_loss(loss_of(network, rank))
+    engine.collect_gradients(optimizer, rank, ends_window=True)
+    engine.average_gradients(optimizer)
+    manual.backward_loss(loss_of(wrapped, rank))
+    pairs = zip(gradients_of(network).values(), gradients_of(wrapped).values(), strict=True)
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
+
+
+def with_control(info: DistributedInfo) -> None:
+    """Give the group that the test has made what the trainer adds to it."""
+    from helios.distributed.process_groups import membership
+
+    with membership(info, backend="gloo"):
+        pass
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_manual_steps_have_the_bits_of_automatic_ones(num_ranks: int) -> None:
+    assert run_ranks(_compare_with_default, num_ranks, num_ranks) == [True] * num_ranks
+
+
+def _scaled(rank: int, bad: int) -> Any:
+    engine = Engine("cpu", precision=Precision.fp16(4.0))
+    torch.manual_seed(0)
+    network = engine.wrap(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    committed = []
+    for step in range(2):
+        with engine.autocast():
+            loss = network(torch.ones(1, 3) * (rank + 1)).float().sum()
+        engine.backward_loss(loss * float("inf") if (rank, step) == (bad, 0) else loss)
+        committed.append(engine.optimizer_step(optimizer))
+        engine.zero_grad(optimizer)
+        engine.close_window()
+    scale = engine.state_dict()["scaler"]["scale"]
+    return committed, scale, network.state_dict()["module.weight"].tolist()
+
+
+def test_an_overflow_of_one_rank_is_everybodys() -> None:
+    """E26."""
+    first, second = run_ranks(_scaled, 2, 1)
+    assert first == second
+    assert first[:2] == ([False, True], 2.0)
+
+
+def _refused(rank: int) -> list[str]:
+    engine = Engine("cpu")
+    texts = []
+    frozen = nn.Linear(1, 1).requires_grad_(False)
+    assert engine.wrap(frozen) is frozen
+    try:
+        engine.wrap(nn.BatchNorm1d(2), sync_bn=True)
+    except UsageError as error:
+        texts.append(str(error))
+    engine.replicas = Replicas(4)
+    try:
+        engine.wrap(nn.Linear(1, 1))
+    except UsageError as error:
+        texts.append(str(error))
+    return texts
+
+
+def test_what_cannot_be_wrapped_is_an_error() -> None:
+    (synced, carried), other = run_ranks(_refused, 2)
+    assert (synced, carried) == tuple(other)
+    assert "sync_bn=True) needs GPUs" in synced
+    assert "over 4 replicas and 2 processes carry them" in carried
+
+
+def test_outside_of_a_group_a_module_stays_itself() -> None:
+    """E18: it is moved to the device."""
+    network = nn.BatchNorm1d(2)
+    assert Engine("cpu").wrap(network, sync_bn=True, find_unused_parameters=True) is network
+    assert Engine("meta").wrap(network).weight.device.type == "meta"  # type: ignore[union-attr]
+
+
+def test_options_that_are_the_engines_own_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"Engine\.wrap\(device_ids=\.\.\.\) must be left out"):
+        Engine("cpu").wrap(nn.Linear(1, 1), device_ids=[0])
+    with pytest.raises(ArgumentTypeError, match=r"wrap\(module=\.\.\.\) must be a module"):
+        Engine("cpu").wrap([nn.Linear(1, 1)])  # type: ignore[arg-type]

@@ -1,0 +1,373 @@
+"""Who a process is among others, and what they tell each other by name (E4-E15, E30-E32)."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helios.distributed import process_groups
+from helios.distributed.process_groups import DistributedInfo
+from helios.engines.device import device_of_rank, sync_to_device
+from helios.engines.engine import Engine
+from helios.errors import ArgumentError, ArgumentTypeError, RankError, UsageError
+from helios.replicas.reduction_tree import tree_sum
+from tests.support.ranks import run_ranks
+
+SIZES = pytest.mark.parametrize("num_ranks", [2, 3])
+
+
+def describe(engine: Engine) -> tuple[Any, ...]:
+    return (
+        engine.rank,
+        engine.local_rank,
+        engine.world_size,
+        engine.backend,
+        engine.is_ddp,
+        engine.is_master_process,
+        engine.is_worker_process,
+    )
+
+
+def noisy(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers whose sum depends on its order."""
+    generator = torch.Generator().manual_seed(rank)
+    return ((torch.rand(50, generator=generator) - 0.5) * 10.0 ** (rank * 3)).to(dtype)
+
+
+def test_a_lone_process_is_its_own_master() -> None:
+    """E4, C9."""
+    assert describe(Engine("cpu")) == (-1, -1, 1, None, False, True, False)
+
+
+@pytest.mark.parametrize("mode", [None, "sum", "mean", "all"])
+def test_a_lone_process_gets_its_tensor_back(mode: str | None) -> None:
+    """E9."""
+    tensor = torch.ones(2)
+    assert Engine("cpu").sync_tensor(tensor, mode) is tensor
+
+
+def test_a_lone_process_waits_for_nobody() -> None:
+    """E14, E15."""
+    engine, metrics, done = Engine("cpu"), {"loss": 1.0}, []
+    engine.barrier()
+    with engine.ddp_sync_run():
+        done.append(1)
+    assert done == [1]
+    assert engine.sync_metrics(metrics, weight=3) is metrics
+    with pytest.raises(ZeroDivisionError), engine.ddp_sync_run():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("mode", ["max", "SUM", "", 1])
+def test_an_unknown_mode_is_an_error_everywhere(mode: Any) -> None:
+    """E13."""
+    with pytest.raises(ArgumentError, match=r'sync_tensor\(mode=\.\.\.\) must be "sum", "mean"'):
+        Engine("cpu").sync_tensor(torch.ones(1), mode)
+    with pytest.raises(ArgumentTypeError, match=r"sync_tensor\(tensor=\.\.\.\) must be a tensor"):
+        Engine("cpu").sync_tensor(1.0, "sum")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weight", [-1, float("inf"), float("nan"), "2"])
+def test_a_weight_is_a_number_of_at_least_zero(weight: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"sync_metrics\(weight=\.\.\.\) must be a number"):
+        Engine("cpu").sync_metrics({"loss": 1.0}, weight)
+
+
+def _describe_rank(rank: int) -> Any:
+    return describe(Engine("cpu"))
+
+
+@SIZES
+def test_a_rank_knows_its_place(num_ranks: int) -> None:
+    """E5."""
+    assert run_ranks(_describe_rank, num_ranks) == [
+        (rank, rank, num_ranks, "gloo", True, rank == 0, rank > 0) for rank in range(num_ranks)
+    ]
+
+
+def _sync(rank: int) -> dict[str, Any]:
+    engine = Engine("cpu")
+    own = torch.tensor([rank + 1.0, 0.0])
+    counted = torch.full((rank, 2), rank, dtype=torch.bfloat16)
+    found = {
+        "sum": engine.sync_tensor(own, "sum"),
+        "mean": engine.sync_tensor(own, "mean"),
+        "all": engine.sync_tensor(counted, "all"),
+        "mixed": engine.sync_tensor(
+            torch.ones(1, dtype=(torch.bool, torch.int64)[rank % 2]), "all"
+        ),
+        "nothing": engine.sync_tensor(torch.empty(0, 3), "all"),
+        "integers": engine.sync_tensor(torch.tensor(rank + 1), "sum"),
+        "their mean": engine.sync_tensor(torch.tensor(rank), "mean"),
+        "truths": engine.sync_tensor(torch.tensor(rank > 0), "sum"),
+        "order": engine.sync_tensor(noisy(rank), "sum"),
+        "complex": engine.sync_tensor(torch.complex(own, own), "sum"),
+        "transposed": engine.sync_tensor(torch.arange(6.0).view(2, 3).T + rank, "sum"),
+        "of a graph": engine.sync_tensor(nn.Parameter(own.clone()) * 2, "sum"),
+        "own": own,
+    }
+    for mode, tensor in ((None, own), ("max", own), ("sum", own[:rank]), ("mean", own.to(int))):
+        if mode == "mean" and rank == 0:
+            tensor = own
+        try:
+            engine.sync_tensor(tensor, mode)
+        except (ArgumentError, UsageError) as error:
+            found[f"error {mode}"] = str(error)
+    return found
+
+
+@SIZES
+def test_tensors_are_summed_averaged_and_listed(num_ranks: int) -> None:
+    """E9-E13."""
+    ranks = range(num_ranks)
+    total = num_ranks * (num_ranks + 1) / 2
+    transposed = sum((torch.arange(6.0).view(2, 3).T + rank for rank in ranks), torch.zeros(3, 2))
+    for rank, found in enumerate(run_ranks(_sync, num_ranks)):
+        assert found["sum"].tolist() == [total, 0.0]
+        assert found["mean"].tolist() == [total / num_ranks, 0.0]
+        assert [part.shape for part in found["all"]] == [(other, 2) for other in ranks]
+        assert all((part == other).all() for other, part in enumerate(found["all"]))
+        assert {part.dtype for part in found["all"]} == {torch.bfloat16}
+        assert [p.dtype for p in found["mixed"]] == [
+            (torch.bool, torch.int64)[r % 2] for r in ranks
+        ]
+        assert [part.shape for part in found["nothing"]] == [(0, 3)] * num_ranks
+        assert (found["integers"].item(), found["integers"].dtype) == (total, torch.int64)
+        assert found["their mean"].item() == sum(ranks) / num_ranks
+        assert found["their mean"].dtype is torch.float32
+        assert (found["truths"].item(), found["truths"].dtype) == (num_ranks - 1, torch.int64)
+        assert torch.equal(found["order"], tree_sum([noisy(other) for other in ranks]))
+        assert found["complex"].tolist() == [complex(total, total), 0j]
+        assert torch.equal(found["transposed"], transposed)
+        assert found["of a graph"].tolist() == [2 * total, 0.0]
+        assert not found["of a graph"].requires_grad
+        assert found["own"].tolist() == [rank + 1.0, 0.0]
+        assert "where there are several processes, got None" in found["error None"]
+        assert "got 'max'" in found["error max"]
+        assert "one type and shape" in found["error sum"]
+        assert "one type and shape" in found["error mean"]
+
+
+def _metrics(rank: int) -> Any:
+    engine = Engine("cpu")
+    own = {"loss": float(rank), "score": torch.tensor(2.0 * rank)}
+    if rank == 1:
+        own["only here"] = 7
+    first = engine.sync_metrics(own, weight=rank + 1)
+    second = engine.sync_metrics({"loss": 1.0})
+    try:
+        engine.sync_metrics({"loss": 1.0}, weight=0)
+    except UsageError as error:
+        return first, second, str(error)
+    return None
+
+
+@SIZES
+def test_metrics_are_means_by_weight(num_ranks: int) -> None:
+    """E14."""
+    weights = range(1, num_ranks + 1)
+    loss = sum(rank * weight for rank, weight in enumerate(weights)) / sum(weights)
+    for first, second, error in run_ranks(_metrics, num_ranks):
+        assert first == {"loss": loss, "only here": 7.0, "score": 2 * loss}
+        assert second == {"loss": 1.0}
+        assert "must be positive on one process at least for ['loss']" in error
+
+
+def _take_turns(rank: int, folder: str) -> Any:
+    engine, place = Engine("cpu"), Path(folder)
+    with engine.ddp_sync_run():
+        seen = sorted(path.name for path in place.iterdir())
+        if rank == 0:
+            (place / "data").write_text("downloaded")
+    for bad in (0, 1):
+        begun, error = False, ""
+        try:
+            with engine.ddp_sync_run():
+                begun = True
+                if rank == bad:
+                    raise FileNotFoundError("no net")
+        except (FileNotFoundError, RankError) as found:
+            error = f"{type(found).__name__}: {found}"
+        seen += [begun, error]
+    # Nobody is lost: the group works on.
+    return seen, engine.sync_tensor(torch.ones(1), "sum").item()
+
+
+@SIZES
+def test_rank_0_goes_first_and_its_failure_is_everybodys(num_ranks: int, tmp_path: Path) -> None:
+    """E15: nobody waits for a rank that has failed."""
+    results = run_ranks(_take_turns, num_ranks, str(tmp_path))
+    own = "FileNotFoundError: no net"
+    given_up = "RankError: ddp_sync_run() was given up, because its block has failed on rank"
+    for rank, (seen, total) in enumerate(results):
+        *files, begun_0, error_0, begun_1, error_1 = seen
+        assert files == ([] if rank == 0 else ["data"])
+        assert (begun_0, begun_1, total) == (rank == 0, True, num_ranks)
+        assert error_0.startswith(own if rank == 0 else f"{given_up} 0: {own}")
+        assert error_1.startswith(own if rank == 1 else f"{given_up} 1: {own}")
+
+
+def _set_up(rank: int, folder: str, count: int) -> Any:
+    torch.distributed.destroy_process_group()
+    engine = Engine("cpu")
+    before = engine.rank
+    engine.setup_process(rank, count, meeting=Path(folder, "meeting").as_uri())
+    engine.setup_process(rank, count)
+    found = (before, describe(engine), engine.sync_tensor(torch.tensor(rank), "sum").item())
+    engine.cleanup_process()
+    engine.cleanup_process()
+    after = engine.rank
+    # What run_ranks expects to leave.
+    store = torch.distributed.FileStore(str(Path(folder, "again")), count)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    torch.distributed.barrier()  # Who leaves while another rank connects fails that one.
+    engine.deinit_components()
+    return *found, after, engine.rank
+
+
+@SIZES
+def test_a_process_joins_and_leaves_by_hand(num_ranks: int, tmp_path: Path) -> None:
+    """E6, E19, E31: a group that somebody else has made is not left."""
+    results = run_ranks(_set_up, num_ranks, str(tmp_path), num_ranks)
+    total = num_ranks * (num_ranks - 1) // 2
+    for rank, found in enumerate(results):
+        place = (rank, rank, num_ranks, "gloo", True, rank == 0, rank > 0)
+        assert found == (-1, place, total, -1, rank)
+
+
+def test_a_lone_process_sets_up_nothing() -> None:
+    """E31."""
+    engine = Engine("cpu")
+    engine.setup_process()
+    assert not engine.is_ddp
+    engine.cleanup_process()
+    engine.deinit_components()
+
+
+def test_a_group_of_one_is_made_where_it_is_asked_for() -> None:
+    engine = Engine("cpu")
+    engine.setup_process(0, 1)
+    assert describe(engine) == (0, 0, 1, "gloo", True, True, False)
+    assert engine.sync_tensor(torch.tensor(3), "mean").item() == 3.0
+    assert [part.item() for part in engine.sync_tensor(torch.tensor(3), "all")] == [3]
+    assert engine.sync_metrics({"loss": 2}) == {"loss": 2.0}
+    first = engine._means
+    engine.deinit_components(is_failing=True)
+    assert not engine.is_ddp
+    with process_groups.membership(DistributedInfo(), backend="gloo"):
+        engine.sync_metrics({"loss": 2})
+        assert engine._means is not first
+        engine.cleanup_process()
+        assert engine.is_ddp
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((0, None), ArgumentError, "must get both, .* rank=0, world_size=None"),
+        ((None, 2), ArgumentError, "must get both"),
+        ((2, 2), ArgumentError, "with 0 <= rank < world_size"),
+        ((0, 2), UsageError, r"setup_process\(world_size=2\) must know where the processes meet"),
+    ],
+)
+def test_a_place_that_is_none_is_an_error(
+    arguments: tuple[Any, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        Engine("cpu").setup_process(*arguments)
+
+
+def _spawned(rank: int, factor: int) -> tuple[int, int, float]:
+    engine = Engine("cpu")
+    total = engine.sync_tensor(torch.tensor(float(rank * factor)), "sum").item()
+    return rank, engine.rank, total
+
+
+def test_spawning_one_process_is_a_plain_call() -> None:
+    """E30."""
+    assert Engine("cpu").spawn(_spawned, 5) == [(0, -1, 0.0)]
+
+
+@pytest.mark.full
+def test_spawned_processes_form_a_group() -> None:
+    """E30."""
+    assert Engine("cpu").spawn(_spawned, 5, num_processes=2) == [(0, 0, 5.0), (1, 1, 5.0)]
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def test_everything_that_can_be_moved_is_moved() -> None:
+    """E7, E8: containers keep their types, and what came in is not changed."""
+    meta = torch.device("meta")
+    table = np.array([(1, 2.5)], dtype=[("id", "i4"), ("size", "f8")])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    value = {
+        "tensor": torch.ones(2),
+        "point": Point(torch.ones(1), "text"),
+        "array": np.arange(3),
+        "table": table,
+        "words": np.array(["a", "b"]),
+        "network": nn.Linear(1, 1),
+        "optimizer": optimizer,
+    }
+    moved = sync_to_device(value, meta)
+    assert moved["tensor"].device == moved["point"].x.device == meta
+    assert type(moved["point"]) is Point
+    assert (moved["array"].device, moved["array"].dtype) == (meta, torch.int64)
+    assert {name: part.dtype for name, part in moved["table"].items()} == {
+        "id": torch.int32,
+        "size": torch.float64,
+    }
+    assert moved["words"] is value["words"]
+    assert moved["network"] is value["network"]
+    assert moved["network"].weight.device == meta
+    assert moved["optimizer"] is optimizer
+    assert value["tensor"].device.type == "cpu"
+    assert type(value["array"]) is np.ndarray
+
+
+def test_a_tensor_made_of_an_array_does_not_share_its_memory() -> None:
+    """E7: copy, do not mutate."""
+    array = np.zeros(2)
+    sync_to_device(array, torch.device("cpu")).fill_(1)
+    assert array.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "expected"),
+    [([], 3, "cpu"), ([2, 5], 0, "cuda:2"), ([2, 5], 1, "cuda:5"), ([4], 3, "cuda:4")],
+)
+def test_a_process_has_a_gpu_of_its_own(gpus: list[int], local_rank: int, expected: str) -> None:
+    """H48, E32: one that sees a single GPU has that."""
+    assert device_of_rank(gpus, local_rank) == torch.device(expected)
+
+
+def test_more_processes_than_gpus_are_an_error() -> None:
+    with pytest.raises(UsageError, match=r"Process 2 .* there are 2, \[2, 5\]"):
+        device_of_rank([2, 5], 2)
+
+
+def test_an_engine_is_found_for_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E38, H46, H47."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    engine = Engine.auto(precision="bf16", clip_norm=1.0)
+    assert (engine.device.type, engine.precision.value) == ("cpu", "bf16")
+    assert engine.automatic_options == ["Trainer(clip_norm=...)"]
+    with pytest.raises(UsageError, match=r"Engine\.auto\(use_cpu=False\) must find a GPU"):
+        Engine.auto(use_cpu=False)
+    with pytest.raises(ArgumentError, match=r"Engine\.auto\(gpus=\.\.\.\) must be None with"):
+        Engine.auto(use_cpu=True, gpus=[0])
+    with pytest.raises(ArgumentError, match=r"Engine\.auto\(gpus=\.\.\.\) must name GPUs of"):
+        Engine.auto(gpus=[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert Engine.auto(gpus=[3, 1]).device == torch.device("cuda:3")
+    assert Engine.auto(use_cpu=True).device == torch.device("cpu")
+    assert type(type("Own", (Engine,), {}).auto()).__name__ == "Own"

@@ -1,0 +1,47 @@
+"""Who asks for an engine of the reference by its name is told what replaces it (E2, E27, E28)."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from helios.engines import reference_names
+
+_PAGE = Path(__file__).parents[2] / "docs/engines.md"
+_NINE = [
+    f"{prefix}{kind}Engine"
+    for prefix, kinds in {
+        "": ("Device", "AMP", "APEX"),
+        "DataParallel": ("", "AMP", "Apex"),
+        "DistributedDataParallel": ("", "AMP", "Apex"),
+    }.items()
+    for kind in kinds
+]
+
+
+def test_all_nine_are_known() -> None:
+    assert sorted(reference_names.REPLACEMENTS) == sorted(_NINE)
+
+
+@pytest.mark.parametrize("name", _NINE)
+def test_an_import_by_the_old_name_names_the_replacement(name: str) -> None:
+    engines = importlib.import_module("helios.engines")
+    with pytest.raises(ImportError, match=rf"no {name}\. Take .*Engine for {name}: Engine\(dev"):
+        getattr(engines, name)
+    with pytest.raises(ImportError, match="precision=" if "P" in name[-10:] else "Take"):
+        exec(f"from helios.engines import {name}", {})
+
+
+def test_any_other_name_is_simply_missing() -> None:
+    engines = importlib.import_module("helios.engines")
+    assert not hasattr(engines, "WarpEngine")
+    with pytest.raises(ImportError, match="cannot import name 'WarpEngine'"):
+        exec("from helios.engines import WarpEngine", {})
+    assert "There is one class" in reference_names.explain("WarpEngine")
+
+
+@pytest.mark.parametrize("name", _NINE)
+def test_the_page_has_a_row_for_each(name: str) -> None:
+    assert f"| `{name}` |" in _PAGE.read_text()

@@ -1,0 +1,521 @@
+"""Starting processes and ending them: results, errors, kills, and nothing left over (H51, H65)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import helios
+from helios.core.signal_watch import SignalReceiver
+from helios.distributed import collectives, process_groups
+from helios.distributed.process_groups import membership
+from helios.errors import RankError, UsageError
+from helios.launch import ipc, supervisor
+from helios.launch.launcher import Launch, LaunchKind, spawn
+from helios.launch.supervisor import choose_cause, raise_cause
+from helios.launch.worker import Failure, end_with_launcher
+
+slow = pytest.mark.full  # starts Python several times: the second tier of the tests
+
+_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
+_TORCHRUN = {
+    "LOCAL_RANK": "1",
+    "RANK": "5",
+    "GROUP_RANK": "1",
+    "ROLE_RANK": "5",
+    "LOCAL_WORLD_SIZE": "4",
+    "WORLD_SIZE": "8",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+_SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2(x2)",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "4711",
+}
+
+
+class OddError(Exception):
+    """Can be pickled, but not be made again."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+        self.first = first
+        self.odd = lambda: first
+
+
+class QuietError(Exception):
+    """Can be made again of its arguments, but would say something else."""
+
+    def __init__(self, count: int, noun: str = "errors") -> None:
+        super().__init__(f"{count} {noun}")
+
+
+class Waiting(Dataset):
+    """Its first sample never comes."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        wait_forever()
+        return index
+
+
+def wait_forever() -> None:
+    threading.Event().wait()
+
+
+def keep_the_interpreter() -> None:
+    """Wait in C without letting any other thread run."""
+    ctypes.PyDLL(None).pause()
+
+
+def wait_for_the_others() -> None:
+    collectives.all_reduce_tensors(torch.ones(2))
+
+
+def say(text: str) -> None:
+    """Print a line at once: ranks share the standard output of their launcher."""
+    os.write(1, f"{text}\n".encode())
+
+
+def start_a_worker() -> int:
+    """Start a loader worker that never ends by itself, and return its process number."""
+    before = children()
+    loader = DataLoader(Waiting(), num_workers=1)
+    loader.__dict__["kept"] = iter(loader)
+    threading.current_thread().__dict__["kept"] = loader
+    (worker,) = children() - before
+    return worker
+
+
+def children() -> set[int]:
+    own = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    return set(map(int, own.read_text().split()))
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; without an init that collects them, orphans stay as zombies."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def all_gone(pids: list[int], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not all(map(is_gone, pids)) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return all(map(is_gone, pids))
+
+
+@contextmanager
+def running(code: str, *, file: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Run a launcher of its own; its output ends when all of its processes have ended."""
+    command = [sys.executable, *(["-c", code] if file is None else [str(file)])]
+    if file is not None:
+        file.write_text(code)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with tempfile.TemporaryDirectory() as folder:
+        roots = os.pathsep.join(map(str, _ROOTS))
+        environment = {**os.environ, "PYTHONPATH": roots, "TMPDIR": folder}
+        with subprocess.Popen(command, env=environment, **pipes) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+
+def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    assert process.stdout is not None
+    return [int(process.stdout.readline()) for _ in range(count)]
+
+
+def code_of(function: Callable[[], None]) -> str:
+    return f"from {__name__} import {function.__name__} as run; run()"
+
+
+def work_in_full(rank: int, tensor: torch.Tensor, queue: ipc.RankQueue) -> dict[str, Any]:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    for index in range(3):
+        queue.put((rank, index))
+    queue.put(torch.full((12_500_000,), float(rank)))
+    tensor.add_(rank + 1)
+    summed = collectives.all_reduce_tensors(tensor.clone())
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGUSR1)
+    with pytest.raises(RuntimeError, match=r"queue.get\(\) must be called in the process that"):
+        queue.get()
+    return {
+        "launch": Launch.read(),
+        "own": tensor.tolist(),
+        "summed": summed.tolist(),
+        "backend": torch.distributed.get_backend(),
+        "forwarded": signal.sigwait({signal.SIGUSR1}),
+        "start method": torch.multiprocessing.get_start_method(),
+        "variables": set(os.environ) & set(_TORCHRUN),
+    }
+
+
+def test_ranks_form_a_group_and_hand_back_results_and_large_items() -> None:
+    tensor, queue = torch.zeros(2), ipc.LaunchQueue()
+    queue.put("before")
+    before = dict(os.environ)
+    receiver = SignalReceiver([signal.SIGUSR1])
+    with receiver.installed():
+        results = spawn(work_in_full, 2, (tensor, queue), queue=queue, signals=receiver)
+    assert [result.pop("launch") for result in results] == [
+        Launch(LaunchKind.SPAWN, rank, 2, local_rank=rank, local_world_size=2) for rank in (0, 1)
+    ]
+    assert [result.pop("own") for result in results] == [[1.0, 1.0], [2.0, 2.0]]
+    expected = {
+        "summed": [3.0, 3.0],
+        "backend": "gloo",
+        "forwarded": signal.SIGUSR1,
+        "start method": torch.multiprocessing.get_start_method(),
+        "variables": set(before) & set(_TORCHRUN),
+    }
+    assert results == [expected, expected]
+    assert os.environ == before
+    assert tensor.tolist() == [0.0, 0.0]
+    assert queue.qsize() == 9
+    items = [queue.get_nowait() for _ in range(9)]
+    assert queue.empty()
+    assert items.pop(0) == "before"
+    for rank in (0, 1):
+        own = [item for item in items if isinstance(item, tuple) and item[0] == rank]
+        assert own == [(rank, 0), (rank, 1), (rank, 2)]
+    sums = [item.sum().item() for item in items if isinstance(item, torch.Tensor)]
+    assert sorted(sums) == [0.0, 12_500_000.0]
+
+
+def fail_while_others_wait(rank: int, queue: ipc.RankQueue) -> None:
+    queue.put(os.getpid())
+    if rank == 2:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait_for_the_others()
+    if rank == 1:
+        raise KeyError("of rank 1")
+    if rank == 0:
+        wait_for_the_others()
+    keep_the_interpreter()
+
+
+@slow
+def test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 2 * supervisor.GRACE_SECONDS < 8
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 1.0)
+    queue = ipc.LaunchQueue()
+    with pytest.raises(KeyError) as caught:
+        spawn(fail_while_others_wait, 3, (queue,), queue=queue)
+    assert caught.value.args == ("of rank 1",)
+    cause = str(caught.value.__cause__)
+    assert cause.lstrip().startswith("Rank 1 of 3 raised it:\nTraceback")
+    assert "in fail_while_others_wait" in cause
+    assert all_gone([queue.get() for _ in range(3)])
+
+
+def die_with_a_worker(rank: int, queue: ipc.RankQueue) -> None:
+    if rank == 0:
+        wait_for_the_others()
+    queue.put(start_a_worker())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@slow
+def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
+    queue = ipc.LaunchQueue()
+    with pytest.raises(RankError, match=r"^Rank 1 of 2 was ended by SIGKILL before its work was d"):
+        spawn(die_with_a_worker, 2, (queue,), queue=queue)
+    assert all_gone([queue.get()], seconds=2.0)
+
+
+def catch(error: BaseException) -> BaseException:
+    """Return what the launcher raises for an error that a rank has raised."""
+    try:
+        raise error
+    except BaseException as caught:
+        failure = Failure.of(caught, 0)
+    rank = make_rank(0, failure=failure, exit_code=1)
+    with pytest.raises(BaseException) as again:  # noqa: PT011 - whatever it is
+        raise_cause(rank, 2)
+    assert str(again.value.__cause__).lstrip().startswith("Rank 0 of 2 raised it:\nTraceback")
+    return again.value
+
+
+def test_an_error_with_a_constructor_of_its_own_keeps_its_type() -> None:
+    for error in (OddError("not", "again"), QuietError(3), KeyError("a"), SystemExit(5)):
+        again = catch(error)
+        assert type(again) is type(error)
+        assert (str(again), again.args) == (str(error), error.args)
+    assert vars(catch(OddError("not", "again"))) == {"first": "not"}
+
+
+def test_what_cannot_be_pickled_of_an_error_is_left_out() -> None:
+    error = OddError("not", "again")
+    error.args = ("text", threading.Lock())
+    again = catch(error)
+    assert type(again) is OddError
+    assert again.args == (str(error),)
+
+
+def test_an_error_of_a_class_that_nobody_can_import_is_shown_by_its_traceback() -> None:
+    class LocalError(Exception):
+        """Cannot be imported."""
+
+    again = catch(LocalError("not again"))
+    assert type(again) is RankError
+    assert str(again).startswith("Rank 0 of 2 raised ")
+    assert "LocalError, which cannot be handed" in str(again)
+    assert "LocalError: not again" in str(again.__cause__)
+
+
+def leave_early(rank: int) -> None:
+    if rank == 1:
+        raise SystemExit(0)
+    wait_for_the_others()
+
+
+@slow
+def test_a_rank_that_exits_hands_that_on_as_one_process_does() -> None:
+    with pytest.raises(SystemExit) as caught:
+        spawn(leave_early, 2)
+    assert caught.value.code == 0
+    assert str(caught.value.__cause__).lstrip().startswith("Rank 1 of 2 raised it:")
+
+
+def outlive_a_launcher(rank: int) -> None:
+    worker = start_a_worker()
+    say(f"{os.getpid()}\n{worker}")
+    if rank == 0:
+        keep_the_interpreter()
+    wait_for_the_others()
+
+
+def launch_for_ever() -> None:
+    spawn(outlive_a_launcher, 2)
+
+
+@slow
+def test_nothing_outlives_a_killed_launcher() -> None:
+    with running(code_of(launch_for_ever)) as launcher:
+        pids = read_pids(launcher, 4)
+        assert len(set(pids)) == 4
+        assert not any(map(is_gone, pids))
+        launcher.kill()
+        assert all_gone(pids, seconds=5.0)
+        launcher.communicate(timeout=10)
+    assert launcher.returncode == -signal.SIGKILL
+
+
+def wait_to_be_interrupted(rank: int) -> None:
+    try:
+        say(str(os.getpid()))
+        if rank == 0:
+            wait_for_the_others()
+        wait_forever()
+    finally:
+        if rank == 1:
+            say("torn down")
+
+
+def launch_and_be_interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    spawn(wait_to_be_interrupted, 2)
+
+
+@slow
+def test_an_interrupted_launcher_lets_ranks_tear_down_and_ends_them() -> None:
+    with running(code_of(launch_and_be_interrupted)) as launcher:
+        pids = read_pids(launcher, 2)
+        launcher.send_signal(signal.SIGINT)
+        output, errors = launcher.communicate(timeout=10)
+        assert output == "torn down\n"
+        assert errors.rstrip().endswith("KeyboardInterrupt")
+        assert all(map(is_gone, pids))
+    assert launcher.returncode == -signal.SIGINT
+
+
+@slow
+def test_a_script_without_a_guard_is_told_so_once(tmp_path: Path) -> None:
+    code = "import os\nos.write(1, b'imported ')\n"
+    code += "from helios.launch.launcher import spawn\nspawn(print, 2)\n"
+    with running(code, file=tmp_path / "train.py") as launcher:
+        output, errors = launcher.communicate(timeout=60)
+    # The launcher and its ranks; a slow rank may have been ended before it came that far.
+    assert output in ("imported " * 2, "imported " * 3)
+    assert errors.count("Traceback") == 1
+    rule = r"UsageError: .*train.py must start its training below the line `if __name__ == "
+    assert re.search(rule, errors.splitlines()[-1]), errors
+    assert launcher.returncode == 1
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_what_only_a_notebook_defines_is_refused(
+    monkeypatch: pytest.MonkeyPatch, file: str | None
+) -> None:
+    notebook = ModuleType("__main__")
+    exec("def train(rank): pass", notebook.__dict__)
+    if file is not None:
+        notebook.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    rule = "must be started from a script in a file, .* train is defined here. Put the code into"
+    with pytest.raises(UsageError, match=rule):
+        spawn(notebook.train, 2)
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    args = (1, {"data": partial(work_in_full, tensor=[lambda x: x])})
+    with pytest.raises(UsageError) as caught:
+        spawn(work_in_full, 2, args)
+    assert str(caught.value).startswith(
+        "spawn(function=..., args=...) must be something that can be pickled, because each rank is "
+        "a process of its own, but args[1]['data'].keywords['tensor'][0] is <function "
+    )
+    with pytest.raises(UsageError, match=r"args\[0\] is .* handed to the ranks of its own launch"):
+        spawn(work_in_full, 2, (ipc.LaunchQueue(),))
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"num_processes": 0}, "num_processes=.* must be a positive int, got 0"),
+        ({"num_processes": 2, "devices": [1, 1]}, "must name a GPU for each of 2 processes"),
+    ],
+)
+def test_wrong_numbers_of_processes_are_refused(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        spawn(wait_to_be_interrupted, **options)
+
+
+def make_rank(number: int, **known: Any) -> supervisor._Rank:
+    process: Any = None
+    return supervisor._Rank(number, process, process, **known)
+
+
+def make_failure(moment: int, error: Exception) -> Failure:
+    return Failure(0, moment, distributed_says(error), "", "", pickle.dumps(error))
+
+
+def distributed_says(error: Exception) -> bool:
+    return Failure.of(error, 0).is_consequence
+
+
+def test_the_first_cause_wins_over_what_follows_from_it() -> None:
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    own = ValueError("mine")
+    own.__context__ = None
+    followed = ValueError("mine")
+    followed.__cause__ = lost
+    done = make_rank(0, exit_code=0, result=b"")
+    peers = [make_rank(1, failure=make_failure(1, lost), exit_code=1)]
+    peers += [make_rank(2, failure=make_failure(2, followed), exit_code=1)]
+    failed = make_rank(3, failure=make_failure(5, own), exit_code=1)
+    killed = make_rank(4, exit_code=-9, end=6)
+    stopped = make_rank(5, exit_code=-15, end=3, is_stopped=True)
+    assert choose_cause([done]) is None
+    assert choose_cause([done, *reversed(peers), stopped]) is peers[0]
+    assert choose_cause([*peers, killed, stopped]) is killed
+    assert choose_cause([*peers, killed, failed, stopped]) is failed
+
+
+def test_the_ends_of_ranks_are_described() -> None:
+    ends = {-9: "was ended by SIGKILL", 3: "ended with exit code 3", -99: "was ended by signal 99"}
+    for code, text in ends.items():
+        assert supervisor.describe_end(make_rank(0, exit_code=code)) == text
+
+
+def test_torchrun_tells_who_is_who() -> None:
+    assert Launch.read(_TORCHRUN) == Launch(LaunchKind.TORCHRUN, 5, 8, 1, 4, 3, "env://")
+    assert Launch.read(_TORCHRUN).info == process_groups.DistributedInfo(1, 5, 4, 8)
+
+
+def test_srun_tells_who_is_who_by_its_step() -> None:
+    meeting = "tcp://node1:4711"
+    assert Launch.read(_SRUN) == Launch(LaunchKind.SRUN, 5, 8, 1, 2, 0, meeting)
+    old = {name: value for name, value in _SRUN.items() if not name.startswith("SLURM_STEP_N")}
+    old = {**old, "SLURM_NNODES": "3", "SLURM_RESTART_COUNT": "2"}
+    assert Launch.read(old) == Launch(LaunchKind.SRUN, 5, 16, 1, 2, 2, meeting)
+
+
+def test_one_machine_of_srun_needs_no_address_and_each_step_has_its_port() -> None:
+    here = {**_SRUN, "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    meetings = {Launch.read({**here, "SLURM_STEP_ID": step}).meeting for step in "01234"}
+    assert len(meetings) == 5
+    assert all(re.fullmatch(r"tcp://127\.0\.0\.1:[12]\d{4}", meeting) for meeting in meetings)
+    with pytest.raises(UsageError, match=r"on 3 machines.* export MASTER_ADDR=\$\(scontrol"):
+        Launch.read({**_SRUN, "MASTER_ADDR": ""})
+
+
+def test_plain_python_and_single_tasks_of_slurm_are_alone() -> None:
+    assert Launch.read({}) == Launch()
+    batch = {name: value for name, value in _SRUN.items() if name != "SLURM_STEP_ID"}
+    assert Launch.read(batch) == Launch()
+    assert Launch.read({**_SRUN, "SLURM_STEP_NUM_TASKS": "1"}) == Launch()
+
+
+def test_half_a_launcher_is_refused() -> None:
+    half = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=2 says .* LOCAL_RANK, GROUP_RANK, .* not se"):
+        Launch.read(half)
+    assert Launch.read({**half, "WORLD_SIZE": "1"}) == Launch()
+    with pytest.raises(UsageError, match="RANK must be an integer, got 'x'"):
+        Launch.read({**_TORCHRUN, "RANK": "x"})
+
+
+def train_under_torchrun() -> None:
+    end_with_launcher()
+    launch = Launch.read()
+    for _ in range(2):
+        with membership(launch.info, backend="gloo", meeting=launch.meeting):
+            ranks = collectives.all_reduce_tensors([torch.tensor(launch.rank + 1)]).item()
+    assert ranks == 3
+    assert launch == Launch(LaunchKind.TORCHRUN, launch.rank, 2, launch.rank, 2, 0, "env://")
+    say(str(os.getpid()))
+    wait_forever()
+
+
+@slow
+def test_ranks_of_torchrun_join_twice_and_end_with_their_agent(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(code_of(train_under_torchrun))
+    run = f"--standalone --nproc-per-node 2 {script}".split()
+    code = f"from torch.distributed.run import main; main({run})"
+    with running(code) as agent:
+        pids = read_pids(agent, 2)
+        assert len(set(pids)) == 2
+        agent.kill()
+        assert all_gone(pids)
+        agent.communicate(timeout=10)

@@ -1,0 +1,261 @@
+"""A trial validation before the training leaves no trace, whoever carries how many replicas."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helios.core import rng
+from helios.errors import UsageError
+from helios.loops.evaluation import ValidationLoop
+from helios.loops.sanity_validation import trying
+from helios.model.model import Model
+from helios.plugins.plugin import Plugin
+from helios.replicas.replicas import Replicas
+from helios.session import Session
+from helios.state import Phase, TrainingState
+from tests.engines.joined import replicas_on
+from tests.loops.sessions import ListSource, fit, make_session
+from tests.support.ranks import run_ranks
+from tests.support.sums import bits
+
+
+def draw() -> tuple[float, float, float]:
+    """Draw from all three generators."""
+    numpy = rng.get_default_numpy_rng().generator.normal()
+    return torch.rand(()).item(), random.random(), float(numpy)
+
+
+class Touchy(Model):
+    """Its validation changes whatever it can."""
+
+    def __init__(self) -> None:
+        super().__init__("touchy")
+        self.setup()
+
+    unsaved = ("drawn",)
+
+    def setup(self, fast_init: bool = False) -> None:
+        with rng.stream(0):
+            self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.history: list[Any] = []
+        self.table = {"seen": [0]}
+        self.drawn: list[Any] = []
+
+    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
+        self.drawn.append(draw())
+        return self.net(batch).square().mean()
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        with torch.no_grad():
+            for part in (*self.net.parameters(), *self.net.buffers()):
+                part += 1
+        self.history.append(batch)
+        self.table["seen"][0] += 1
+        return {"score": (batch.sum(), 1)}
+
+    def bits(self) -> tuple[Any, ...]:
+        """Return all that it holds."""
+        weights = {name: bits(part) for name, part in self.net.state_dict().items()}
+        return weights, list(self.history), list(self.table["seen"]), dict(self.metrics)
+
+
+class Greedy(Plugin):
+    """Asks for everything in a validation, and counts; wants a trial."""
+
+    def __init__(self, sanity_steps: int = 2) -> None:
+        super().__init__("greedy")
+        self.sanity_steps = sanity_steps
+        self.count = 0
+        self.told: list[Any] = []
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_sanity_check_start(self) -> None:
+        draw()
+        self.told.append(("start", self.context.is_sanity_check))
+
+    def on_sanity_check_end(self) -> None:
+        self.told.append(("end", self.context.is_sanity_check))
+
+    def on_validation_batch_end(self, step: int) -> None:
+        self.count += 1
+        assert self.context.is_sanity_check
+        self.context.request_stop("no")
+        self.context.interrupt("no")
+        self.context.request_checkpoint()
+        self.context.log({"number": 1.0})
+
+    def on_log(self, scalars: Any, state: TrainingState) -> None:
+        raise AssertionError("a trial logs nothing")
+
+
+class Closing(ListSource):
+    """Notes how often the workers that live from pass to pass are ended."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__(items)
+        self.num_closed = 0
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def rows_of(block: range, num_rows: int) -> list[Any]:
+    return [[torch.full((3, 2), float(row + r)) for r in block] for row in range(num_rows)]
+
+
+def make(replicas: Replicas, *plugins: Plugin, num_rows: int = 4) -> Session:
+    """Return a session before its training."""
+    rng.seed_rngs(1)
+    rows = rows_of(replicas.block, num_rows)
+    train = [[part + 0.5 for part in row] for row in rows]
+    return make_session(
+        Touchy(),
+        *plugins,
+        replicas=replicas,
+        sources={Phase.TRAINING: [ListSource(train)], Phase.VALIDATION: [Closing(rows)]},
+        total_steps=3,
+    )
+
+
+def _asked(session: Session) -> list[dict[str, Any]]:
+    agreement = session.agreement
+    return [dict(vars(requests)) for requests in (agreement.asked, agreement.agreed)]
+
+
+def try_out(session: Session) -> ValidationLoop:
+    loop = ValidationLoop()
+    loop.attach(session)
+    with trying(session, loop):
+        assert session.is_sanity_check
+        loop.run()
+    return loop
+
+
+@pytest.fixture(autouse=True)
+def _generators() -> Iterator[None]:
+    rng.seed_rngs(0)
+    return
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_what_a_trial_has_changed_is_put_back(num_replicas: int) -> None:
+    greedy = Greedy()
+    session = make(Replicas(num_replicas), greedy)
+    source = session.sources[Phase.VALIDATION][0]
+    model = session.model
+    held = [model.history, model.table, *model.net.parameters(), *model.net.buffers()]
+    before = (model.bits(), greedy.count, session.state.dict(), _asked(session))
+    state = rng.get_rng_state_dict()["torch"]
+    try_out(session)
+    assert (model.bits(), greedy.count, session.state.dict(), _asked(session)) == before
+    assert torch.equal(rng.get_rng_state_dict()["torch"], state)
+    now = [model.history, model.table, *model.net.parameters(), *model.net.buffers()]
+    assert all(one is other for one, other in zip(held, now, strict=True)), "in place"
+    assert source.num_closed == 1
+    assert not session.is_sanity_check
+    assert model.net.training is True
+    assert (session.obstacles, session.unshared) == ([], [])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_a_trial_is_as_long_as_a_plugin_asks(num_replicas: int) -> None:
+    lengths = []
+
+    class Listening(Greedy):
+        def on_sanity_check_end(self) -> None:
+            super().on_sanity_check_end()
+            lengths.append(self.count)
+
+        def on_validation_end(self, validation_cycles: int) -> None:
+            lengths.append(self.count)
+
+    plugin = Listening(3)
+    try_out(make(Replicas(num_replicas), plugin))
+    assert lengths == [3, 0], "batches of the loader: one for each replica counts as one"
+    # The note of the end is told behind the erasure, so what stood before it is gone.
+    assert plugin.told == [("start", False), ("end", False)]
+
+
+@pytest.mark.parametrize("kind", [ValueError, StopIteration])
+def test_after_an_error_nothing_is_put_back(kind: type[Exception]) -> None:
+    session = make(Replicas(2), Greedy())
+    loop = ValidationLoop()
+    loop.attach(session)
+
+    def run() -> None:
+        with trying(session, loop):
+            loop.run()
+            raise kind("broken")
+
+    with pytest.raises((kind, RuntimeError)):
+        run()
+    assert not session.is_sanity_check
+    assert session.model.table == {"seen": [4]}
+
+
+def _train(rank: int, num_processes: int, num_replicas: int, has_trial: bool) -> tuple[Any, ...]:
+    with replicas_on(rank, num_processes, num_replicas) as here:
+        plugin = Greedy(2 if has_trial else 0)
+        session = make(here, plugin)
+        assert fit(session) == "total_steps reached"
+        return session.model.bits(), session.model.drawn, draw(), plugin.told
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_a_training_is_the_same_with_a_trial_before_it(num_replicas: int) -> None:
+    """C17, K14: bit for bit, on any number of processes."""
+    for num_processes in range(1, num_replicas + 1):
+        (plain, *_), (tried, *_) = (
+            run_ranks(_train, num_processes, num_processes, num_replicas, has_trial)
+            for has_trial in (False, True)
+        )
+        assert tried[:-1] == plain[:-1]
+        assert (plain[-1], tried[-1]) == ([], [("start", False), ("end", False)])
+
+
+def _try_on_rank(rank: int) -> tuple[Any, ...]:
+    with replicas_on(rank, 2, 3) as here:
+        session = make(here, Greedy())
+        before = session.model.bits()
+        try_out(session)
+        # The exchanges behind the trial are as they were before it, on all processes.
+        sums = here.sum_scores([{"other": (replica, 1)} for replica in here.block])
+        return session.model.bits() == before, sums, here.agree(rank == 1), here.block
+
+
+def test_processes_can_exchange_numbers_behind_a_trial() -> None:
+    first, second = run_ranks(_try_on_rank, 2)
+    assert first[:3] == second[:3] == (True, {"other": (3.0, 3.0)}, (True,))
+    assert (first[3], second[3]) == (range(2), range(2, 3))
+
+
+def test_no_trial_without_data_or_after_a_resume() -> None:
+    for is_resumed in (False, True):
+        plugin = Greedy()
+        session = make(Replicas(2), plugin)
+        session.is_resumed = is_resumed
+        if not is_resumed:
+            del session.sources[Phase.VALIDATION]
+        fit(session)
+        assert plugin.told == []
+
+
+class Stopping(Greedy):
+    """Raises what ends a loop."""
+
+    def on_validation_batch_end(self, step: int) -> None:
+        raise StopIteration
+
+
+def test_a_trial_is_ended_by_no_stray_stop() -> None:
+    with pytest.raises(UsageError, match="A StopIteration came out of a step"):
+        fit(make(Replicas(2), Stopping()))

@@ -1,0 +1,44 @@
+"""Kills forked copies of itself between the file operations of a migration.
+
+Run as a script by ``test_migration_kills.py``; prints one JSON object, as ``kill_child`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from helios.migration.folder_migration import Migration, find
+from tests.checkpoint import kill_child
+from tests.support import old_files as old
+
+NAMES = ("1.4.1/linear_epoch_4_iter_8.pth", "2.0.1/linear_epoch_2_iter_10.pth")
+
+
+def make_template(root: Path) -> None:
+    """Two old files; the sidecar of an earlier migration lies beside the first."""
+    Migration().migrate(old.lay_out(root, NAMES[0]))
+    for name in NAMES:
+        old.lay_out(root, name)
+
+
+def migrate(root: Path) -> None:
+    for path in find(root):
+        Migration().migrate(path)
+
+
+def main(root: Path) -> None:
+    template = root / "template"
+    make_template(template)
+
+    def prepare(place: Path) -> None:
+        shutil.copytree(template, place, dirs_exist_ok=True)
+
+    kill_child.SCENES["migrate"] = (prepare, migrate)
+    sys.stdout.write(json.dumps(kill_child.play("migrate", root)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,100 @@
+"""A kill at any file operation of a migration loses nothing, and no start misreads what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helios
+from helios.checkpoint import file_names
+from helios.checkpoint.store import RunFolder
+from helios.errors import IncompatibleCheckpointError
+from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Result, find
+from tests.migration import migration_child
+from tests.support import old_files as old
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
+
+_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
+_SOURCES = {name.split("/")[1]: old.GOLDEN / name for name in migration_child.NAMES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """What was left in ``root/<point>`` by a kill at each point."""
+
+    root: Path
+    hit: set[str]
+    codes: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
+        done = subprocess.run(
+            [sys.executable, "-m", migration_child.__name__, root],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _ROOTS))},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        assert result["status"] == 0
+        yield Scene(Path(root), set(result["hit"]), result["codes"])
+
+
+def check_start(folder: Path, point: str) -> str:
+    """What a start finds: the old file, named as such, or the new one; nothing is put aside."""
+    RunFolder(folder).clean()
+    names = sorted(path.name for path in folder.iterdir())
+    try:
+        loaded = RunFolder(folder).load_newest()
+    except IncompatibleCheckpointError as error:
+        state = "old" if "chkpt_migrator" in str(error) else str(error)
+    else:
+        assert loaded is not None, point
+        raw = old.raw_model(_SOURCES[loaded.path.name])
+        assert old.is_same(raw, loaded.payload["model"]), point
+        state = "new" if loaded.sidecar is not None else "without sidecar"
+    assert sorted(path.name for path in folder.iterdir()) == names, point
+    return state
+
+
+def test_a_kill_at_any_file_operation_of_a_migration_loses_nothing(scene: Scene) -> None:
+    assert {"create", "write", "fsync", "replace", "unlink", "fsync_folder"} <= scene.hit
+    assert {"make_folder", "write_text_durably"} <= scene.hit
+    assert len(scene.codes) > 70
+    assert set(scene.codes.values()) == {-9}
+    seen = set()
+    for point in scene.codes:
+        folder = scene.root / point / "linear"
+        seen.add(check_start(folder, point))
+        for name, source in _SOURCES.items():
+            places = (folder / name, folder / BACKUP_FOLDER / name)
+            kept = [path for path in places if path.exists()]
+            assert any(path.read_bytes() == source.read_bytes() for path in kept), point
+        results = [Migration().migrate(path).result for path in find(folder)]
+        assert {Result.MIGRATED, Result.COMPLETED, Result.CURRENT} >= set(results), point
+        assert check_start(folder, point) == "new", point
+        assert {Migration().migrate(path).result for path in find(folder)} == {Result.CURRENT}
+        for name, source in _SOURCES.items():
+            loaded = RunFolder(folder).load(folder / name)
+            assert loaded.sidecar is not None, point
+            assert loaded.sidecar.is_migrated
+            assert old.is_same(old.raw_model(source), loaded.payload["model"]), point
+            backup = folder / BACKUP_FOLDER / name
+            assert backup.read_bytes() == source.read_bytes(), point
+        assert not [p for p in folder.iterdir() if file_names.is_temporary(p)], point
+    assert seen == {"old", "new", "without sidecar"}

@@ -1,0 +1,449 @@
+"""Migration: every published format is read, bit for bit, and no content is believed blindly."""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helios.checkpoint import file_names, loading, schema_upgrades
+from helios.checkpoint.record import REQUIRED
+from helios.checkpoint.store import RunFolder
+from helios.core import rng
+from helios.errors import (
+    DamagedCheckpointError,
+    IncompatibleCheckpointError,
+)
+from helios.migration import helios_ml, schema_step
+from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Report, Result, find
+from helios.state import TrainingState
+from helios.storage import codec
+from helios.storage.folder_lock import FolderLock
+from tests.support import old_files as old
+
+
+def migrate(path: Path, **options: Any) -> Report:
+    return Migration(**options).migrate(path)
+
+
+def write_old(path: Path, **entries: Any) -> Path:
+    """Write a file as releases before 1.1 did."""
+    state = {"current_iteration": 4, "global_iteration": 4, "global_epoch": 1, "dataset_iter": 4}
+    torch.save({"version": "1.0.0", "training_state": state, "model": {}, **entries}, path)
+    return path
+
+
+def load_migrated(path: Path) -> dict[str, Any]:
+    report = migrate(path)
+    assert report.result is Result.MIGRATED, report
+    return loading.load(path).payload
+
+
+@pytest.mark.parametrize("name", old.FILES)
+def test_model_and_optimizers_of_every_release_stay_the_same_on_bytes(
+    tmp_path: Path, name: str
+) -> None:
+    path = old.lay_out(tmp_path, name)
+    payload = load_migrated(path)
+    assert old.is_same(old.raw_model(old.GOLDEN / name), payload["model"])
+    generators = old.entry(old.read_raw(old.GOLDEN / name), "rng")
+    assert old.is_same(generators["torch"], payload["rng"]["torch"])
+    assert generators["rand"] == payload["rng"]["rand"]
+    assert generators["numpy"] == payload["rng"]["numpy"]
+    rng.create_default_numpy_rng(0)
+    with rng.stream(0):
+        rng.load_rng_state_dict(payload["rng"])
+        assert rng.get_rng_state_dict()["numpy"] == generators["numpy"]
+
+
+@pytest.mark.parametrize("name", old.FILES)
+def test_every_release_goes_on_at_the_batch_that_its_counters_mean(
+    tmp_path: Path, name: str
+) -> None:
+    path = old.lay_out(tmp_path, name)
+    payload = load_migrated(path)
+    counters = old.raw_counters(path.parent / BACKUP_FOLDER / path.name)
+    state, cursor = payload["training_state"], payload["cursor"]
+    batches = cursor["epoch"] * old.NUM_BATCHES + cursor["batch"]
+    assert batches == state["global_iteration"] == counters["global_iteration"]
+    assert cursor["batch"] == state["dataset_iter"] == counters["dataset_iter"]
+    assert state["global_epoch"] == cursor["epoch"] + (cursor["batch"] > 0)
+    for field in ("current_iteration", "validation_cycles", "early_stop_count", "running_iter"):
+        assert state[field] == counters[field]
+    assert state["global_step"] == counters["current_iteration"]
+
+
+@pytest.mark.parametrize("name", old.FILES)
+def test_a_migrated_file_is_an_ordinary_one_that_says_where_it_comes_from(
+    tmp_path: Path, name: str
+) -> None:
+    path = old.lay_out(tmp_path, name)
+    report = migrate(path)
+    loaded = loading.load(path)
+    assert set(REQUIRED) <= loaded.payload.keys()
+    release = name.split("/")[0]
+    says_so = release >= "0.3"
+    assert loaded.payload["migrated_from"] == (release if says_so else "")
+    assert loaded.payload["schema"] == file_names.SCHEMA
+    assert all(type(key) is str for key in loaded.payload)
+    assert loaded.sidecar is not None
+    assert loaded.sidecar.is_migrated
+    assert loaded.sidecar.num_replicas == loaded.payload["num_replicas"] == 0
+    assert loaded.sidecar.run_name == "linear"
+    assert loaded.sidecar.iteration == loaded.payload["training_state"]["global_iteration"]
+    assert report.backup is not None
+    assert report.backup.read_bytes() == (old.GOLDEN / name).read_bytes()
+    TrainingState(**loaded.payload["training_state"])
+
+
+def test_places_of_logs_become_text(tmp_path: Path) -> None:
+    for name in ("1.4.1/linear_epoch_4_iter_8.pth", "2.0.1/linear_epoch_4_iter_8.pth"):
+        payload = load_migrated(old.lay_out(tmp_path / name[:3], name))
+        assert payload["log_path"].startswith("logs/_")
+        assert payload["run_path"].split("/")[-1].startswith("_")
+        # Marks would cut back the event files of the old run.
+        assert payload["events"] is None
+
+
+def test_what_else_was_in_the_file_is_kept(tmp_path: Path) -> None:
+    payload = load_migrated(old.lay_out(tmp_path, "2.0.1/linear_epoch_4_iter_8.pth"))
+    assert payload["datamodule"] == {"phase": 0}
+    assert payload["engine"]["scaler"]["scale"] == 65536.0
+    own = write_old(tmp_path / "own_epoch_1_iter_4.pth", notes={"seen": [1, 2]}, tables={"mine": 1})
+    payload = load_migrated(own)
+    assert payload["notes"] == {"seen": [1, 2]}
+    assert payload["tables"].keys() == {
+        *("_loss_items", "_val_scores", "_running_losses", "_test_scores")
+    }
+
+
+def test_a_users_own_key_is_not_taken_for_one_of_release_2(tmp_path: Path) -> None:
+    path = write_old(tmp_path / "a_epoch_1_iter_4.pth", model={"user": 1, "net": 2})
+    assert load_migrated(path)["model"] == {"user": 1, "net": 2}
+
+
+def test_what_a_file_lacks_is_neutral_and_the_same_each_time(tmp_path: Path) -> None:
+    before = rng.get_rng_state_dict()
+    first = load_migrated(write_old(tmp_path / "a_epoch_1_iter_4.pth"))
+    after = rng.get_rng_state_dict()
+    second = load_migrated(write_old(tmp_path / "b_epoch_1_iter_4.pth"))
+    assert torch.equal(first["rng"]["torch"], second["rng"]["torch"])
+    assert torch.equal(before["torch"], after["torch"])
+    assert before["rand"] == after["rand"]
+    assert first["rng"]["numpy"] is None
+    assert "log_path" not in first
+
+
+def test_the_state_of_one_gpu_becomes_that_of_the_first(tmp_path: Path) -> None:
+    words = torch.arange(16, dtype=torch.uint8)
+    path = write_old(tmp_path / "a_epoch_1_iter_4.pth", rng={"cuda": words})
+    (cuda,) = load_migrated(path)["rng"]["cuda"]
+    assert torch.equal(cuda, words)
+
+
+class Shown:
+    """Something that is pickled as a call of a function with arguments, and perhaps a state."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self._parts = (function, arguments, *(() if state is None else (state,)))
+
+    def __reduce__(self) -> Any:
+        return self._parts
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+@pytest.mark.parametrize("prefix", ["", "Pure"])
+def test_paths_of_either_system_are_read_on_either_system(
+    tmp_path: Path, module: str, prefix: str
+) -> None:
+    path = tmp_path / "a_epoch_1_iter_4.pth"
+    with old.pickled_as(f"{module}.{prefix}WindowsPath", type("W", (), {})) as windows:
+        write_old(path, log_path=Shown(windows, "C:\\", "logs", "a.log"))
+    assert load_migrated(path)["log_path"] == "C:\\logs\\a.log"
+    path = tmp_path / "b_epoch_1_iter_4.pth"
+    with old.pickled_as(f"{module}.{prefix}PosixPath", type("P", (), {})) as posix:
+        write_old(path, run_path=Shown(posix, "/", "runs", "a"), log_path=Shown(posix, "/l/b"))
+    payload = load_migrated(path)
+    assert (payload["run_path"], payload["log_path"]) == ("/runs/a", "/l/b")
+
+
+def test_registered_types_do_not_stand_in_the_way_and_are_as_before(tmp_path: Path) -> None:
+    """What get_trainer_safe_types_for_load names builds no WindowsPath on another system."""
+    path = tmp_path / "a_epoch_1_iter_4.pth"
+    write_old(path, log_path=Shown(pathlib.WindowsPath, "C:\\", "a.log"), model={"d": DAY})
+    registered = [*schema_upgrades.get_trainer_safe_types_for_load(), datetime.date]
+    found = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals(registered):
+        before = set(torch.serialization.get_safe_globals())
+        payload = load_migrated(path)
+        assert set(torch.serialization.get_safe_globals()) == before
+    assert set(torch.serialization.get_safe_globals()) == set(found)
+    assert payload["log_path"] == "C:\\a.log"
+    assert payload["model"] == {"d": DAY}
+
+
+DAY = datetime.date(2024, 2, 29)
+ARRAYS = (
+    np.arange(6.0).reshape(2, 3),
+    np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
+    np.arange(3, dtype=">u4"),
+    np.array([True, False]),
+    np.array(["ab", "c"]),
+    np.zeros((0, 2), np.complex64),
+)
+
+
+@pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
+@pytest.mark.parametrize("array", ARRAYS, ids=str)
+def test_arrays_and_numbers_of_numpy_1_and_2_are_read(
+    tmp_path: Path, module: str, array: np.ndarray[Any, Any]
+) -> None:
+    _, arguments, state = array.__reduce__()
+    with (
+        old.pickled_as(f"{module}._reconstruct", type("R", (), {})) as reconstruct,
+        old.pickled_as(f"{module}.scalar", type("S", (), {})) as scalar,
+    ):
+        made = Shown(reconstruct, *arguments, state=state)
+        number = Shown(scalar, *np.float64(2.5).__reduce__()[1])
+        path = tmp_path / "a_epoch_1_iter_4.pth"
+        write_old(path, model={"array": made, "again": made, "number": number})
+    model = load_migrated(path)["model"]
+    assert model["array"].dtype == array.dtype
+    assert model["array"].tobytes() == array.tobytes()
+    assert model["array"].flags.f_contiguous == array.flags.f_contiguous
+    assert model["array"] is model["again"]
+    assert model["number"] == 2.5
+    assert type(model["number"]) is np.float64
+
+
+def test_numbers_of_numpy_in_the_generators_state_become_plain(tmp_path: Path) -> None:
+    generator = np.random.default_rng(3).bit_generator.state
+    generator["has_uint32"] = np.int64(0)
+    path = write_old(tmp_path / "a_epoch_1_iter_4.pth", rng={"numpy": generator})
+    state = load_migrated(path)["rng"]["numpy"]
+    assert state == generator
+    assert type(state["has_uint32"]) is int
+
+
+def test_tensors_that_share_memory_do_so_again(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    model = {"a": weight, "b": weight[2:], "c": [weight]}
+    model = load_migrated(write_old(tmp_path / "a_epoch_1_iter_4.pth", model=model))["model"]
+    model["a"][2] = 9.0
+    assert model["b"][0] == 9.0
+    assert model["c"][0] is model["a"]
+
+
+def test_versions_of_a_networks_modules_are_kept(tmp_path: Path) -> None:
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    path = write_old(tmp_path / "a_epoch_1_iter_4.pth", model={"net": state})
+    assert load_migrated(path)["model"]["net"]._metadata == state._metadata
+
+
+@pytest.mark.parametrize(
+    ("stem", "counters", "wanted"),
+    [
+        ("a_epoch_0_iter_4", (0, 4, 4), (0, 4)),
+        ("a_epoch_1_iter_8", (1, 8, 3), (1, 3)),
+        ("a_epoch_2_iter_8", (2, 8, 3), (1, 3)),
+        ("a_epoch_1_iter_5", (1, 5, 5), (0, 5)),
+        # Two epochs of 5, or one of 10: the name tells, and else the later rule holds.
+        ("a_epoch_3_iter_13", (2, 13, 3), (2, 3)),
+        ("a_epoch_2_iter_13", (2, 13, 3), (1, 3)),
+        ("a_epoch_2_iter_10", (2, 10, 0), (2, 0)),
+    ],
+)
+def test_epochs_that_count_from_0_are_told_from_those_that_count_from_1(
+    stem: str, counters: tuple[int, int, int], wanted: tuple[int, int]
+) -> None:
+    names = ("global_epoch", "global_iteration", "dataset_iter")
+    state = dict(zip(names, counters, strict=True)) | {"current_iteration": counters[1]}
+    plain = helios_ml.to_plain({"training_state": state, "model": {}}, stem=stem)
+    cursor = schema_upgrades.upgrade(plain, schema_step.STEPS)["cursor"]
+    assert (cursor["epoch"], cursor["batch"]) == wanted
+    assert cursor["sample"] == 0
+
+
+def test_steps_lead_from_schema_to_schema_in_order() -> None:
+    steps = {1: lambda p: p | {"path": [*p["path"], 1]}, 2: lambda p: p | {"path": [*p["path"], 2]}}
+    found = schema_upgrades.upgrade({"schema": 1, "path": []}, steps, to=3)
+    assert found == {"schema": 3, "path": [1, 2]}
+    assert schema_upgrades.upgrade({"schema": 3}, steps, to=3) == {"schema": 3}
+    with pytest.raises(IncompatibleCheckpointError, match="Format 0"):
+        schema_upgrades.upgrade({"schema": 0}, schema_upgrades.STEPS)
+    assert set(schema_step.STEPS) == set(range(file_names.SCHEMA))
+
+
+def test_a_second_migration_changes_nothing(tmp_path: Path) -> None:
+    for name in old.FILES[-3:]:
+        old.lay_out(tmp_path, name)
+    assert {migrate(path).result for path in find(tmp_path)} == {Result.MIGRATED}
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*.*")}
+    assert {migrate(path).result for path in find(tmp_path)} == {Result.CURRENT}
+    after = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*.*")}
+    assert after == before
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    path = old.lay_out(tmp_path, old.FILES[0])
+    assert migrate(path, is_dry=True).result is Result.PENDING
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.read_bytes() == (old.GOLDEN / old.FILES[0]).read_bytes()
+
+
+def test_an_old_file_that_was_put_back_is_unmigrated_and_not_damaged(tmp_path: Path) -> None:
+    name = old.FILES[0]
+    path = old.lay_out(tmp_path, name)
+    assert migrate(path).result is Result.MIGRATED
+    old.lay_out(tmp_path, name)
+    folder = RunFolder(path.parent)
+    with pytest.raises(IncompatibleCheckpointError, match="chkpt_migrator"):
+        folder.load_newest()
+    assert path.exists()
+    report = migrate(path)
+    assert report.result is Result.MIGRATED
+    assert report.backup == path.parent / BACKUP_FOLDER / path.name
+    loading.load(path)
+
+
+def test_a_flipped_bit_in_a_migrated_file_is_damage(tmp_path: Path) -> None:
+    path = old.lay_out(tmp_path, old.FILES[0])
+    migrate(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError):
+        loading.load(path)
+
+
+def test_a_backup_never_replaces_another_file(tmp_path: Path) -> None:
+    first = old.lay_out(tmp_path, "1.1.0/linear_epoch_2_iter_8.pth", as_name="a_epoch_1_iter_1.pth")
+    kept = migrate(first).backup
+    second = old.lay_out(
+        tmp_path, "0.1.9/linear_epoch_2_iter_8.pth", as_name="a_epoch_1_iter_1.pth"
+    )
+    other = migrate(second).backup
+    assert kept is not None
+    assert other is not None
+    assert kept.read_bytes() == (old.GOLDEN / "1.1.0/linear_epoch_2_iter_8.pth").read_bytes()
+    assert other.read_bytes() == (old.GOLDEN / "0.1.9/linear_epoch_2_iter_8.pth").read_bytes()
+    assert list(find(tmp_path)) == [second]
+
+
+def test_files_of_others_are_named_and_left_alone(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pth"
+    torch.save(torch.nn.Linear(2, 2).state_dict(), weights)
+    text = tmp_path / "readme.pth"
+    text.write_text("no container at all")
+    link = tmp_path / "link_epoch_1_iter_4.pth"
+    target = write_old(tmp_path / "target.old")
+    link.symlink_to(target)
+    unfinished = tmp_path / "a_epoch_9_iter_9.pth.tmp"
+    unfinished.write_bytes(b"half")
+    before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+    results = {report.path: report for report in map(migrate, find(tmp_path))}
+    assert results[weights].result is Result.FOREIGN
+    assert results[text].result is Result.FOREIGN
+    assert results[link].result is Result.LINK
+    assert results[unfinished].result is Result.UNFINISHED
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert link.is_symlink()
+
+
+def test_what_cannot_be_migrated_is_named_with_its_reason(tmp_path: Path) -> None:
+    read_only = write_old(tmp_path / "a_epoch_1_iter_4.pth")
+    read_only.chmod(0o444)
+    assert migrate(read_only).result is Result.READ_ONLY
+    taken = write_old(tmp_path / "b_epoch_1_iter_4.pth")
+    taken.with_suffix(".json").write_text('{"mine": 1}')
+    report = migrate(taken)
+    assert report.result is Result.FAILED
+    assert "b_epoch_1_iter_4.json" in report.reason
+    cut = write_old(tmp_path / "c_epoch_1_iter_4.pth")
+    cut.write_bytes(cut.read_bytes()[:-300])
+    assert migrate(cut).result is Result.DAMAGED
+    assert migrate(tmp_path / "gone_epoch_1_iter_1.pth").result is Result.LINK
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".pth") == [
+        "b_epoch_1_iter_4.json"
+    ]
+
+
+def test_a_flipped_bit_in_a_tensor_of_an_old_file_is_damage(tmp_path: Path) -> None:
+    weight = torch.arange(64.0)
+    path = write_old(tmp_path / "a_epoch_1_iter_4.pth", model={"weight": weight})
+    data = bytearray(path.read_bytes())
+    data[data.index(weight.numpy().tobytes()) + 5] ^= 1
+    path.write_bytes(data)
+    assert migrate(path).result is Result.DAMAGED
+    assert path.read_bytes() == data
+
+
+def test_a_folder_that_a_run_has_locked_is_left_alone(tmp_path: Path) -> None:
+    path = write_old(tmp_path / "a_epoch_1_iter_4.pth")
+    before = path.read_bytes()
+    with FolderLock(tmp_path):
+        assert migrate(path).result is Result.IN_USE
+    assert path.read_bytes() == before
+    assert migrate(path).result is Result.MIGRATED
+
+
+@pytest.mark.parametrize("entry", [{"loggers": {"root": 3}}, {"rng": 5}, {"model": 7}])
+def test_odd_content_never_ends_in_a_trace(tmp_path: Path, entry: dict[str, Any]) -> None:
+    assert migrate(write_old(tmp_path / "a_epoch_1_iter_4.pth", **entry)).result in Result
+
+
+@pytest.mark.parametrize(
+    "state", [None, 3, {}, {"global_epoch": "1"}, {"global_epoch": 1, "global_iteration": None}]
+)
+def test_counters_that_are_none_are_refused(tmp_path: Path, state: Any) -> None:
+    path = tmp_path / "a_epoch_1_iter_4.pth"
+    torch.save({"training_state": state, "model": {}}, path)
+    assert migrate(path).result in (Result.REFUSED, Result.FOREIGN)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_type_of_the_users_own_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = write_old(tmp_path / "a_epoch_1_iter_4.pth", model={"day": DAY})
+    report = migrate(path)
+    assert report.result is Result.REFUSED
+    assert "datetime.date" in report.reason
+    assert "add_safe_globals" in report.reason
+
+
+def test_a_file_of_the_present_format_is_not_even_opened_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a_epoch_1_iter_4.pth"
+    with path.open("wb") as handle:
+        codec.write(handle, {"schema": 1, "training_state": {}})
+    before = path.stat()
+    assert migrate(path).result is Result.CURRENT
+    assert path.stat() == before
+    assert pickle.dumps(migrate(path).result)
+
+
+def test_the_sidecar_of_a_migrated_file_that_is_gone_is_cleaned_away(tmp_path: Path) -> None:
+    path = old.lay_out(tmp_path, "1.4.1/linear_epoch_4_iter_8.pth")
+    migrate(path, backs_up=False)
+    path.unlink()
+    RunFolder(path.parent).clean()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_what_schema_2_has_added_is_empty_in_files_of_schema_1() -> None:
+    old = {"schema": 1, "model": {"a": 1}}
+    found = schema_upgrades.upgrade(old, schema_upgrades.STEPS, to=2)
+    assert found == {"schema": 2, "model": {"a": 1}, "missing": {}, "claims": [], "owners": {}}
+    assert old == {"schema": 1, "model": {"a": 1}}
+
+
+def test_what_hooks_have_put_under_a_name_of_schema_2_is_kept_beside_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = schema_upgrades.upgrade({"schema": 1, "owners": ["me"]}, schema_upgrades.STEPS, to=2)
+    assert (found["owners"], found["owners_of_hooks"]) == ({}, ["me"])
+    assert "has added 'owners' to the checkpoint" in caplog.text

@@ -1,0 +1,239 @@
+"""Gradients in flat buffers: what is moved in comes out, and buffers are used again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helios.errors import UsageError
+from helios.replicas.flat_gradients import FlatBuffer, FlatGradients
+from helios.replicas.reduction_tree import TreeStack
+from helios.replicas.tree_reducer import TreeReducer
+
+
+class Parts(nn.Module):
+    """Parameters of several types, shapes and layouts; which of them are used is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(3, 5, generator=generator))
+        self.images = nn.Parameter(torch.randn(2, 3, 4, 4, generator=generator))
+        self.images.data = self.images.data.to(memory_format=torch.channels_last)
+        self.narrow = nn.Parameter(torch.randn(7, generator=generator).bfloat16())
+        self.number = nn.Parameter(torch.tensor(2.0))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.wide = nn.Parameter(torch.randn(2, generator=generator).double())
+
+    def loss(self, factor: float, *names: str) -> Tensor:
+        parts = [getattr(self, name) for name in names or dict(self.named_parameters())]
+        return torch.stack([(part.double() ** 2 * factor).sum() for part in parts]).sum()
+
+
+def backward(model: Parts, factor: float, *names: str) -> dict[str, Tensor]:
+    """Do a backward; return copies of the gradients, which stay in ``.grad``."""
+    model.loss(factor, *names).backward()
+    return gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def reduce_and_show(flat: FlatGradients, *leaves: FlatBuffer) -> None:
+    """Add the leaves of one process along the tree, and show the sum."""
+    stack = TreeStack(range(len(leaves)), len(leaves), flat.add)
+    for leaf in leaves:
+        stack.push(leaf)
+    flat.show(flat.reduce(stack.take(), TreeReducer(len(leaves))))
+
+
+def test_gradients_go_in_and_come_out() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    expected = backward(model, 1.5)
+    leaf = flat.collect()
+    assert gradients_of(model) == {}
+    assert len(leaf.flats) == 3, "one buffer for each type"
+    reduce_and_show(flat, leaf)
+    assert_same(gradients_of(model), expected)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.stride() == parameter.stride(), name
+
+
+def test_gradients_take_the_form_that_parameters_get_between_two_steps() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    backward(model, 0.5)
+    reduce_and_show(flat, flat.collect())
+    model.zero_grad()
+    model.double()
+    model.images.data = model.images.data.contiguous()
+    model.empty.data = torch.ones(2, 4).double()
+    expected = backward(model, 1.5)
+    reduce_and_show(flat, flat.collect())
+    assert_same(gradients_of(model), expected)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.stride() == parameter.stride(), name
+
+
+def test_micro_batches_of_a_replica_are_added_in_their_order() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    first, second = backward(model, 0.3), None
+    leaf = flat.collect()
+    second = backward(model, 1e-3, "weight", "narrow")
+    assert flat.collect(leaf) is leaf
+    reduce_and_show(flat, leaf)
+    expected = {name: first[name] + second[name] if name in second else first[name]
+                for name in first}  # fmt: skip
+    assert_same(gradients_of(model), expected)
+
+
+def test_a_gradient_that_some_replicas_lack_counts_as_zero() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    backward(model, 7.0)
+    reduce_and_show(flat, flat.collect())  # so that the buffer is not fresh
+    model.zero_grad()
+    names = [("weight", "narrow"), ("weight", "number"), ("weight",)]
+    found = []
+    leaves = []
+    for factor, used in enumerate(names, 1):
+        found.append(backward(model, factor, *used))
+        leaves.append(flat.collect())
+    reduce_and_show(flat, *leaves)
+    everywhere = {number for number, name in enumerate(dict(model.named_parameters()))
+                  if name not in ("weight", "narrow", "number")}  # fmt: skip
+    assert leaves[0].missing == everywhere, "what is there somewhere needs no look at its mark"
+    shown = gradients_of(model)
+    assert shown.keys() == {"weight", "narrow", "number"}, "missing everywhere: None"
+    assert torch.equal(
+        shown["weight"], (found[0]["weight"] + found[1]["weight"]) + found[2]["weight"]
+    )
+    assert torch.equal(shown["narrow"], found[0]["narrow"])
+    assert torch.equal(shown["number"], found[1]["number"])
+
+
+def test_a_gradient_that_comes_in_a_later_micro_batch_is_there() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    backward(model, 1.0, "weight")
+    leaf = flat.collect()
+    narrow = backward(model, 1.0, "narrow")["narrow"]
+    flat.collect(leaf)
+    reduce_and_show(flat, leaf)
+    assert gradients_of(model).keys() == {"weight", "narrow"}
+    assert torch.equal(model.narrow.grad, narrow)
+
+
+def test_buffers_are_used_again_at_the_next_step() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    seen: set[int] = set()
+    for step in range(6):
+        leaves = []
+        for replica in range(4):
+            backward(model, step + replica)
+            leaves.append(flat.collect())
+            seen.add(leaves[-1].flats[0].data_ptr())
+        stack = TreeStack(range(4), 4, flat.add)
+        for leaf in leaves:
+            stack.push(leaf)
+        flat.show(flat.reduce(stack.take(), TreeReducer(4)))
+        model.zero_grad()
+        if step == 0:
+            first = set(seen)
+    assert seen == first
+
+
+def test_gradients_that_stay_as_zeros_do_no_harm() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    for step in range(3):
+        expected = backward(model, step + 0.7)
+        other = {name: torch.zeros_like(g) for name, g in expected.items()}
+        leaf = flat.collect()
+        reduce_and_show(flat, leaf)
+        assert_same(gradients_of(model), expected)
+        model.zero_grad(set_to_none=False)
+        assert_same(gradients_of(model), other)
+
+
+def test_frozen_parameters_take_no_room_and_may_be_thawed_between_steps() -> None:
+    model = Parts()
+    model.images.requires_grad_(False)
+    flat = FlatGradients(model.named_parameters())
+    backward(model, 1.0)
+    leaf = flat.collect()
+    small = leaf.flats[0].numel()
+    assert small < model.images.numel()
+    reduce_and_show(flat, leaf)
+    assert model.images.grad is None
+    model.zero_grad()
+    model.images.requires_grad_(True)
+    expected = backward(model, 2.0)
+    leaf = flat.collect()
+    assert leaf.flats[0].numel() >= small + model.images.numel()
+    reduce_and_show(flat, leaf)
+    assert_same(gradients_of(model), expected)
+    assert "images" in expected
+
+
+def test_a_parameter_thawed_inside_of_a_window_is_refused_by_name() -> None:
+    model = Parts()
+    model.images.requires_grad_(False)
+    flat = FlatGradients(model.named_parameters())
+    backward(model, 1.0)
+    leaf = flat.collect()
+    model.images.requires_grad_(True)
+    backward(model, 1.0)
+    with pytest.raises(UsageError, match=r"inside of one for \['images'\]"):
+        flat.collect(leaf)
+
+
+def test_a_parameter_frozen_inside_of_a_window_keeps_what_it_has() -> None:
+    model = Parts()
+    flat = FlatGradients(model.named_parameters())
+    expected = backward(model, 1.0)
+    leaf = flat.collect()
+    model.images.requires_grad_(False)
+    flat.collect(leaf)
+    reduce_and_show(flat, leaf)
+    assert_same(gradients_of(model), expected)
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    flat = FlatGradients(model.named_parameters())
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UsageError, match=r"'0.weight' must be dense .* num_replicas=1"):
+        flat.collect()
+
+
+def test_a_model_without_parameters_has_nothing_to_move() -> None:
+    flat = FlatGradients([])
+    reduce_and_show(flat, flat.collect(), flat.collect())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64])
+def test_marks_of_missing_gradients_work_in_every_type(dtype: Any) -> None:
+    used, unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    flat = FlatGradients([("used", used), ("unused", unused)])
+    leaves = []
+    for replica in range(3):
+        if replica == 1:
+            used.abs().sum().backward()
+        leaves.append(flat.collect())
+    reduce_and_show(flat, *leaves)
+    assert torch.equal(used.grad, torch.ones(3, dtype=dtype))
+    assert unused.grad is None

@@ -1,0 +1,427 @@
+"""Gradients of several replicas: one sum along the tree, whoever carries which of them."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from helios.distributed.process_groups import DistributedInfo
+from helios.engines.engine import Engine
+from helios.errors import UsageError
+from helios.replicas.flat_gradients import FlatBuffer
+from helios.replicas.gradients import GradientSum, SharedGradients, parameters_of
+from helios.replicas.replicas import Replicas
+from tests.engines.joined import joined
+from tests.support.ranks import run_ranks
+from tests.support.sums import bits, by_definition
+
+Found = dict[str, bytes | None]
+
+_MICRO_BATCHES = (1, 2, 3)
+_REPLICAS = range(1, 7)
+
+
+class Parts(nn.Module):
+    """Parameters of two types; which of them a micro-batch uses depends on its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 5))
+        self.number = nn.Parameter(torch.zeros(()))
+        self.narrow = nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
+        self.branch = nn.Parameter(torch.zeros(4))
+        self.late = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        self.idle = nn.Parameter(torch.zeros(2, 2))
+        self.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def is_used(self, name: str, replica: int, micro: int) -> bool:
+        """Say who uses what: a branch some replicas only, another in late micro-batches only."""
+        if name == "branch":
+            return replica % 3 == 1
+        if name == "late":
+            return micro == 1 and replica > 0
+        return name not in ("idle", "frozen")
+
+    def fill(self, replica: int, micro: int) -> None:
+        """Let a micro-batch of a replica leave its gradients, as backward does."""
+        for name, parameter in self.named_parameters():
+            parameter.grad = self.draw(name, replica, micro)
+
+    def draw(self, name: str, replica: int, micro: int) -> Tensor | None:
+        """Return numbers of so different magnitude that their sum depends on its order."""
+        if not self.is_used(name, replica, micro):
+            return None
+        parameter = self.get_parameter(name)
+        draw = torch.Generator().manual_seed(hash((name.encode()[0], replica, micro)) % 2**31)
+        shape = parameter.shape
+        values = torch.randn(shape, generator=draw) * 10 ** (
+            torch.rand(shape, generator=draw) * 4 - 2
+        )
+        return values.to(parameter.dtype)
+
+
+def read(model: nn.Module) -> Found:
+    """Return the bits of the gradients."""
+    return {n: None if p.grad is None else bits(p.grad) for n, p in model.named_parameters()}
+
+
+def expected_sum(num_replicas: int, num_micro: int) -> Found:
+    """Add each replica's micro-batches in their order, then replicas as the tree is defined."""
+    model = Parts()
+    found: Found = {}
+    for name, parameter in model.named_parameters():
+        leaves, is_missing = [], True
+        for replica in range(num_replicas):
+            parts = [model.draw(name, replica, micro) for micro in range(num_micro)]
+            there = [part for part in parts if part is not None]
+            is_missing &= not there
+            leaves.append(functools.reduce(torch.add, there or [torch.zeros_like(parameter.data)]))
+        found[name] = None if is_missing else bits(by_definition(leaves))
+    return found
+
+
+def collect_window(model: Parts, summed: GradientSum, block: range, num_micro: int) -> None:
+    """Go through a window, iteration by iteration, as the replicas of a process do."""
+    for micro in range(num_micro):
+        for replica in block:
+            model.fill(replica, micro)
+            summed.collect(replica, ends_window=micro == num_micro - 1)
+            assert set(read(model).values()) == {None}, "the next replica begins anew"
+
+
+def sum_up(replicas: Replicas, num_micro: int, num_windows: int = 1) -> list[Found]:
+    model = Parts()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    summed = GradientSum(optimizer, replicas, {"net": model})
+    found = []
+    for _ in range(num_windows):
+        collect_window(model, summed, replicas.block, num_micro)
+        summed.finish()
+        found.append(read(model))
+    return found
+
+
+@functools.cache
+def _expected(num_replicas: int, num_micro: int) -> Found:
+    return expected_sum(num_replicas, num_micro)
+
+
+@pytest.mark.parametrize("num_micro", _MICRO_BATCHES)
+@pytest.mark.parametrize("num_replicas", _REPLICAS)
+def test_the_sum_follows_the_tree(num_replicas: int, num_micro: int) -> None:
+    found = sum_up(Replicas(num_replicas), num_micro, num_windows=3)
+    assert found == [_expected(num_replicas, num_micro)] * 3
+    assert found[0]["idle"] is None
+    assert found[0]["frozen"] is None
+    assert (found[0]["branch"] is None) == (num_replicas == 1)
+    assert (found[0]["late"] is None) == (num_replicas == 1 or num_micro == 1)
+
+
+def test_the_order_is_seen_in_the_bits() -> None:
+    """Otherwise the tests here would prove nothing."""
+    model = Parts()
+    leaves = [model.draw("weight", replica, 0) for replica in range(4)]
+    assert bits(functools.reduce(torch.add, leaves)) != bits(by_definition(leaves))
+    narrow = [model.draw("narrow", replica, 0) for replica in range(4)]
+    assert bits(functools.reduce(torch.add, narrow)) != bits(by_definition(narrow))
+    # Micro-batches of a replica come before replicas: not the other way round.
+    grid = [[model.draw("weight", replica, micro) for replica in range(4)] for micro in (0, 1)]
+    by_iteration = by_definition(grid[0]) + by_definition(grid[1])
+    assert bits(by_iteration) != _expected(4, 2)["weight"]
+
+
+def _sum_on_ranks(rank: int, num_processes: int) -> dict[tuple[int, int], list[Found]]:
+    with joined(rank, num_processes) as info:
+        return {
+            (num_replicas, num_micro): sum_up(Replicas(num_replicas, info), num_micro, 2)
+            for num_replicas in _REPLICAS
+            if num_replicas >= num_processes
+            for num_micro in _MICRO_BATCHES
+        }
+
+
+@pytest.mark.parametrize("num_processes", [2, 3, 4, 5, 6])
+def test_any_number_of_processes_finds_the_same_sum(num_processes: int) -> None:
+    for found in run_ranks(_sum_on_ranks, num_processes, num_processes):
+        assert found == {case: [_expected(*case)] * 2 for case in found}
+        assert len(found) == (7 - num_processes) * 3
+
+
+def backward(model: nn.Module, replica: int, *names: str) -> None:
+    """Do a backward whose gradients depend on the replica."""
+    parts = [getattr(model, name) for name in names]
+    torch.stack([(part.double() * (replica + 1) / 3).sum() for part in parts]).sum().backward()
+
+
+class Engines:
+    """An engine of several replicas, whose optimizer is told what its window collects."""
+
+    def __init__(self, num_replicas: int, *names: str) -> None:
+        self.model = Parts()
+        self.engine = Engine("cpu")
+        self.engine.replicas = Replicas(num_replicas)
+        self.names = names
+        self.optimizer = SGD([self.model.get_parameter(name) for name in names], lr=1.0)
+
+    def iterate(self, *, ends_window: bool = True, names: tuple[str, ...] | None = None) -> None:
+        self.engine.count_micro_batch()
+        for replica in self.engine.replicas.block:
+            backward(self.model, replica, *(names or self.names))
+            self.engine.collect_gradients(
+                self.optimizer,
+                replica,
+                ends_window=ends_window,
+                find_networks=lambda: {"net": self.model},
+            )
+
+    def end(self) -> Found:
+        self.engine.average_gradients(self.optimizer)
+        found = read(self.model)
+        self.engine.zero_grad(self.optimizer)
+        self.engine.close_window()
+        return {name: found[name] for name in found if found[name] is not None}
+
+
+def mean_of(num_replicas: int, num_micro: int, like: Tensor) -> bytes:
+    """Return what a gradient of ``backward`` comes to."""
+    leaf = [torch.full_like(like, 0.0) for _ in range(num_replicas)]
+    for replica in range(num_replicas):
+        one = ((replica + 1) / torch.tensor(3.0, dtype=torch.float64)).to(like.dtype)
+        for _ in range(num_micro):
+            leaf[replica] = leaf[replica] + one
+    return bits(by_definition(leaf) / float(num_replicas * num_micro))
+
+
+def test_the_mean_counts_micro_batches_and_replicas() -> None:
+    run = Engines(3, "weight", "number")
+    for num_micro in (1, 2, 1):
+        for micro in range(num_micro):
+            run.iterate(ends_window=micro == num_micro - 1)
+        weight, number = torch.zeros(3, 5), torch.zeros(())
+        assert run.end() == {
+            "weight": mean_of(3, num_micro, weight),
+            "number": mean_of(3, num_micro, number),
+        }
+
+
+def test_a_group_that_came_between_windows_is_added_too() -> None:
+    run = Engines(4, "weight")
+    run.iterate()
+    assert run.end().keys() == {"weight"}
+    run.optimizer.add_param_group({"params": [run.model.branch]})
+    run.names = ("weight", "branch")
+    for _ in range(2):
+        run.iterate()
+        found = run.end()
+        assert found["branch"] == mean_of(4, 1, torch.zeros(4))
+        assert found["weight"] == mean_of(4, 1, torch.zeros(3, 5))
+
+
+def test_a_group_that_is_replaced_between_windows_is_noticed() -> None:
+    """As many parameters as before, but others."""
+    run = Engines(2, "weight", "branch")
+    run.iterate()
+    run.end()
+    run.optimizer.param_groups[0]["params"][1] = run.model.number
+    run.names = ("weight", "number")
+    run.iterate()
+    assert run.end().keys() == {"weight", "number"}
+
+
+def test_a_group_that_comes_inside_of_a_window_is_refused() -> None:
+    """What it had of the window's first micro-batches would depend on who carries whom."""
+    run = Engines(2, "weight")
+    run.iterate(ends_window=False)
+    run.optimizer.add_param_group({"params": [run.model.branch]})
+    with pytest.raises(UsageError, match="between two steps"):
+        run.iterate(names=("weight", "branch"))
+
+
+def test_a_parameter_that_thaws_inside_of_a_window_is_named() -> None:
+    run = Engines(2, "weight", "frozen")
+    run.iterate(ends_window=False, names=("weight",))
+    run.model.frozen.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"net\.frozen"):
+        run.iterate(names=("weight", "frozen"))
+
+
+def test_a_parameter_outside_of_networks_is_named_by_its_place() -> None:
+    loose = nn.Parameter(torch.zeros(4, 3))
+    optimizer = SGD([nn.Parameter(torch.zeros(1)), loose], lr=1.0)
+    summed = GradientSum(optimizer, Replicas(2), {"net": nn.Linear(2, 2)})
+    nn.functional.embedding(torch.tensor([1]), loose, sparse=True).sum().backward()
+    with pytest.raises(UsageError, match="'parameter 1 of the optimizer' must be dense"):
+        summed.collect(0, ends_window=True)
+
+
+@pytest.mark.parametrize("num_done", [1, 2, 3, 4, 5])
+def test_a_window_that_is_dropped_leaves_nothing_behind(num_done: int) -> None:
+    """It may end after any iteration of the window."""
+    run = Engines(3, "weight", "narrow", "branch")
+    for _ in range(num_done):
+        run.iterate(ends_window=False)
+    run.engine.zero_grad(run.optimizer)
+    run.engine.close_window()
+    assert read(run.model)["weight"] is None
+    run.names = ("weight", "narrow")
+    run.iterate()
+    assert run.end() == {
+        "weight": mean_of(3, 1, torch.zeros(3, 5)),
+        "narrow": mean_of(3, 1, torch.zeros(7, dtype=torch.bfloat16)),
+    }
+
+
+def test_a_teardown_forgets_an_open_window() -> None:
+    run = Engines(2, "weight")
+    run.iterate(ends_window=False)
+    run.engine.teardown()
+    run.iterate()
+    assert run.end() == {"weight": mean_of(2, 1, torch.zeros(3, 5))}
+
+
+def test_optimizers_are_added_apart() -> None:
+    run = Engines(2, "weight")
+    other = SGD([run.model.branch], lr=1.0)
+    run.engine.count_micro_batch()
+    for replica in range(2):
+        backward(run.model, replica, "weight", "branch")
+        for optimizer in (run.optimizer, other):
+            run.engine.collect_gradients(optimizer, replica, ends_window=True)
+    run.engine.average_gradients(other)
+    assert read(run.model)["weight"] is None, "its window is not summed up yet"
+    assert read(run.model)["branch"] == mean_of(2, 1, torch.zeros(4))
+    run.engine.average_gradients(run.optimizer)
+    assert read(run.model)["weight"] == mean_of(2, 1, torch.zeros(3, 5))
+
+
+def test_an_open_window_says_so() -> None:
+    model = Parts()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    summed = GradientSum(optimizer, Replicas(2), {})
+    assert not summed.is_open
+    model.fill(0, 0)
+    summed.collect(0, ends_window=True)
+    assert summed.is_open
+    model.fill(1, 0)
+    summed.collect(1, ends_window=True)
+    summed.finish()
+    assert not summed.is_open
+
+
+@pytest.mark.parametrize("change", [list.pop, list.reverse])
+def test_the_parameters_of_an_open_window_stay(change: Callable[[list[Any]], object]) -> None:
+    model, gradients = Parts(), SharedGradients(Replicas(2))
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for replica in range(2):
+        model.fill(replica, 0)
+        gradients.collect(optimizer, replica, dict, ends_window=True)
+    gradients.finish(optimizer)
+    present = optimizer.param_groups[0]["params"]
+    assert parameters_of(optimizer) == present
+    change(present)
+    model.fill(0, 1)
+    gradients.collect(optimizer, 0, dict, ends_window=True)
+    change(present)
+    with pytest.raises(UsageError, match="must get or lose parameters between two steps"):
+        gradients.collect(optimizer, 1, dict, ends_window=True)
+
+
+def test_a_replica_that_is_missing_is_an_error() -> None:
+    model = Parts()
+    summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(3), {})
+    for replica in (0, 1):
+        model.fill(replica, 0)
+        summed.collect(replica, ends_window=True)
+    with pytest.raises(UsageError, match="waits for the leaf of replica 2"):
+        summed.finish()
+
+
+def count_buffers() -> int:
+    return sum(type(part) is FlatBuffer for part in gc.get_objects())
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7, 8, 16, 33])
+def test_few_buffers_are_alive(num_replicas: int) -> None:
+    """Leaves are added at once, and buffers are used again: not one for each replica."""
+    found = count_buffers()
+    model = nn.Linear(2, 2)
+    summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(num_replicas), {})
+    for _ in range(3):
+        for replica in range(num_replicas):
+            model(torch.ones(1, 2)).sum().backward()
+            summed.collect(replica, ends_window=True)
+        summed.finish()
+        # None is freed, so these are all that were needed at any time.
+        assert count_buffers() - found == math.floor(math.log2(num_replicas)) + 1
+
+
+def test_a_longer_window_takes_one_buffer_for_each_replica() -> None:
+    found = count_buffers()
+    model = nn.Linear(2, 2)
+    summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(6), {})
+    for _ in range(2):
+        for micro in range(4):
+            for replica in range(6):
+                model(torch.ones(1, 2)).sum().backward()
+                summed.collect(replica, ends_window=micro == 3)
+        summed.finish()
+    assert count_buffers() - found == 6
+
+
+def _differ(rank: int) -> str:
+    with joined(rank, 2) as info:
+        model = nn.Linear(2, 2 + rank)
+        summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(2, info), {"net": model})
+        model(torch.ones(1, 2)).sum().backward()
+        summed.collect(rank, ends_window=True)
+        with pytest.raises(UsageError) as caught:
+            summed.finish()
+        return str(caught.value)
+
+
+def test_processes_with_other_parameters_are_told_so() -> None:
+    for text in run_ranks(_differ, 2):
+        assert "net.weight of shape (2, 2)" in text
+
+
+def _use_elsewhere(rank: int) -> Found:
+    """Let each of two processes use a parameter of its own."""
+    with joined(rank, 2) as info:
+        model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
+        summed = GradientSum(SGD(model.parameters(), lr=1.0), Replicas(2, info), {})
+        model[rank](torch.full((1, 1), 3.0 + rank)).sum().backward()
+        summed.collect(rank, ends_window=True)
+        summed.finish()
+        return read(model)
+
+
+def test_a_gradient_of_one_process_is_there_on_all() -> None:
+    first, second = (bits(torch.tensor([[number]])) for number in (3.0, 4.0))
+    expected = {"0.weight": first, "1.weight": second, "2.weight": None}
+    assert run_ranks(_use_elsewhere, 2) == [expected] * 2
+
+
+def test_lone_processes_have_the_same_sum_as_an_engine_of_one_replica() -> None:
+    """V = 1 over the path of several replicas changes no bit of a plain accumulation."""
+    draw = random.Random(0)
+    factors = [draw.uniform(-1, 1) * 10 ** draw.uniform(-2, 2) for _ in range(5)]
+    plain, summed = nn.Parameter(torch.zeros(9)), nn.Parameter(torch.zeros(9))
+    optimizer = SGD([summed], lr=1.0)
+    through = GradientSum(optimizer, Replicas(1, DistributedInfo()), {})
+    for number, factor in enumerate(factors):
+        (plain * factor).sum().backward()
+        (summed * factor).sum().backward()
+        through.collect(0, ends_window=number == len(factors) - 1)
+    through.finish()
+    assert plain.grad is not None
+    assert summed.grad is not None
+    assert bits(summed.grad) == bits(plain.grad)

@@ -1,0 +1,341 @@
+"""Turns: what is drawn at a place depends on that place alone, and not on who carries whom."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helios.core import rng
+from helios.distributed.process_groups import DistributedInfo
+from helios.errors import UsageError
+from helios.replicas.assignment import blocks
+from helios.replicas.replica_state import Turns, make_turns
+from helios.replicas.replicas import Replicas
+from tests.engines.joined import replicas_on
+from tests.support.ranks import run_ranks
+
+Draw = tuple[float, float, float]
+
+
+class Modules:
+    def __init__(self, networks: tuple[nn.Module, ...]) -> None:
+        self.networks = networks
+
+    def modules(self) -> dict[str, nn.Module]:
+        return {str(number): network for number, network in enumerate(self.networks)}
+
+
+class Bare:
+    """A model with networks and no losses."""
+
+    def __init__(self, *networks: nn.Module) -> None:
+        self.loss_items: dict[str, Any] = {}
+        self.discovery = Modules(networks)
+
+
+class Blind:
+    """Watches nothing; counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def begin(self) -> None:
+        self.asked.append("begin")
+
+    def report(self) -> None:
+        self.asked.append("report")
+
+
+class Silent:
+    """Says nothing; its hooks leave the losses alone, or do not."""
+
+    def __init__(self, *, keeps_losses: bool = True) -> None:
+        self.keeps_losses = keeps_losses
+
+    def announce(self, *, is_before_update: bool) -> tuple[bool, ...]:
+        return ()
+
+    def listen(self, flags: Sequence[bool]) -> None:
+        assert not flags
+
+
+class NoGradients:
+    """Collects nothing."""
+
+    def collect_gradients(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+
+def turns_of(replicas: Replicas, seed: int, *networks: nn.Module) -> Turns:
+    return make_turns(replicas, seed, Bare(*networks), Blind(), Silent())
+
+
+def update(turns: Turns) -> None:
+    """Go through what surrounds an update."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    turns.end_backward(NoGradients(), optimizer, {}, ends_window=True, updates=True)
+    if turns.is_telling:
+        turns.hear()
+
+
+def draw() -> Draw:
+    """Draw from all three generators."""
+    numpy = rng.get_default_numpy_rng().generator.normal()
+    return torch.rand(()).item(), random.random(), float(numpy)
+
+
+def from_key(*fields: int | str) -> Draw:
+    """Return what is drawn first under a key."""
+    with rng.stream(rng.key(*fields)):
+        return draw()
+
+
+@pytest.fixture(autouse=True)
+def _generators() -> Iterator[None]:
+    rng.seed_rngs(0)
+    return
+
+
+def go_through(turns: Turns, block: range, iteration: int, *, ends_window: bool = True) -> list:
+    """Draw at every place of an iteration: before the turns, in each of them, and after them."""
+    turns.begin_iteration(iteration)
+    found: list[Draw | bool] = [draw()]
+    for replica in block:
+        turns.begin(replica, opens_window=ends_window)
+        found.append(draw())
+        turns.end(ends_window=ends_window)
+    return [*found, draw()]
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_one_replica_has_one_key_an_iteration_and_no_other(seed: int) -> None:
+    """The bits of a run of one replica are what they were before there were several."""
+    turns = turns_of(Replicas(), seed)
+    assert turns.is_first
+    assert turns.is_last
+    for iteration in (1, 2, 700, 3):
+        with rng.stream(rng.key(seed, "train", iteration, 0)):
+            expected = [draw() for _ in range(3)]
+        turns.begin_iteration(iteration)
+        found = [draw()]
+        turns.begin(0, opens_window=True)
+        assert turns.begin_step() is None
+        update(turns)
+        found.append(draw())
+        turns.end(ends_window=True)
+        turns.begin_share(0, lambda replica: rng.reseed(0))
+        turns.end_shares(lambda replica: rng.reseed(0))
+        turns.drop_window()
+        assert [*found, draw()] == expected, "nothing seeds again in between"
+        assert not turns.is_over
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 5])
+def test_what_is_drawn_follows_from_seed_iteration_and_replica(num_replicas: int) -> None:
+    turns = turns_of(Replicas(num_replicas), 7)
+    for iteration in (1, 2, 90, 4):
+        block = range(num_replicas)
+        expected = [from_key(7, "train", iteration, replica) for replica in block]
+        before, *own, after = go_through(turns, block, iteration)
+        assert own == expected
+        assert before == from_key(7, "train", iteration, "before")
+        assert after == from_key(7, "train", iteration, "after")
+        assert len({before, *own, after}) == num_replicas + 2
+
+
+def _draw_on_rank(rank: int, num_processes: int, num_replicas: int) -> list[list[Draw]]:
+    rng.seed_rngs(rank)
+    with replicas_on(rank, num_processes, num_replicas) as here:
+        turns = turns_of(here, 3, nn.BatchNorm1d(2))
+        return [
+            go_through(turns, here.block, iteration, ends_window=iteration != 2)
+            for iteration in (1, 2, 3)
+        ]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
+def test_nothing_depends_on_who_carries_whom(num_processes: int) -> None:
+    """Hooks draw the same everywhere, a replica what it draws anywhere."""
+    ranks = run_ranks(_draw_on_rank, num_processes, num_processes, 4)
+    for found, block in zip(ranks, blocks(num_processes, 4), strict=True):
+        for place, iteration in enumerate((1, 2, 3)):
+            before, *own, after = found[place]
+            assert before == from_key(3, "train", iteration, "before")
+            assert own == [from_key(3, "train", iteration, replica) for replica in block]
+            assert after == from_key(3, "train", iteration, "after")
+
+
+def test_what_a_replica_draws_does_not_depend_on_what_others_have_drawn() -> None:
+    def numbers(num_draws: int) -> list[Draw]:
+        turns = turns_of(Replicas(3), 1)
+        turns.begin_iteration(1)
+        found = []
+        for replica in range(3):
+            [draw() for _ in range(num_draws)]
+            turns.begin(replica, opens_window=True)
+            found.append(draw())
+            [draw() for _ in range(num_draws)]
+            turns.end(ends_window=True)
+        return [*found, draw()]
+
+    assert numbers(0) == numbers(1) == numbers(4)
+
+
+def test_a_turn_says_where_it_is() -> None:
+    turns = turns_of(Replicas(3), 0)
+    turns.begin_iteration(1)
+    seen = []
+    for replica in range(3):
+        turns.begin(replica, opens_window=True)
+        seen.append((turns.replica, turns.is_first, turns.is_last, turns.is_over))
+        turns.end(ends_window=True)
+    assert seen == [(0, True, False, False), (1, False, False, False), (2, False, True, False)]
+    assert turns.is_over
+    assert turns.replica == 2
+    turns.begin_iteration(2)
+    assert not turns.is_over
+
+
+def _see_turns(rank: int) -> list[tuple[int, bool, bool]]:
+    with replicas_on(rank, 2, 5) as here:
+        turns = turns_of(here, 0)
+        seen = [(turns.replica, turns.is_first, turns.is_last)]
+        for replica in here.block:
+            turns.begin(replica, opens_window=False)
+            seen.append((turns.replica, turns.is_first, turns.is_last))
+    return seen
+
+
+def test_a_process_counts_its_own_replicas() -> None:
+    """The first turn of a process is that of its first replica, whichever number it has."""
+    first, second = run_ranks(_see_turns, 2)
+    assert first == [(0, True, False), (0, True, False), (1, False, False), (2, False, True)]
+    assert second == [(3, True, False), (3, True, False), (4, False, True)]
+
+
+def test_an_update_ends_the_turns_and_the_end_of_the_batch_does_not_again() -> None:
+    """What hooks draw behind the update goes on behind the batch."""
+    turns = turns_of(Replicas(2), 4)
+    turns.begin_iteration(6)
+    for replica in range(2):
+        turns.begin(replica, opens_window=True)
+        if turns.is_last:
+            update(turns)
+            found = [draw()]
+        turns.end(ends_window=True)
+    found.append(draw())
+    with rng.stream(rng.key(4, "train", 6, "after")):
+        assert found == [draw(), draw()]
+
+
+def test_a_further_step_of_a_turn_has_numbers_of_its_own() -> None:
+    """For a batch that is trained on in several updates, by one process for each replica."""
+    ranks = run_ranks(_step_often, 2)
+    assert ranks == [
+        {i: [from_key(4, "train", i, rank, number) for number in (1, 2, 3)] for i in (1, 2)}
+        for rank in (0, 1)
+    ]
+
+
+def _step_often(rank: int) -> dict[int, list[Draw]]:
+    with replicas_on(rank, 2, 2) as here:
+        turns = turns_of(here, 4)
+
+        def rounds(iteration: int) -> list[Draw]:
+            turns.begin_iteration(iteration)
+            turns.begin(rank, opens_window=True)
+            turns.begin_step()
+            found = []
+            for _ in range(3):
+                update(turns)
+                assert turns.is_over
+                turns.begin_step()
+                assert not turns.is_over
+                found.append(draw())
+            return found
+
+        found = {iteration: rounds(iteration) for iteration in (1, 2)}
+        assert rounds(1) == found[1], "counted anew in each iteration"
+        return found
+
+
+def test_a_second_step_needs_a_process_for_each_replica() -> None:
+    turns = turns_of(Replicas(2), 4)
+    turns.begin_iteration(1)
+    turns.begin(0, opens_window=True)
+    turns.begin_step()
+    with pytest.raises(UsageError, match=r"this one carries 2\. Start 2 processes"):
+        turns.begin_step()
+
+
+def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
+    run = turns_of(Replicas(3), 9)
+    drawn = [go_through(run, range(3), iteration) for iteration in (1, 2, 3)]
+    assert go_through(turns_of(Replicas(3), 9), range(3), 3) == drawn[2]
+
+
+def test_each_turn_has_the_buffers_of_its_replica() -> None:
+    """Over a window of two iterations, then over one that is dropped."""
+    network = nn.Module()
+    network.register_buffer("total", torch.zeros(2))
+    turns = turns_of(Replicas(2), 0, network)
+
+    def iterate(iteration: int, *, opens: bool, ends: bool) -> list[float]:
+        seen = []
+        turns.begin_iteration(iteration)
+        for replica in range(2):
+            turns.begin(replica, opens_window=opens)
+            network.total += 10.0**replica
+            seen.append(network.total[0].item())
+            turns.end(ends_window=ends)
+        return [*seen, network.total[0].item()]
+
+    assert iterate(1, opens=True, ends=False) == [1.0, 10.0, 1.0]
+    assert iterate(2, opens=False, ends=True) == [2.0, 20.0, 2.0]
+    assert iterate(3, opens=True, ends=True) == [3.0, 12.0, 3.0]
+    assert iterate(4, opens=True, ends=False) == [4.0, 13.0, 4.0]
+    turns.drop_window()
+    assert iterate(5, opens=True, ends=True) == [5.0, 14.0, 5.0]
+
+
+def _drop(rank: int, num_processes: int) -> list[float]:
+    network = nn.Module()
+    network.register_buffer("total", torch.zeros(1))
+    with replicas_on(rank, num_processes, 3) as here:
+        turns = turns_of(here, 0, network)
+        turns.begin_iteration(1)
+        for replica in here.block:
+            turns.begin(replica, opens_window=True)
+            network.total += 10.0**replica
+            turns.end(ends_window=False)
+        found = [network.total.item()]
+        turns.drop_window()
+        return [*found, network.total.item()]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_a_window_that_is_dropped_leaves_the_buffers_of_the_first_replica(
+    num_processes: int,
+) -> None:
+    """On all processes: the data of one of them may have ended inside of a window."""
+    ranks = run_ranks(_drop, num_processes, num_processes)
+    expected = [[10.0**block.start, 1.0] for block in blocks(num_processes, 3)]
+    assert ranks == expected
+
+
+def test_the_buffers_of_one_replica_are_never_touched() -> None:
+    network = nn.BatchNorm1d(2)
+    held = dict(network.named_buffers())
+    turns = turns_of(Replicas(1, DistributedInfo()), 0, network)
+    versions = {name: buffer._version for name, buffer in held.items()}
+    for iteration in (1, 2):
+        turns.begin_iteration(iteration)
+        turns.begin(0, opens_window=iteration == 1)
+        turns.end(ends_window=iteration == 2)
+        turns.drop_window()
+    assert {name: buffer._version for name, buffer in network.named_buffers()} == versions

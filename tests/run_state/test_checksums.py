@@ -1,0 +1,97 @@
+"""Checksums see every change that a training makes, and cost a fraction of a digest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from helios.run_state.checksums import array_sum, tensor_sum, weighted_sum
+
+_COUNT = 70_001
+
+
+def _exchange(array: Any) -> None:
+    array[3], array[-7] = float(array[-7]), float(array[3])
+
+
+def _flip(array: Any) -> None:
+    array *= -1
+
+
+def _flip_two(array: Any) -> None:
+    array[10], array[11] = -float(array[10]), -float(array[11])
+
+
+def _shift(array: Any) -> None:
+    array[1:] = array[:-1].copy() if isinstance(array, np.ndarray) else array[:-1].clone()
+
+
+def _add_and_take(array: Any) -> None:
+    array[5] += 1
+    array[6] -= 1
+
+
+def _set_last(array: Any) -> None:
+    array[-1] = 0
+
+
+_CHANGES = [_exchange, _flip, _flip_two, _shift, _add_and_take, _set_last]
+
+
+def _bytes_of(array: Any) -> Tensor:
+    return torch.as_tensor(array).view(torch.uint8)
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "sum_of",
+    [
+        array_sum,
+        lambda array: tensor_sum(torch.from_numpy(array)),
+        lambda array: weighted_sum(_bytes_of(array)),
+        lambda array: weighted_sum(_bytes_of(array)[1:]),
+    ],
+    ids=["array", "tensor", "on a device", "of odd bytes"],
+)
+def test_exchanged_elements_and_flipped_signs_change_every_checksum(
+    sum_of: Callable[[Any], int], kind: Any, change: Callable[[Any], None]
+) -> None:
+    array = np.random.default_rng(0).standard_normal(_COUNT).astype(kind)
+    before = sum_of(array)
+    assert sum_of(array.copy()) == before
+    change(array)
+    assert sum_of(array) != before
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 5)])
+def test_tensors_of_all_types_and_shapes_have_a_checksum(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    zeros = torch.zeros(shape, dtype=dtype)
+    assert tensor_sum(zeros) == tensor_sum(zeros.clone())
+    if zeros.numel():
+        assert tensor_sum(zeros) != tensor_sum(torch.ones(shape, dtype=dtype))
+
+
+def test_a_checksum_is_of_the_elements_and_not_of_where_they_lie() -> None:
+    table = np.arange(600.0).reshape(20, 30)
+    assert array_sum(table.T) == array_sum(table.T.copy())
+    assert array_sum(table[::2, ::-1]) == array_sum(table[::2, ::-1].copy())
+    assert tensor_sum(torch.tensor([1 + 2j]).conj()) == tensor_sum(torch.tensor([1 - 2j]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_a_large_tensor_is_summed_up_on_its_device() -> None:
+    array = np.random.default_rng(0).standard_normal(_COUNT)
+    there = torch.from_numpy(array).cuda()
+    assert tensor_sum(there) == weighted_sum(_bytes_of(array))

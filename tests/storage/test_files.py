@@ -1,0 +1,97 @@
+"""The file operations that a save is made of (H28)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helios.storage import files
+
+
+def test_a_text_is_replaced_as_a_whole_and_leaves_no_temporary_file(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    files.write_text_durably(path, "old")
+    files.write_text_durably(path, "new ä")
+    assert path.read_text("utf-8") == "new ä"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_keeps_the_old_text_and_removes_the_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "note.json"
+    files.write_text_durably(path, "old")
+
+    def fail(handle: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_text_durably(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def record(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(*args: Any) -> Any:
+            order.append(name)
+            return call(*args)
+
+        return recorded
+
+    for name in ("create", "write", "fsync", "replace", "fsync_folder"):
+        monkeypatch.setattr(files, name, record(name, getattr(files, name)))
+    files.write_text_durably(tmp_path / "note.json", "text")
+    assert order == ["create", "write", "fsync", "replace", "fsync_folder"]
+
+
+def test_a_file_is_cut_back_to_a_size(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_bytes(b"0123456789")
+    files.truncate(path, 4)
+    assert path.read_bytes() == b"0123"
+
+
+def test_folders_are_made_with_their_parents_and_every_new_name_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "fsync_folder", synced.append)
+    files.make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+    assert synced == [tmp_path / "a", tmp_path]
+    files.make_folder(tmp_path / "a" / "b")
+    assert len(synced) == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "is_raised"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)]
+)
+def test_only_a_file_system_that_cannot_sync_folders_is_forgiven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_raised: bool
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(number, "fsync")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    if is_raised:
+        with pytest.raises(OSError, match="fsync"):
+            files.fsync_folder(tmp_path)
+    else:
+        files.fsync_folder(tmp_path)
+
+
+def test_removing_a_file_that_is_gone_is_an_error_unless_allowed(tmp_path: Path) -> None:
+    files.unlink(tmp_path / "gone", missing_ok=True)
+    with pytest.raises(FileNotFoundError):
+        files.unlink(tmp_path / "gone")

@@ -1,0 +1,204 @@
+"""A file of rows: appended to, marked, cut back, and never written over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helios.errors import UsageError
+from helios.storage import files
+from helios.storage.row_file import RowFile
+
+_HEADER = "a,b\n"
+
+
+def _write(path: Path, *rows: str) -> dict[str, Any]:
+    """Write a file and return its mark."""
+    file = RowFile(path, _HEADER)
+    file.restore()
+    for row in rows:
+        file.append(row)
+    mark = file.mark()
+    file.close()
+    return mark
+
+
+def _go_on(path: Path, mark: dict[str, Any] | None, *rows: str) -> None:
+    file = RowFile(path, _HEADER)
+    file.restore(mark)
+    for row in rows:
+        file.append(row)
+    file.close()
+
+
+def test_a_new_file_begins_with_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "er" / "rows.csv"
+    _write(path, "1,2\n", "3,4\n")
+    assert path.read_bytes() == b"a,b\n1,2\n3,4\n"
+
+
+def test_a_relative_path_is_that_of_the_folder_it_was_given_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = RowFile("rows.csv")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.restore()
+    file.close()
+    assert file.path == tmp_path / "rows.csv"
+    assert file.path.exists()
+
+
+def test_rows_are_in_the_file_at_once(tmp_path: Path) -> None:
+    file = RowFile(tmp_path / "rows.csv", _HEADER)
+    file.restore()
+    assert not file.has_rows
+    file.append("é,2\n")
+    assert file.has_rows
+    assert file.path.read_bytes() == _HEADER.encode() + "é,2\n".encode()
+    file.close()
+
+
+def test_a_mark_is_taken_once_all_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    fsync = files.fsync
+    path = tmp_path / "rows.csv"
+    monkeypatch.setattr(
+        files, "fsync", lambda handle: (fsync(handle), synced.append(path.stat().st_size))
+    )
+    mark = _write(path, "1,2\n")
+    assert synced == [8]
+    assert mark["size"] == 8
+    assert mark["path"] == str(path)
+
+
+def test_a_file_is_cut_back_to_its_mark_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.csv"
+    mark = _write(path, "1,2\n")
+    _go_on(path, mark, "3,4\n")
+    with path.open("ab") as handle:
+        handle.write(b"5,half a r")
+    _go_on(path, mark, "3,4\n", "5,6\n")
+    assert path.read_bytes() == b"a,b\n1,2\n3,4\n5,6\n"
+    assert not caplog.records
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_mark_after_a_cut_is_that_of_an_undisturbed_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    mark = _write(path, "1,2\n")
+    whole = _write(tmp_path / "whole.csv", "1,2\n", "3,4\n")
+    file = RowFile(path, _HEADER)
+    file.restore(mark)
+    file.append("3,4\n")
+    assert file.mark() | {"path": ""} == whole | {"path": ""}
+    file.close()
+
+
+def test_an_open_file_is_restored_too(tmp_path: Path) -> None:
+    file = RowFile(tmp_path / "rows.csv", _HEADER)
+    file.restore()
+    mark = file.mark()
+    file.append("1,2\n")
+    file.restore(mark)
+    assert not file.has_rows
+    file.append("3,4\n")
+    file.close()
+    assert file.path.read_bytes() == b"a,b\n3,4\n"
+
+
+def test_a_new_file_moves_an_old_one_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.csv"
+    for number in range(3):
+        _write(path, f"{number},0\n")
+    assert path.read_bytes() == b"a,b\n2,0\n"
+    assert (tmp_path / "rows.before-1.csv").read_bytes() == b"a,b\n0,0\n"
+    assert (tmp_path / "rows.before-2.csv").read_bytes() == b"a,b\n1,0\n"
+    assert "was moved to" in caplog.messages[0]
+    assert "rows.before-1.csv" in caplog.messages[0]
+    assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("left", ["", "a,", _HEADER], ids=["nothing", "half a header", "a header"])
+def test_a_file_without_rows_is_begun_anew_in_silence(
+    left: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(left)
+    _write(path, "1,2\n")
+    assert path.read_bytes() == b"a,b\n1,2\n"
+    assert list(tmp_path.iterdir()) == [path]
+    assert not caplog.records
+
+
+def test_a_short_file_of_somebody_else_is_not_taken_for_a_header(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("b\n")
+    _write(path)
+    assert (tmp_path / "rows.before-1.csv").read_text() == "b\n"
+
+
+def test_a_file_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rows.csv"
+    mark = _write(path, "1,2\n")
+    _go_on(tmp_path / "other.csv", mark, "3,4\n")
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / 'other.csv'} is gone")
+    assert "(8 bytes)" in message
+    assert str(path) in message
+    assert (tmp_path / "other.csv").read_bytes() == b"a,b\n3,4\n"
+    assert path.read_bytes() == b"a,b\n1,2\n"
+
+
+@pytest.mark.parametrize(
+    ("now", "says"),
+    [
+        (b"a,b\n1,", "holds only 6 of the 8 bytes"),
+        (b"a,b\n9,2\n3,4\n", "its first 8 bytes are not those"),
+        (b"a,b\r\n1,2\r\n", "its first 8 bytes are not those"),
+    ],
+    ids=["shorter", "changed", "of other line ends"],
+)
+def test_a_file_that_is_not_the_marked_one_is_kept_aside(
+    now: bytes, says: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rows.csv"
+    mark = _write(path, "1,2\n")
+    path.write_bytes(now)
+    _go_on(path, mark, "3,4\n")
+    (message,) = caplog.messages
+    assert says in message
+    assert "rows up to the checkpoint are missing" in message
+    assert (tmp_path / "rows.before-1.csv").read_bytes() == now
+    assert path.read_bytes() == b"a,b\n3,4\n"
+
+
+def test_a_file_of_the_mark_is_kept_whatever_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept part is read in pieces."""
+    monkeypatch.setattr("helios.storage.row_file._CHUNK_BYTES", 3)
+    path = tmp_path / "rows.csv"
+    mark = _write(path, "1,2\n", "3,4\n")
+    _go_on(path, mark, "5,6\n")
+    assert path.read_bytes() == b"a,b\n1,2\n3,4\n5,6\n"
+
+
+def test_a_closed_file_takes_no_rows(tmp_path: Path) -> None:
+    file = RowFile(tmp_path / "rows.csv")
+    assert not file.is_open
+    with pytest.raises(UsageError, match="not open"):
+        file.append("1\n")
+    with pytest.raises(UsageError, match="not open"):
+        file.mark()
+    file.close()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,65 @@
+"""Host memory for copies of tensors, kept from one copy to the next."""
+
+from __future__ import annotations
+
+import torch
+
+from helios.storage.staging import HostBuffers
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_tensors_look_at_copies_that_later_changes_do_not_reach() -> None:
+    live = torch.arange(12.0).view(3, 4)
+    code = live.detach()
+    HostBuffers().copy([[code]])
+    live.zero_()
+    assert torch.equal(code, torch.arange(12.0).view(3, 4))
+    assert _address(code) != _address(live)
+
+
+def test_views_of_one_storage_share_the_copy_with_their_shapes_and_strides() -> None:
+    live = torch.arange(24.0).view(4, 6)
+    views = [live.detach(), live.detach().t(), live.detach()[1:3, ::2]]
+    expected = [view.clone() for view in views]
+    HostBuffers().copy([views])
+    live.fill_(-1)
+    for view, wanted in zip(views, expected, strict=True):
+        assert torch.equal(view, wanted)
+        assert _address(view) == _address(views[0])
+    assert views[1].stride() == (1, 6)
+
+
+def test_every_type_is_copied_on_bytes() -> None:
+    kinds = (torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.bool, torch.int8)
+    lives = [torch.tensor([0.0, 1.0, 3.0]).to(kind) for kind in kinds]
+    codes = [live.detach() for live in lives]
+    HostBuffers().copy([[code] for code in codes])
+    for live, code in zip(lives, codes, strict=True):
+        assert code.dtype == live.dtype
+        assert torch.equal(code, live)
+
+
+def test_the_memory_is_used_again_and_what_is_no_longer_needed_returned() -> None:
+    buffers = HostBuffers()
+    first = [torch.ones(100), torch.ones(100), torch.ones(7)]
+    buffers.copy([[tensor] for tensor in first])
+    places = {_address(tensor) for tensor in first}
+    assert buffers.num_bytes == 828
+    second = [torch.zeros(100), torch.zeros(7)]
+    buffers.copy([[tensor] for tensor in second])
+    assert {_address(tensor) for tensor in second} < places
+    assert buffers.num_bytes == 428
+    buffers.release()
+    assert buffers.num_bytes == 0
+
+
+def test_prepared_memory_is_taken_by_the_first_copy() -> None:
+    buffers = HostBuffers()
+    buffers.prepare([400, 400, 28])
+    buffers.prepare([400, 28])
+    assert buffers.num_bytes == 828
+    buffers.copy([[torch.ones(100)], [torch.ones(100)], [torch.ones(7)]])
+    assert buffers.num_bytes == 828

@@ -1,0 +1,252 @@
+"""The root logger and the default pair of loggers (H42, H43, H45)."""
+
+from __future__ import annotations
+
+import logging as standard
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from helios.terminal import root_logger as logging
+
+_MODULE_LOGGER = standard.getLogger("helios.some.module")
+
+
+# No fixtures: pytest hangs its own handlers on a logger that is open when a test begins or ends.
+
+
+@contextmanager
+def root_logger() -> Iterator[logging.RootLogger]:
+    logger = logging.RootLogger(capture_warnings=False)
+    try:
+        yield logger
+    finally:
+        logger.close()
+
+
+@contextmanager
+def default_loggers() -> Iterator[None]:
+    logging.create_default_loggers(enable_tensorboard=True, capture_warnings=False)
+    try:
+        yield
+    finally:
+        logging.close_default_loggers()
+
+
+@pytest.fixture
+def rank_1() -> Iterator[None]:
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_what_a_module_says_reaches_screen_and_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with root_logger() as root:
+        log_file = tmp_path / "logs" / "deep" / "run.log"
+        root.setup(log_file)
+        _MODULE_LOGGER.info("resumed at %d %%", 50)
+        root.warning("100% sure")
+        root.flush()
+        text = log_file.read_text()
+        line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - "
+        assert re.fullmatch(f"{line}INFO - resumed at 50 %\n{line}WARNING - 100% sure\n", text)
+        assert capsys.readouterr().err == text
+        assert root.log_file == log_file
+
+
+def test_errors_carry_the_exception(tmp_path: Path) -> None:
+    with root_logger() as root:
+        root.setup(tmp_path / "run.log")
+        try:
+            _ = 1 / 0
+        except ZeroDivisionError:
+            root.exception("it broke")
+        root.error("it is broken")
+        text = (tmp_path / "run.log").read_text()
+        assert "ERROR - it broke\nTraceback" in text
+        assert "ZeroDivisionError" in text
+        assert "ERROR - it is broken" in text
+
+
+def test_a_file_that_exists_is_appended_to(tmp_path: Path) -> None:
+    with root_logger() as root:
+        log_file = tmp_path / "run.log"
+        log_file.write_text("before the kill\n")
+        root.setup(log_file)
+        root.info("after it")
+        assert log_file.read_text().startswith("before the kill\n")
+        assert log_file.read_text().endswith("after it\n")
+
+
+def test_messages_are_printed_once_also_where_the_user_has_a_root_handler(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with root_logger() as root:
+        handler = standard.StreamHandler(sys.stderr)
+        standard.getLogger().addHandler(handler)
+        try:
+            root.info("once")
+        finally:
+            standard.getLogger().removeHandler(handler)
+        assert capsys.readouterr().err.count("once") == 1
+
+
+def test_a_second_setup_leaves_the_first_file(tmp_path: Path) -> None:
+    with root_logger() as root:
+        root.setup(tmp_path / "a.log")
+        root.setup()
+        root.info("first")
+        root.setup(tmp_path / "b.log")
+        root.info("second")
+        assert (tmp_path / "a.log").read_text().count("INFO") == 1
+        assert (tmp_path / "b.log").read_text().endswith("second\n")
+
+
+@pytest.mark.usefixtures("rank_1")
+def test_other_ranks_say_errors_only_and_write_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.create_default_loggers()
+    logging.setup_default_loggers("run", tmp_path / "logs", tmp_path / "runs")
+    root = logging.get_root_logger()
+    root.setup(tmp_path / "run.log")
+    root.info("notice")
+    root.warning("warning")
+    root.error("error")
+    logging.close_default_loggers()
+    assert re.fullmatch(r".* - ERROR - rank 1 of 2 - error\n", capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_python_warnings_are_logged_on_request_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        root = logging.RootLogger(capture_warnings=True)
+        warnings.warn("from user code", UserWarning, stacklevel=1)
+        root.close()
+    assert " - WARNING - " in capsys.readouterr().err
+
+
+def test_warnings_that_the_user_captures_stay_captured() -> None:
+    with warnings.catch_warnings():
+        standard.captureWarnings(True)
+        captured = warnings.showwarning
+        logging.RootLogger(capture_warnings=True).close()
+        assert warnings.showwarning is captured
+        standard.captureWarnings(False)
+
+
+def test_a_closed_logger_leaves_nothing_behind(tmp_path: Path) -> None:
+    loggers = [standard.getLogger("helios"), standard.getLogger("py.warnings")]
+    before = [(list(item.handlers), item.level, item.propagate) for item in loggers]
+    root = logging.RootLogger(capture_warnings=True)
+    root.setup(tmp_path / "run.log")
+    root.close()
+    loggers[0].setLevel(standard.DEBUG)
+    root.close()
+    assert loggers[0].level == standard.DEBUG, "a second close changes nothing"
+    loggers[0].setLevel(before[0][1])
+    assert [(list(item.handlers), item.level, item.propagate) for item in loggers] == before
+
+
+def test_names_hold_the_run_and_the_time() -> None:
+    name = logging.get_default_log_name("my_run")
+    assert re.fullmatch(r"my_run_[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d", name)
+
+
+def test_runs_of_one_second_get_files_of_their_own(tmp_path: Path) -> None:
+    """Three runs take less than a second, so at least two of them have the same time."""
+    with default_loggers():
+        log_root, runs_root = tmp_path / "logs", tmp_path / "runs"
+        for number in range(3):
+            logging.setup_default_loggers("run", log_root, runs_root)
+            logging.get_root_logger().info("run %d", number)
+        logs = sorted(log_root.iterdir())
+        assert [path.suffix for path in logs] == [".log"] * 3
+        assert [path.read_text().count("INFO") for path in logs] == [1, 1, 1]
+        assert any(path.stem.endswith("_2") for path in logs)
+        assert sorted(path.name for path in runs_root.iterdir()) == [path.stem for path in logs]
+
+
+def test_a_name_that_only_the_other_folder_has_is_not_used_either(tmp_path: Path) -> None:
+    with default_loggers():
+        logging.setup_default_loggers("run", log_root=tmp_path)
+        stem = next(tmp_path.iterdir()).stem
+        logging.setup_default_loggers("run", tmp_path, tmp_path / "runs")
+        assert not (tmp_path / "runs" / stem).exists()
+
+
+def test_a_resumed_run_goes_on_in_its_files(tmp_path: Path) -> None:
+    with default_loggers():
+        log_file, run_path = tmp_path / "run.log", tmp_path / "run"
+        log_file.write_text("before\n")
+        logging.restore_default_loggers(log_file, run_path)
+        logging.get_root_logger().info("after")
+        logging.flush_default_loggers()
+        lines = log_file.read_text().splitlines()
+        assert lines[0] == "before"
+        assert len(lines) == 2
+        writer = logging.get_tensorboard_writer()
+        assert writer is not None
+        assert writer.run_path == run_path
+
+
+def test_a_log_file_that_is_gone_is_begun_anew_and_said(tmp_path: Path) -> None:
+    with default_loggers():
+        log_file = tmp_path / "gone" / "run.log"
+        logging.restore_default_loggers(log_file)
+        assert (
+            f"WARNING - The log file of the resumed run is gone and was begun anew: {log_file}"
+            in (log_file.read_text())
+        )
+
+
+def test_loggers_that_exist_are_kept_by_a_second_create() -> None:
+    with default_loggers():
+        root, writer = logging.get_root_logger(), logging.get_tensorboard_writer()
+        logging.create_default_loggers()
+        assert logging.get_root_logger() is root
+        assert logging.get_tensorboard_writer() is writer
+
+
+def test_default_loggers_that_do_not_exist_are_an_error() -> None:
+    assert not logging.is_root_logger_active()
+    assert logging.get_tensorboard_writer() is None
+    with pytest.raises(KeyError, match="root logger does not exist"):
+        logging.get_root_logger()
+    with pytest.raises(RuntimeError, match="create_default_loggers"):
+        logging.restore_default_loggers()
+    with pytest.raises(RuntimeError, match="create_default_loggers"):
+        logging.setup_default_loggers("run")
+    logging.flush_default_loggers()
+    logging.close_default_loggers()
+
+
+def test_tensorboard_can_be_off() -> None:
+    logging.create_default_loggers(enable_tensorboard=False)
+    try:
+        assert logging.is_root_logger_active()
+        assert logging.get_tensorboard_writer() is None
+        logging.restore_default_loggers(run_path=Path("nowhere"))
+    finally:
+        logging.close_default_loggers()
+
+
+def test_the_tools_import_no_slow_library_before_it_is_used() -> None:
+    program = (
+        "import sys, torch; before = set(sys.modules); import helios.terminal.progress\n"
+        "slow = {'tensorboard', 'torch.utils.tensorboard', 'matplotlib', 'tqdm'}\n"
+        "print(sorted(slow & (set(sys.modules) - before)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert result.stdout.strip() == b"[]"
