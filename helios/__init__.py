@@ -25,8 +25,8 @@ from helios.errors import (
 from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.startup.signals import Signals
-from helios.startup.weights import load_weights
+from helios.startup.building.warm_start import load_weights
+from helios.startup.runs.signal_policy import Signals
 from helios.state import Phase, TrainingState, TrainingUnit
 from helios.trainer import Trainer, find_last_checkpoint
 from helios.version import __version__

@@ -77,6 +77,7 @@ class Session:
         schedulers: the learning-rate schedulers; ``None`` outside of fit.
         recorder: where checkpoints and scalars go; ``None`` outside of fit.
         can_save: whether checkpoints are written at all.
+        trial_steps: batches of the trial validation that ``Trainer(sanity_steps=...)`` asks for.
         loop_states: those of the loops, by role path.
         owner_states: the plain attributes of plugins, data module, loops and engine.
         missing: what no checkpoint of the run holds, known before it began: place and reason.
@@ -115,6 +116,7 @@ class Session:
     schedulers: Schedulers | None = None
     recorder: Recorder | None = None
     can_save: bool = False
+    trial_steps: int = 0
     loop_states: States = field(default_factory=NoStates)
     owner_states: OwnerStates = field(default_factory=NoOwners)
     missing: dict[str, str] = field(default_factory=dict)
@@ -202,8 +204,8 @@ class Session:
 
     @property
     def sanity_steps(self) -> int:
-        """Batches of the trial validation that plugins ask for (C17)."""
-        return max((plugin.sanity_steps for plugin in self.plugins.values()), default=0)
+        """Batches of the trial validation, for which an option or a plugin asks (C17)."""
+        return max(self.trial_steps, *(each.sanity_steps for each in self.plugins.values()), 0)
 
     @property
     def trial_length(self) -> int | None:

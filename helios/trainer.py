@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,14 +21,23 @@ from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
-from helios.startup.arguments import Arguments
-from helios.startup.call import Call, Standing, only_call
-from helios.startup.changes import Change
-from helios.startup.checks import check_subjects
-from helios.startup.launching import carry_out
-from helios.startup.registration import PluginTable
-from helios.startup.roots import EvaluationRoot, Roots
-from helios.startup.signals import Signals, exit_code_of
+from helios.startup.launching.launch_call import carry_out
+from helios.startup.launching.trainer_call import Call, Standing, only_call
+from helios.startup.options.checkpoint_options import Change, CheckpointOptions
+from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
+from helios.startup.options.logging_options import LoggingOptions
+from helios.startup.options.object_checks import check_subjects
+from helios.startup.options.plugin_table import PluginTable, check_plugin_list
+from helios.startup.options.root_loops import EvaluationRoot, Roots
+from helios.startup.options.schedule_options import make_schedule
+from helios.startup.options.trainer_options import (
+    RegistryOptions,
+    RunOptions,
+    TrainerOptions,
+    as_signals,
+)
+from helios.startup.options.trial_options import TrialOptions
+from helios.startup.runs.signal_policy import Signals, exit_code_of
 from helios.state import Phase, TrainingState, TrainingUnit
 
 __all__ = [
@@ -86,6 +95,9 @@ class Trainer:
             call and moves present files to ``before-<date>/``; a path goes on from that file.
         allow_changes: what of the run's definition may differ from the checkpoint's, by name.
         on_incomplete: ``"raise"`` for a ``StateError`` in place of a checkpoint that lacks state.
+        sanity_steps: validate that many batches of each loader before the first step of a new run,
+            without a trace in it; 0 for none.
+        batch_limits: the most batches of each pass, by phase: ``{Phase.TRAINING: 10}``.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
@@ -141,10 +153,55 @@ class Trainer:
         resume: str | Path = "auto",
         allow_changes: Sequence[Change] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
+        sanity_steps: int = 0,
+        batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
-        options = locals()
-        del options["self"]
-        self._arguments = Arguments(**options)
+        self._options = TrainerOptions(
+            run=RunOptions(run_name=run_name, random_seed=random_seed),
+            registry=RegistryOptions(src_root=src_root, import_prefix=import_prefix),
+            schedule=make_schedule(
+                train_unit=train_unit,
+                total_steps=total_steps,
+                valid_frequency=valid_frequency,
+                chkpt_frequency=chkpt_frequency,
+                print_frequency=print_frequency,
+                accumulation_steps=accumulation_steps,
+                early_stop_cycles=early_stop_cycles,
+            ),
+            numerics=NumericsOptions(
+                enable_deterministic=enable_deterministic,
+                enable_cudnn_benchmark=enable_cudnn_benchmark,
+            ),
+            logging=LoggingOptions(
+                enable_tensorboard=enable_tensorboard,
+                enable_file_logging=enable_file_logging,
+                capture_warnings=capture_warnings,
+                enable_progress_bar=enable_progress_bar,
+                print_banner=print_banner,
+                log_path=log_path,
+                run_path=run_path,
+            ),
+            checkpoints=CheckpointOptions(
+                chkpt_root=chkpt_root,
+                chkpt_frequency=chkpt_frequency,
+                store=store,
+                resume=resume,
+                allow_changes=allow_changes,
+                on_incomplete=on_incomplete,
+            ),
+            signals=as_signals(signals),
+            engine=EngineOptions(
+                engine=engine,
+                use_cpu=use_cpu,
+                gpus=gpus,
+                precision=precision,
+                clip_norm=clip_norm,
+                clip_value=clip_value,
+            ),
+            processes=ProcessOptions(num_replicas=num_replicas, nproc=nproc),
+            trial=TrialOptions(sanity_steps=sanity_steps, batch_limits=batch_limits),
+        )
+        check_plugin_list(plugins)
         self.train_exceptions: list[type[BaseException]] = []
         self.test_exceptions: list[type[BaseException]] = []
         self.plugins = PluginTable()
@@ -159,7 +216,7 @@ class Trainer:
     @property
     def gpu_ids(self) -> list[int]:
         """Ids of the GPUs in use; empty on the CPU."""
-        return self._arguments.gpu_ids
+        return self._options.engine.gpu_ids
 
     @property
     def global_rank(self) -> int:
@@ -249,7 +306,7 @@ class Trainer:
                 on_load_checkpoint(checkpoint)
                 on_checkpoint_loaded()
             on_fit_start()
-            if a plugin has sanity_steps and the run is new:
+            if sanity_steps is set and the run is new:
                 on_sanity_check_start()
                 a validation pass
                 on_sanity_check_end()
@@ -391,7 +448,7 @@ class Trainer:
         with only_call():
             check_subjects(model, datamodule)
             self.model, self.datamodule = model, datamodule
-            own = (self._arguments, self.plugins, self.roots)
+            own = (self._options, self.plugins, self.roots)
             call = Call(phase, *own, model, datamodule, self._standing, passed)
             for owner in call.owners:
                 owner.trainer = self

@@ -179,16 +179,16 @@ FAULTS = (
     ),
     Fault(
         "a run that begins in a place where no folder can be made prepares its data first",
-        "helios/startup/launching.py",
-        "        require_writable(call.arguments, model.save_name)",
+        "helios/startup/launching/launch_call.py",
+        "        require_writable(call.options.checkpoints, model.save_name)",
         "        pass",
         "tests/distributed/test_processes.py"
         "::test_a_folder_that_cannot_be_made_is_refused_by_all_before_the_data_is_prepared",
     ),
     Fault(
         "a run that goes on where nothing can be written trains to its first save",
-        "helios/startup/fit.py",
-        "        on_first(self.replicas, lambda: require_writable(self.arguments, name))",
+        "helios/startup/runs/fit_run.py",
+        "        on_first(self.replicas, lambda: require_writable(self.options.checkpoints, name))",
         "        pass",
         "tests/integration/test_disks.py"
         "::test_a_disk_that_cannot_be_written_to_is_refused_before_the_first_step",
@@ -400,14 +400,14 @@ FAULTS = (
     ),
     Fault(
         "the data module puts back a loader that has read ahead",
-        "helios/startup/owners.py",
+        "helios/startup/building/state_owners.py",
         "    claimed = () if source is None else source.claimed",
         "    claimed: tuple[object, ...] = ()",
         "tests/integration/test_data.py::test_a_loader_with_state_resumes_exactly",
     ),
     Fault(
         "what is missing does not lower the level",
-        "helios/startup/promise.py",
+        "helios/startup/reporting/reproducibility_level.py",
         "        return level.at_most(Level.INCOMPLETE) if record.missing else level",
         "        return level",
         f"{LEVELS}::test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere",
@@ -428,14 +428,14 @@ FAULTS = (
     ),
     Fault(
         "nothing is said of an incomplete checkpoint that is loaded",
-        "helios/startup/fit.py",
+        "helios/startup/runs/fit_run.py",
         "        if not record.missing:",
         "        if True:",
         f"{LEVELS}::test_fit_warns_once_when_it_loads_an_incomplete_checkpoint",
     ),
     Fault(
         "the finding of a trial is forgotten at a resume",
-        "helios/startup/claims.py",
+        "helios/startup/reporting/loader_claims.py",
         "        if place in record.missing:",
         "        if False:",
         f"{LEVELS}::test_fit_warns_once_when_it_loads_an_incomplete_checkpoint",
@@ -484,21 +484,21 @@ FAULTS = (
     ),
     Fault(
         "inductor keeps the level",
-        "helios/startup/promise.py",
+        "helios/startup/reporting/reproducibility_level.py",
         "    if compiled:\n",
         "    if False:\n",
         f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
     ),
     Fault(
         "every backend of torch.compile lowers the level",
-        "helios/startup/promise.py",
+        "helios/startup/reporting/reproducibility_level.py",
         "    return configure is None or configure() is not None",
         "    return True",
         f"{LEVELS}::test_inductor_lowers_the_level_without_a_warning",
     ),
     Fault(
         "what is compiled after the start keeps the level",
-        "helios/startup/promise.py",
+        "helios/startup/reporting/reproducibility_level.py",
         "        if is_compiled:",
         "        if False:",
         f"{LEVELS}::test_a_network_that_is_compiled_later_lowers_the_level_of_its_checkpoints",
@@ -563,7 +563,7 @@ FAULTS = (
     ),
     Fault(
         "a plugin that only saves a state is refused",
-        "helios/startup/checks.py",
+        "helios/startup/options/object_checks.py",
         " and not is_shown_only:",
         ":",
         "tests/startup/test_registration.py::test_a_plugin_may_save_a_state_that_nobody_loads",
@@ -621,7 +621,7 @@ FAULTS = (
     ),
     Fault(
         "another data set class goes on in silence",
-        "helios/startup/resume.py",
+        "helios/startup/checkpoint_search/run_identity.py",
         '*("dataset", "length",',
         '*("length",',
         f"{OTHER_DATA}::test_another_class_of_equal_length_stops_the_run",
@@ -649,21 +649,21 @@ FAULTS = (
     ),
     Fault(
         "another fingerprint is not said",
-        "helios/startup/resume.py",
+        "helios/startup/checkpoint_search/run_identity.py",
         "    if before is None or before == now:",
         "    if True:",
         f"{OTHER_DATA}::test_another_fingerprint_warns_and_goes_on",
     ),
     Fault(
         "a run that was finished under a smaller total stays finished",
-        "helios/startup/resume.py",
+        "helios/startup/checkpoint_search/run_identity.py",
         "    if is_limit(reason) and not cursor.stop_reason:",
         "    if False:",
         f"{STAGES}::test_a_mark_that_a_smaller_total_has_left_in_mid_run_does_not_count",
     ),
     Fault(
         "a start with a smaller total marks the run of a larger one",
-        "helios/startup/outputs.py",
+        "helios/startup/building/run_outputs.py",
         " or self._is_past_its_end(saver.newest):",
         ":",
         f"{STAGES}::test_a_total_that_the_run_has_passed_finishes_nothing",
@@ -780,7 +780,7 @@ FAULTS = (
     ),
     Fault(
         "a data set declares in vain",
-        "helios/startup/owners.py",
+        "helios/startup/building/state_owners.py",
         "Owner(name, part, unsaved_of(part), is_data=True)",
         "Owner(name, part, is_data=True)",
         "tests/startup/test_owners.py::test_a_data_set_declares_what_need_not_be_saved",
@@ -795,7 +795,7 @@ FAULTS = (
     ),
     Fault(
         "the first save names again what the load has named",
-        "helios/startup/fit.py",
+        "helios/startup/runs/fit_run.py",
         "            self.model.discovery.note_named(lacking)",
         "            pass",
         f"{LEVELS}::test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load",
@@ -818,7 +818,7 @@ FAULTS = (
     ),
     Fault(
         "every stage of a finished script warns",
-        "helios/startup/resume.py",
+        "helios/startup/checkpoint_search/run_identity.py",
         "        logging.INFO if is_passed else logging.WARNING,",
         "        logging.WARNING,",
         f"{STAGES}::test_only_the_last_stage_of_a_finished_script_warns_that_nothing_is_to_do",
@@ -915,8 +915,8 @@ FAULTS = (
     ),
     Fault(
         "a training that only loads ends the run",
-        "helios/startup/outputs.py",
-        " or not self._arguments.can_save:",
+        "helios/startup/building/run_outputs.py",
+        " or self._schedule.chkpt_frequency is None:",
         ":",
         "tests/startup/test_outputs.py::test_a_training_that_only_loads_ends_no_run",
     ),
@@ -928,8 +928,38 @@ FAULTS = (
         "tests/checkpoint/test_vanishing.py::test_a_listing_made_while_a_run_saves_is_made_again",
     ),
     Fault(
+        "a resume lists its folder again to load",
+        "helios/startup/checkpoint_search/resume_point.py",
+        "Start(folder, folder.load_newest(safe_types, listed=listed))",
+        "Start(folder, folder.load_newest(safe_types))",
+        "tests/startup/test_resume_point.py"
+        "::test_a_resume_lists_its_folder_once_before_the_lock_and_once_under_it",
+    ),
+    Fault(
+        "one listing that holds nothing makes a new run",
+        "helios/startup/checkpoint_search/resume_point.py",
+        "file_names.list_checkpoints(folder.path) or None",
+        "file_names.list_checkpoints(folder.path)",
+        "tests/startup/test_resume_point.py"
+        "::test_a_listing_that_has_missed_everything_is_made_again",
+    ),
+    Fault(
+        "the trainer limits no batches",
+        "helios/startup/options/trial_options.py",
+        "if phase in self.batch_limits else []",
+        "if False else []",
+        "tests/plugins/test_quick_trials.py::test_the_trainer_limits_passes_without_a_plugin",
+    ),
+    Fault(
+        "the trainer tries no validation",
+        "helios/startup/runs/fit_run.py",
+        "            trial_steps=self.options.trial.sanity_steps,\n",
+        "",
+        "tests/plugins/test_quick_trials.py::test_the_trainer_asks_for_a_trial_like_a_plugin",
+    ),
+    Fault(
         "the file of the command is deleted",
-        "helios/startup/resume.py",
+        "helios/startup/checkpoint_search/resume_point.py",
         "        folder.protect(Path(start.origin))",
         "        pass",
         "tests/integration/test_which_run.py"
@@ -937,7 +967,7 @@ FAULTS = (
     ),
     Fault(
         "two trainings in one process",
-        "helios/startup/call.py",
+        "helios/startup/launching/trainer_call.py",
         "setdefault(pid, own) is not own:",
         "setdefault(pid, own) is None:",
         f"{TWO_RUNS}::test_a_call_of_another_trainer_inside_of_a_fit_leaves_that_fit_as_it_was",
@@ -951,7 +981,7 @@ FAULTS = (
     ),
     Fault(
         "nobody looks whether all processes see the folder",
-        "helios/startup/folder.py",
+        "helios/startup/checkpoint_search/run_folder.py",
         "if team.rank != 0 and not lock.is_shown(token)",
         "if team.rank == 0 and not token",
         f"{TWO_RUNS}::test_a_folder_that_one_rank_does_not_see_ends_the_run_before_it_begins",
@@ -966,7 +996,7 @@ FAULTS = (
     ),
     Fault(
         "a sidecar holds the scores of other weights",
-        "helios/startup/outputs.py",
+        "helios/startup/building/run_outputs.py",
         "as_numbers(self._model.metrics) if record.has_validated else {}",
         "as_numbers(self._model.metrics)",
         "tests/startup/test_outputs.py::test_a_sidecar_holds_scores_of_its_own_weights_only",
@@ -1290,7 +1320,7 @@ FAULTS = (
     ),
     Fault(
         "event files are not cut back",
-        "helios/startup/outputs.py",
+        "helios/startup/building/run_outputs.py",
         "            marks=record.events if is_training else None,",
         "            marks=None,",
         "tests/integration/test_logs.py",
@@ -1305,8 +1335,8 @@ FAULTS = (
     ),
     Fault(
         "another run's checkpoint is taken",
-        "helios/startup/resume.py",
-        "        _check_name(start.loaded, arguments.run_name or save_name, folder)",
+        "helios/startup/checkpoint_search/resume_point.py",
+        "        _check_name(start.loaded, run_name, folder)",
         "        pass",
         "tests/integration/test_which_run.py",
     ),
@@ -1414,7 +1444,7 @@ FAULTS = (
     ),
     Fault(
         "an interruption is noted as finished",
-        "helios/startup/fit.py",
+        "helios/startup/runs/fit_run.py",
         "            self._recorder.finish(None if is_interrupted else reason)",
         '            self._recorder.finish(reason or "interrupted")',
         f"{CHANNELS}::test_an_interruption_leaves_all_scopes_and_a_restart_enters_them_again",
@@ -1451,7 +1481,7 @@ FAULTS = (
     ),
     Fault(
         "a limit on batches is not compared at a resume",
-        "helios/startup/resume.py",
+        "helios/startup/checkpoint_search/run_identity.py",
         '*("limit_batches", "is_distributed")',
         '*("is_distributed",)',
         "tests/plugins/test_quick_trials.py::"
@@ -1756,7 +1786,7 @@ FAULTS = (
     ),
     Fault(
         "an error of fit leaves a save in flight",
-        "helios/startup/fit.py",
+        "helios/startup/runs/fit_run.py",
         "        self._settings.callback(recorder.close)\n",
         "",
         "tests/integration/test_saves_in_flight.py::"
@@ -1803,7 +1833,7 @@ FAULTS = (
     ),
     Fault(
         "a folder that was deleted is not locked again",
-        "helios/startup/outputs.py",
+        "helios/startup/building/run_outputs.py",
         "            self._start.lock.renew()",
         "            pass",
         f"{TWO_RUNS}::test_a_folder_deleted_in_the_run_is_locked_again_with_the_next_save",
@@ -1833,7 +1863,7 @@ FAULTS = (
     ),
     Fault(
         "an end that cannot be noted is an error",
-        "helios/startup/outputs.py",
+        "helios/startup/building/run_outputs.py",
         "            except OSError as error:\n                _LOGGER.error(\n"
         '                    "The end',
         "            except ZeroDivisionError as error:\n                _LOGGER.error(\n"
@@ -1849,7 +1879,7 @@ FAULTS = (
     ),
     Fault(
         "the size of checkpoints is not estimated",
-        "helios/startup/outputs.py",
+        "helios/startup/building/run_outputs.py",
         "            num_bytes=sum(sizes) + discovery.values.num_bytes,",
         "            num_bytes=0,",
         "tests/startup/test_outputs.py",
@@ -1886,7 +1916,7 @@ FAULTS = (
     ),
     Fault(
         "the folder is not locked",
-        "helios/startup/folder.py",
+        "helios/startup/checkpoint_search/run_folder.py",
         "        lock.acquire()\n",
         "",
         f"{TWO_RUNS}::test_a_second_fit_says_who_uses_the_folder_and_changes_nothing",
@@ -1953,7 +1983,7 @@ FAULTS = (
     ),
     Fault(
         "a migrated run stands at sample 0",
-        "helios/startup/migrated.py",
+        "helios/startup/checkpoint_search/migrated_cursor.py",
         "sample=cursor.batch * size * replicas.num_replicas)",
         "sample=0)",
         f"{MIGRATED_RUNS}::test_the_epoch_under_way_goes_on_at_its_next_sample",

@@ -102,6 +102,8 @@ KEPT_BY_GETTERS = {
 }
 OWNERS_OF_TRAINER = ("data/datamodule.py", "model/model.py", "plugins/plugin.py")
 
+# The constructor names each option three times, a line each: what it means, its type, its group.
+LONG_FILES = {"trainer.py": 480}
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_P90, MAX_PARAMETERS = 400, 60, 8, 30, 7
 # Historical signatures, and the one constructor whose arguments are the options of a run.
 LONG_SIGNATURES = {"Trainer.__init__", "create_dataloader"}
@@ -266,8 +268,9 @@ def functions(path: str, text: str) -> list[Function]:
 def size_faults(path: str, text: str) -> list[str]:
     """Files, functions and signatures over their budgets."""
     faults = []
-    if (lines := len(text.splitlines())) > MAX_FILE:
-        faults.append(f"{path}: {lines} lines, allowed are {MAX_FILE}.")
+    allowed = LONG_FILES.get(path, MAX_FILE)
+    if (lines := len(text.splitlines())) > allowed:
+        faults.append(f"{path}: {lines} lines, allowed are {allowed}.")
     for function in functions(path, text):
         if function.lines > MAX_FUNCTION:
             faults.append(f"{function.place}: {function.name} has {function.lines} lines.")

@@ -6,6 +6,7 @@ its sidecar; ``.tmp`` and ``.damaged`` are added behind either.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -204,13 +205,23 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints of one listing, for who alone writes into a folder."""
+    return select_checkpoints(list_files(folder))
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Return the files of one listing, sorted by name; none where there is no folder."""
     try:
         with os.scandir(folder) as entries:
             # What the listing itself says of a file: asked for later, it may be deleted.
-            names = [entry.name for entry in entries if entry.is_file()]
+            names = sorted(entry.name for entry in entries if entry.is_file())
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [path for path in map(folder.joinpath, names) if is_checkpoint(path)]
+    return [folder / name for name in names]
+
+
+def select_checkpoints(files: list[Path]) -> list[Path]:
+    """Return the committed checkpoints among these files, oldest first."""
+    found = [path for path in files if is_checkpoint(path)]
     return sorted(found, key=lambda path: (parse(path) or (0, 0), path.name))
 
 
@@ -232,7 +243,9 @@ def listings(folder: Path) -> Iterator[list[Path]]:
     )
 
 
-def search(folder: Path, look: Callable[[Path], Found | None]) -> Found | None:
+def search(
+    folder: Path, look: Callable[[Path], Found | None], *, listed: list[Path] | None = None
+) -> Found | None:
     """Look at the checkpoints of a folder, newest first, until something is found.
 
     Args:
@@ -240,11 +253,12 @@ def search(folder: Path, look: Callable[[Path], Found | None]) -> Found | None:
             that it has committed: the search begins again then.
         look: returns what it finds in a file, or ``None`` to go on with the next older one; raises
             FileNotFoundError if the file is gone.
+        listed: the checkpoints to begin with, if the folder was listed before.
 
     Raises:
         CheckpointError: as :func:`listings`.
     """
-    for paths in listings(folder):
+    for paths in itertools.chain([] if listed is None else [listed], listings(folder)):
         try:
             found = (look(path) for path in reversed(paths))
             return next((each for each in found if each is not None), None)

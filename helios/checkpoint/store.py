@@ -239,13 +239,18 @@ class RunFolder:
         return loaded
 
     def load_newest(
-        self, safe_types: Iterable[Any] = (), *, renames_damaged: bool = True
+        self,
+        safe_types: Iterable[Any] = (),
+        *,
+        renames_damaged: bool = True,
+        listed: list[Path] | None = None,
     ) -> Loaded | None:
         """Read the newest checkpoint that is whole (H23, USERS.md 2).
 
         Args:
             safe_types: types that may be built.
             renames_damaged: put damaged files aside; only who writes to the folder may.
+            listed: the checkpoints, as :meth:`clean` has returned them; ``None`` to list them.
 
         Returns:
             The checkpoint, which is never deleted from then on; ``None`` where there is none. Its
@@ -269,7 +274,7 @@ class RunFolder:
                     self._put_aside(path)
                 return None
 
-        loaded = file_names.search(self._path, look)
+        loaded = file_names.search(self._path, look, listed=listed)
         if loaded is None:
             self._refuse_silent_restart(damaged + self._find_damaged())
             return None
@@ -312,15 +317,21 @@ class RunFolder:
             return []
         return [path for path in self._path.iterdir() if file_names.is_damaged(path)]
 
-    def clean(self) -> None:
-        """Remove what a kill in the middle of a save left behind; other files are not touched."""
-        for path in sorted(self._path.iterdir()) if self._path.is_dir() else ():
+    def clean(self) -> list[Path]:
+        """Remove what a kill in the middle of a save left behind; other files are not touched.
+
+        Returns:
+            The committed checkpoints of the same listing, oldest first.
+        """
+        present = file_names.list_files(self._path)
+        for path in present:
             if not file_names.is_temporary(path) and not self._is_orphan(path):
                 continue
             try:
                 files.unlink(path, missing_ok=True)
             except OSError as error:
                 _LOGGER.warning("What a kill has left in %s stays: %s.", self._path, error)
+        return file_names.select_checkpoints(present)
 
     def _is_orphan(self, path: Path) -> bool:
         is_named_so = (

@@ -74,7 +74,7 @@ def _start_rows() -> tuple[Event, ...]:
         Event("on_load_checkpoint", ("checkpoint",), pdme, "fit goes on; nothing is loaded yet"),
         Event("on_checkpoint_loaded", (), pdme, "all is loaded but the generators"),
         Event("on_fit_start", (), (P, M), "fit: all is set up and loaded"),
-        Event("on_sanity_check_start", (), (P,), "a new run; a plugin has sanity_steps"),
+        Event("on_sanity_check_start", (), (P,), "a new run; sanity_steps is set"),
         Event("on_sanity_check_end", (), (P,), "what the trial has changed is put back"),
     )
 

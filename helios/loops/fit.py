@@ -100,7 +100,7 @@ class FitLoop(Loop):
         session.state.end_epoch()
 
     def _check_sanity(self) -> None:
-        """Run a few batches of validation before a first start, if a plugin asks for it (C17)."""
+        """Run a few batches of validation before a first start, if that is asked for (C17)."""
         session, val_loop = self._session, require(self.epoch_loop).val_loop
         steps = session.sanity_steps
         if steps and not session.is_resumed and Phase.VALIDATION in session.sources:

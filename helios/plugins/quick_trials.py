@@ -18,6 +18,8 @@ def _check_count(name: str, value: object, remedy: str) -> None:
 class SanityCheck(Plugin):
     """Validates a few batches before the first step, so that an error there does not come late.
 
+    ``Trainer(sanity_steps=...)`` does the same without a plugin.
+
     The trial runs at a first start only, and where there is validation data. It leaves no trace:
     what the model, its networks and the plugins hold is put back, no number is logged, and random
     numbers, order and counters are those of a run without it (C17, K14). An error ends the run.
@@ -48,6 +50,8 @@ class SanityCheck(Plugin):
 @PLUGIN_REGISTRY.register
 class LimitBatches(Plugin):
     """Ends each pass over data after some batches: the first ones of each epoch's order.
+
+    ``Trainer(batch_limits=...)`` does the same without a plugin.
 
     An epoch is complete then, with its validation, schedulers and checkpoints. The limit of the
     training belongs to what defines a run: a resume with another one stops, unless

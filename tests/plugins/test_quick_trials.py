@@ -112,6 +112,33 @@ def test_evaluations_are_limited_too() -> None:
     assert heard.heard == [("valid", 0), ("valid", 0), ("test", 0), ("test", 1), ("predict", 0)]
 
 
+def test_the_trainer_limits_passes_without_a_plugin() -> None:
+    """The least limit counts, whether an option or a plugin sets it."""
+    heard = Heard()
+    limits = {Phase.VALIDATION: 1, Phase.TESTING: 3, Phase.PREDICTION: 1}
+    trainer = _trainer(
+        LimitBatches(test=2), heard, train_unit="iteration", total_steps=2, batch_limits=limits
+    )
+    model, data = SmallModel(_SETTING), IndexModule(_SETTING)
+    trainer.validate(model, data)
+    trainer.test(model, data)
+    assert len(trainer.predict(model, data)) == 1
+    assert heard.heard == [("valid", 0), ("test", 0), ("test", 1), ("predict", 0)]
+
+
+@pytest.mark.parametrize("asks_plugin", [False, True])
+def test_the_trainer_asks_for_a_trial_like_a_plugin(asks_plugin: bool) -> None:
+    heard = Heard()
+    plugins = [SanityCheck(2), heard] if asks_plugin else [heard]
+    steps = 0 if asks_plugin else 2
+    tried: list[int] = []
+    heard.on_sanity_check_start = lambda: tried.append(0)  # type: ignore[attr-defined]
+    heard.on_validation_batch_start = tried.append  # type: ignore[method-assign]
+    trainer = _trainer(*plugins, train_unit="iteration", total_steps=1, sanity_steps=steps)
+    trainer.fit(SmallModel(_SETTING), IndexModule(_SETTING))
+    assert tried == [0, 0, 1]
+
+
 def test_the_least_limit_of_all_plugins_counts() -> None:
     heard = Heard()
     trainer = _trainer(

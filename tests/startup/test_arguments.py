@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 import math
 import os
 import re
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
+import helios
 from helios.checkpoint.store import CheckpointStore
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
-from helios.startup.arguments import CHANGEABLE, Arguments
-from helios.startup.signals import Signals
-from helios.state import TrainingUnit
+from helios.startup.options.checkpoint_options import CHANGEABLE
+from helios.startup.options.trainer_options import TrainerOptions
+from helios.startup.runs.signal_policy import Signals
+from helios.state import Phase, TrainingUnit
 
 DEFAULTS: dict[str, Any] = {
     "run_name": "",
@@ -58,6 +63,8 @@ DEFAULTS: dict[str, Any] = {
     "resume": "auto",
     "allow_changes": (),
     "on_incomplete": "warn",
+    "sanity_steps": 0,
+    "batch_limits": None,
 }
 FLAGS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 CPU = torch.device("cpu")
@@ -67,8 +74,8 @@ class Quiet(Plugin):
     def setup(self) -> None: ...
 
 
-def make(**options: Any) -> Arguments:
-    return Arguments(**{**DEFAULTS, **options})
+def make(**options: Any) -> TrainerOptions:
+    return helios.Trainer(**{**DEFAULTS, **options})._options
 
 
 def check_refusal(name: str, value: Any, **options: Any) -> str:
@@ -104,11 +111,10 @@ def a_file(tmp_path: Path) -> Path:
 def test_the_defaults_are_accepted_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     """API section 12."""
     arguments = make()
-    assert arguments.unit is TrainingUnit.EPOCH
-    assert arguments.seed == 6691
-    assert arguments.gpu_ids == []
+    assert arguments.run.seed == 6691
+    assert arguments.engine.gpu_ids == []
     assert arguments.schedule == Schedule()
-    assert not arguments.can_save
+    assert not arguments.checkpoints.can_save
     assert caplog.records == []
 
 
@@ -162,8 +168,8 @@ def test_an_unknown_unit_is_refused(value: Any) -> None:
 @pytest.mark.parametrize("unit", list(TrainingUnit))
 def test_a_unit_may_be_given_by_its_word(unit: TrainingUnit) -> None:
     """H66."""
-    assert make(train_unit=unit).unit is unit
-    assert make(train_unit=unit.name.lower()).unit is unit
+    assert make(train_unit=unit).schedule.unit is unit
+    assert make(train_unit=unit.name.lower()).schedule.unit is unit
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 64, 1.5, True, "7"])
@@ -174,7 +180,7 @@ def test_a_seed_must_have_64_bits(value: Any) -> None:
 @pytest.mark.parametrize("value", [0, 1, (1 << 64) - 1])
 def test_an_explicit_seed_wins_also_when_it_is_zero(value: int) -> None:
     """H1."""
-    assert make(random_seed=value).seed == value
+    assert make(random_seed=value).run.seed == value
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -204,7 +210,7 @@ def test_a_run_name_must_be_the_name_of_a_file(value: Any) -> None:
 @pytest.mark.parametrize("value", ["", "run", "run_epoch_1_iter_2", "läuft schon", "v1.2"])
 def test_other_run_names_are_accepted(value: str) -> None:
     """C1: also one that contains the words of a checkpoint's name."""
-    assert make(run_name=value).run_name == value
+    assert make(run_name=value).run.run_name == value
 
 
 @pytest.mark.parametrize(
@@ -214,7 +220,7 @@ def test_a_log_needs_its_folder(flag: str, path: str, tmp_path: Path) -> None:
     """H42."""
     assert f"{flag}=True" in check_refusal(path, None, **{flag: True})
     arguments = make(**{flag: True, path: tmp_path / "new"})
-    assert getattr(arguments, path) == tmp_path / "new"
+    assert getattr(arguments.logging, path) == tmp_path / "new"
     assert not (tmp_path / "new").exists()
 
 
@@ -235,14 +241,16 @@ def test_a_folder_must_be_a_path(name: str, value: Any) -> None:
 def test_folders_may_be_given_as_strings(tmp_path: Path) -> None:
     names = ("chkpt_root", "log_path", "run_path", "src_root")
     arguments = make(**dict.fromkeys(names, str(tmp_path)))
-    assert [getattr(arguments, name) for name in names] == [tmp_path] * 4
+    groups = (arguments.checkpoints, arguments.logging, arguments.logging, arguments.registry)
+    found = [getattr(group, name) for group, name in zip(groups, names, strict=True)]
+    assert found == [tmp_path] * 4
 
 
 def test_the_root_of_the_sources_must_exist(tmp_path: Path) -> None:
     """API section 12."""
     missing = tmp_path / "missing"
     check_refusal("src_root", str(missing), src_root=missing)
-    assert make(src_root=tmp_path).src_root == tmp_path
+    assert make(src_root=tmp_path).registry.src_root == tmp_path
 
 
 def test_a_prefix_of_imports_must_be_a_string(tmp_path: Path) -> None:
@@ -262,7 +270,7 @@ def test_checkpoints_are_written_where_folder_and_frequency_are_set(
 ) -> None:
     """H19: a folder alone only loads."""
     root = tmp_path if has_root else None
-    assert make(chkpt_root=root, chkpt_frequency=frequency).can_save is can_save
+    assert make(chkpt_root=root, chkpt_frequency=frequency).checkpoints.can_save is can_save
 
 
 @pytest.mark.parametrize("name", ["clip_norm", "clip_value"])
@@ -275,8 +283,8 @@ def test_a_clip_must_be_a_positive_number(name: str, value: Any) -> None:
 def test_gradients_are_clipped_in_one_way_only() -> None:
     """R39."""
     check_refusal("clip_value", 2.0, clip_norm=1.0, clip_value=2.0)
-    assert make(clip_norm=1).clip_norm == 1
-    assert make(clip_value=0.5).clip_value == 0.5
+    assert make(clip_norm=1).engine.clip_norm == 1
+    assert make(clip_value=0.5).engine.clip_value == 0.5
 
 
 @pytest.mark.parametrize("value", [1, 0, "yes", []])
@@ -308,8 +316,8 @@ def test_the_gpus_that_are_asked_for_or_all_are_used(
 ) -> None:
     """H46, H48."""
     set_gpus(monkeypatch, 2)
-    assert make(gpus=gpus).gpu_ids == ids
-    assert make(use_cpu=True).gpu_ids == []
+    assert make(gpus=gpus).engine.gpu_ids == ids
+    assert make(use_cpu=True).engine.gpu_ids == []
 
 
 @pytest.mark.parametrize("value", [(15,), False])
@@ -323,8 +331,8 @@ def test_signals_are_none_or_options(value: Any) -> None:
 @pytest.mark.parametrize("value", ["fp8", "", torch.float32, 16])
 def test_a_precision_is_one_or_the_name_of_one(value: Any) -> None:
     """E22, E23."""
-    assert make(precision="fp16").precision == Precision.FP16
-    assert make(precision=Precision.BF16).precision == Precision.BF16
+    assert make(precision="fp16").engine.precision == Precision.FP16
+    assert make(precision=Precision.BF16).engine.precision == Precision.BF16
     check_refusal("precision", value, precision=value)
 
 
@@ -332,13 +340,13 @@ def test_a_precision_is_one_or_the_name_of_one(value: Any) -> None:
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2"])
 def test_replicas_and_processes_are_positive_numbers(name: str, value: Any) -> None:
     """DESIGN section 6, "Processes"."""
-    assert getattr(make(**{name: 3}), name) == 3
+    assert getattr(make(**{name: 3}).processes, name) == 3
     check_refusal(name, value, **{name: value})
 
 
 def test_a_process_carries_one_replica_at_least() -> None:
     """DESIGN section 6, "Processes": an explicit P > V is an error."""
-    assert make(num_replicas=2, nproc=2).nproc == 2
+    assert make(num_replicas=2, nproc=2).processes.nproc == 2
     assert "num_replicas=2" in check_refusal("nproc", 3, num_replicas=2, nproc=3)
 
 
@@ -374,7 +382,7 @@ def test_determinism_on_a_gpu_is_refused_where_it_is_too_late(
 @pytest.mark.parametrize("value", ["auto", "never"])
 def test_resuming_is_automatic_or_never(value: str) -> None:
     """DESIGN section 6."""
-    assert make(resume=value, chkpt_root=Path()).resume == value
+    assert make(resume=value, chkpt_root=Path()).checkpoints.resume == value
 
 
 @pytest.mark.parametrize("value", [None, True, 3, b"path"])
@@ -390,14 +398,27 @@ def test_resuming_from_a_path_needs_a_folder_for_new_checkpoints(
     """DESIGN section 6."""
     path = tmp_path / "run_epoch_1_iter_2.pth"
     assert "resume=" in check_refusal("chkpt_root", None, resume=kind(path))
-    assert make(resume=kind(path), chkpt_root=tmp_path).resume == path
+    assert make(resume=kind(path), chkpt_root=tmp_path).checkpoints.resume == path
 
 
 @pytest.mark.parametrize("name", CHANGEABLE)
 def test_a_change_is_allowed_by_its_name(name: str, tmp_path: Path) -> None:
     """DESIGN section 6; a single name need not stand in a tuple."""
-    assert make(allow_changes=[name], chkpt_root=tmp_path).allow_changes == (name,)
-    assert make(allow_changes=name, chkpt_root=tmp_path).allow_changes == (name,)
+    assert make(allow_changes=[name], chkpt_root=tmp_path).checkpoints.allow_changes == (name,)
+    assert make(allow_changes=name, chkpt_root=tmp_path).checkpoints.allow_changes == (name,)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None, "2"])
+def test_a_trial_validation_takes_a_count_of_batches(value: Any) -> None:
+    assert make(sanity_steps=2).trial.sanity_steps == 2
+    check_refusal("sanity_steps", value, sanity_steps=value)
+
+
+@pytest.mark.parametrize("value", [3, {"train": 1}, {Phase.TRAINING: 0}, {Phase.TESTING: True}])
+def test_limits_of_batches_are_positive_numbers_by_phase(value: Any) -> None:
+    limits = MappingProxyType({Phase.TRAINING: 1, Phase.TESTING: 3})
+    assert make(batch_limits=limits).trial.batch_limits == dict(limits)
+    check_refusal("batch_limits", value, batch_limits=value)
 
 
 @pytest.mark.parametrize("names", [("num_replicas",), ("batch_size", "lr"), "all", (1,)])
@@ -416,7 +437,7 @@ def test_the_allowed_changes_must_be_names(value: Any, tmp_path: Path) -> None:
 def test_plugins_must_be_a_list_of_plugins() -> None:
     """DESIGN section 9."""
     plugin, stranger = Quiet("quiet"), object()
-    assert make(plugins=[plugin]).plugins == [plugin]
+    assert list(helios.Trainer(plugins=[plugin]).plugins.values()) == [plugin]
     check_refusal("plugins", stranger, plugins=[plugin, stranger])
     check_refusal("plugins", Quiet, plugins=[Quiet])
 
@@ -429,13 +450,13 @@ def test_plugins_that_are_no_list_are_refused_by_their_name(value: Any) -> None:
 def test_a_store_must_be_a_store(tmp_path: Path) -> None:
     """DESIGN section 6."""
     store = CheckpointStore()
-    assert make(store=store, chkpt_root=tmp_path, chkpt_frequency=1).store is store
+    assert make(store=store, chkpt_root=tmp_path, chkpt_frequency=1).checkpoints.store is store
     check_refusal("store", "folder", store="folder", chkpt_root=tmp_path)
 
 
 def test_an_engine_must_be_an_engine() -> None:
     """E40."""
-    assert make(engine=Engine(CPU)).gpu_ids == []
+    assert make(engine=Engine(CPU)).engine.gpu_ids == []
     check_refusal("engine", CPU, engine=CPU)
     check_refusal("engine", Engine, engine=Engine)
 
@@ -461,7 +482,7 @@ def test_an_engine_brings_its_own_device_and_clipping(name: str, value: Any) -> 
 )
 def test_the_gpus_of_an_engine_are_those_of_its_device(device: str, ids: list[int]) -> None:
     """API section 12: gpu_ids is empty on the CPU, which has an index too."""
-    assert make(engine=Engine(torch.device(device))).gpu_ids == ids
+    assert make(engine=Engine(torch.device(device))).engine.gpu_ids == ids
 
 
 @pytest.mark.parametrize(
@@ -541,3 +562,56 @@ def test_the_schedule_takes_every_option_that_decides_when(tmp_path: Path) -> No
         accumulation_steps=5,
         early_stop_cycles=6,
     )
+
+
+def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "run_name": "name",
+        "total_steps": 9,
+        "valid_frequency": 2,
+        "chkpt_frequency": 3,
+        "print_frequency": 4,
+        "accumulation_steps": 5,
+        "enable_cudnn_benchmark": False,
+        "enable_deterministic": True,
+        "early_stop_cycles": 6,
+        "use_cpu": True,
+        "gpus": None,
+        "random_seed": 7,
+        "enable_tensorboard": True,
+        "enable_file_logging": True,
+        "capture_warnings": False,
+        "enable_progress_bar": True,
+        "chkpt_root": tmp_path / "chkpt",
+        "log_path": tmp_path / "log",
+        "run_path": tmp_path / "run",
+        "src_root": tmp_path,
+        "import_prefix": "prefix",
+        "print_banner": False,
+        "engine": None,
+        "precision": Precision.BF16,
+        "store": CheckpointStore(keep_last=2),
+        "num_replicas": 8,
+        "nproc": 4,
+        "clip_norm": None,
+        "clip_value": 0.5,
+        "resume": "never",
+        "allow_changes": ("seed",),
+        "on_incomplete": "raise",
+        "sanity_steps": 1,
+        "batch_limits": {Phase.TRAINING: 10},
+    }
+    apart = {"train_unit": TrainingUnit.ITERATION, "signals": Signals(()), "plugins": ()}
+    parameters = inspect.signature(helios.Trainer).parameters
+    assert list(DEFAULTS) == list(parameters)
+    assert {name: each.default for name, each in parameters.items()} == DEFAULTS
+    assert set(given) | set(apart) == set(parameters)
+    options = make(**given, **apart)
+    groups = [getattr(options, field.name) for field in dataclasses.fields(options)]
+    found = {
+        field.name: getattr(group, field.name)
+        for group in groups
+        for field in dataclasses.fields(group)
+    }
+    assert {name: found[name] for name in given} == given
+    assert (options.schedule.unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))

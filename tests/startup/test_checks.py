@@ -10,7 +10,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
-from helios.startup.checks import check_plugins, check_processor, check_state_methods
+from helios.startup.options.object_checks import check_plugins, check_processor, check_state_methods
 from helios.state import TrainingState
 
 

@@ -11,7 +11,7 @@ import pytest
 from helios.checkpoint import loading
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import CheckpointError
-from helios.startup.newest import find_newest
+from helios.startup.checkpoint_search.newest_checkpoint import find_newest
 from tests.checkpoint.helpers import save
 from tests.engines.joined import replicas_on
 from tests.startup.test_arguments import make
@@ -19,11 +19,11 @@ from tests.support.ranks import run_ranks
 
 
 def _find(rank: int, root: Path, patch: Callable[[pytest.MonkeyPatch, int, Path], None]) -> Any:
-    arguments = make(chkpt_root=root)
+    options = make(chkpt_root=root).checkpoints
     with replicas_on(rank, 2, 2) as team, pytest.MonkeyPatch.context() as context:
         patch(context, rank, root / "run")
         try:
-            loaded = find_newest(arguments, "run", [], team=team)
+            loaded = find_newest(options, "run", [], team=team)
         except CheckpointError as error:
             return str(error)
         return None if loaded is None else loaded.path.name

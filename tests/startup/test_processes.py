@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RunMismatchError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
-from helios.startup.processes import Place, Stored, choose_processes, choose_replicas
-from helios.startup.resume import find_stored
+from helios.startup.checkpoint_search.resume_point import find_stored
+from helios.startup.launching.process_plan import Place, Stored, choose_processes, choose_replicas
+from helios.startup.options.trainer_options import TrainerOptions
 from tests.startup.test_arguments import make, set_gpus
 from tests.support.runs import IndexModule, Setting, SmallModel, train
 
@@ -31,6 +33,10 @@ def started(kind: LaunchKind, count: int, local_rank: int = 0) -> Place:
 
 def stored(count: int | None) -> Stored | None:
     return None if count is None else Stored(count, _PATH)
+
+
+def _count(options: TrainerOptions, place: Place) -> int:
+    return choose_processes(options.processes, options.engine, place, None)
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +73,8 @@ def test_a_plain_start_follows_the_run_then_the_arguments_then_the_machine(
 ) -> None:
     set_gpus(monkeypatch, num_gpus)
     arguments = make(**options)
-    count = choose_processes(arguments, _ALONE, stored(kept))
-    assert (count, choose_replicas(arguments, _ALONE, stored(kept), count)) == expected
+    count = choose_processes(arguments.processes, arguments.engine, _ALONE, stored(kept))
+    assert (count, choose_replicas(arguments.processes, _ALONE, stored(kept), count)) == expected
 
 
 @pytest.mark.parametrize("kind", [LaunchKind.TORCHRUN, LaunchKind.SRUN])
@@ -80,23 +86,23 @@ def test_a_launcher_decides_the_number_of_processes(
     kind: LaunchKind, options: dict[str, Any], kept: int | None, expected: int
 ) -> None:
     arguments, place = make(**options), started(kind, 3)
-    count = choose_processes(arguments, place, stored(kept))
+    count = choose_processes(arguments.processes, arguments.engine, place, stored(kept))
     assert count == 3
-    assert choose_replicas(arguments, place, stored(kept), count) == expected
+    assert choose_replicas(arguments.processes, place, stored(kept), count) == expected
 
 
 @pytest.mark.parametrize("place", [started(LaunchKind.TORCHRUN, 3), started(LaunchKind.SRUN, 1)])
 def test_another_number_than_the_launchers_is_refused(place: Place) -> None:
     with pytest.raises(ArgumentError, match=rf"{place.launch.kind.value} has started .* nproc is"):
-        choose_processes(make(nproc=2), place, None)
+        _count(make(nproc=2), place)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     set_gpus(monkeypatch, 2)
     with pytest.raises(ArgumentError, match=r"at most the number of GPUs, 2, got 3"):
-        choose_processes(make(nproc=3), _ALONE, None)
+        _count(make(nproc=3), _ALONE)
     with pytest.raises(ArgumentError, match=r"must be 1 with an engine on cuda:1"):
-        choose_processes(make(nproc=2, engine=Engine("cuda:1")), _ALONE, None)
+        _count(make(nproc=2, engine=Engine("cuda:1")), _ALONE)
 
 
 @pytest.mark.parametrize(
@@ -112,27 +118,27 @@ def test_more_processes_than_replicas_are_refused(
 ) -> None:
     arguments = make(**options)
     with pytest.raises(UsageError, match=rf"A run of 2 replicas .*{words}"):
-        choose_replicas(arguments, place, stored(kept), 3)
+        choose_replicas(arguments.processes, place, stored(kept), 3)
 
 
 def test_the_number_of_replicas_never_changes() -> None:
     with pytest.raises(RunMismatchError, match=r"begun with 4 replicas .*never .*start a new run"):
-        choose_replicas(make(num_replicas=2), _ALONE, stored(4), 1)
+        choose_replicas(make(num_replicas=2).processes, _ALONE, stored(4), 1)
 
 
 def test_each_process_of_a_machine_has_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """H48."""
     set_gpus(monkeypatch, 4)
     second = started(LaunchKind.TORCHRUN, 2, local_rank=1)
-    assert second.device_for(make(gpus=[2, 3])) == torch.device("cuda:3")
-    assert second.device_for(make(use_cpu=True)) == torch.device("cpu")
-    assert second.device_for(make(engine=Engine("cuda:0"))) == torch.device("cuda:0")
+    assert second.device_for(make(gpus=[2, 3]).engine) == torch.device("cuda:3")
+    assert second.device_for(make(use_cpu=True).engine) == torch.device("cpu")
+    assert second.device_for(make(engine=Engine("cuda:0")).engine) == torch.device("cuda:0")
     with pytest.raises(ArgumentError, match=r"name a GPU for each process .*are 2, got \[2\]"):
-        choose_processes(make(gpus=[2]), second, None)
+        _count(make(gpus=[2]), second)
     # SLURM may show a task its own GPU only.
     set_gpus(monkeypatch, 1)
     alone = started(LaunchKind.SRUN, 2, local_rank=1)
-    assert alone.device_for(make()) == torch.device("cuda:0")
+    assert alone.device_for(make().engine) == torch.device("cuda:0")
 
 
 _SHARED = Setting(total_steps=2, validates=False, valid_frequency=None)
@@ -174,17 +180,17 @@ def _setting(**options: Any) -> Setting:
 
 
 def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) -> None:
-    arguments = make(chkpt_root=tmp_path)
-    assert find_stored(arguments, "small", [], is_fit=True) is None
+    options = make(chkpt_root=tmp_path).checkpoints
+    assert find_stored(options, "small", [], is_fit=True) is None
     train(tmp_path, _setting(num_replicas=3))
     newest = tmp_path / "small" / "small_epoch_1_iter_2.pth"
-    assert find_stored(arguments, "small", [], is_fit=True) == Stored(3, newest)
+    assert find_stored(options, "small", [], is_fit=True) == Stored(3, newest)
     newest.with_suffix(".json").write_text("{}")
     older = newest.with_name("small_epoch_1_iter_1.pth")
-    assert find_stored(arguments, "small", [], is_fit=True) == Stored(3, older)
+    assert find_stored(options, "small", [], is_fit=True) == Stored(3, older)
     newest.with_suffix(".json").unlink()
-    assert find_stored(arguments, "small", [], is_fit=True) == Stored(3, newest)
-    anew = make(chkpt_root=tmp_path, resume="never")
+    assert find_stored(options, "small", [], is_fit=True) == Stored(3, newest)
+    anew = make(chkpt_root=tmp_path, resume="never").checkpoints
     assert find_stored(anew, "small", [], is_fit=True) is None
     assert find_stored(anew, "small", [], is_fit=False) == Stored(3, newest)
 
@@ -192,10 +198,10 @@ def test_what_a_run_was_begun_with_is_read_from_its_newest_file(tmp_path: Path) 
 def test_a_path_says_what_its_run_was_begun_with(tmp_path: Path) -> None:
     train(tmp_path / "first", _setting(num_replicas=3))
     origin = tmp_path / "first" / "small" / "small_epoch_1_iter_1.pth"
-    arguments = make(chkpt_root=tmp_path / "second", resume=origin)
-    assert find_stored(arguments, "small", [], is_fit=True) == Stored(3, origin)
-    assert find_stored(arguments, "small", [], is_fit=False) is None
-    missing = make(chkpt_root=tmp_path / "second", resume=tmp_path / "gone.pth")
+    options = make(chkpt_root=tmp_path / "second", resume=origin).checkpoints
+    assert find_stored(options, "small", [], is_fit=True) == Stored(3, origin)
+    assert find_stored(options, "small", [], is_fit=False) is None
+    missing = make(chkpt_root=tmp_path / "second", resume=tmp_path / "gone.pth").checkpoints
     assert find_stored(missing, "small", [], is_fit=True) is None
 
 
@@ -221,8 +227,10 @@ def test_the_plugins_in_the_box_can_be_handed_to_ranks(tmp_path: Path) -> None:
     assert list(received.plugins) == list(trainer.plugins)
     received.plugins.pop("sanity-check")
     received.plugins.pop("limit-batches")
-    for name in ("valid_frequency", "total_steps", "print_frequency"):
-        setattr(received._arguments, name, 1)
+    frequent = dataclasses.replace(
+        received._options.schedule, valid_frequency=1, total_steps=1, print_frequency=1
+    )
+    received._options = dataclasses.replace(received._options, schedule=frequent)
     assert received.fit(SmallModel(_SHARED), IndexModule(Setting())) is True
     assert (tmp_path / "rows.csv").read_text().count("\n") > 1
     assert any((tmp_path / "traces").iterdir())

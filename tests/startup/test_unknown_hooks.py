@@ -11,7 +11,7 @@ from helios.data.datamodule import DataModule
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
-from helios.startup import checks
+from helios.startup.options.object_checks import warn_of_unknown_hooks
 
 
 def nothing(*args: Any) -> None:
@@ -41,7 +41,7 @@ class Data(DataModule):
 
 def warnings_of(owner: object, caplog: pytest.LogCaptureFixture) -> list[str]:
     caplog.clear()
-    checks.warn_of_unknown_hooks(owner)
+    warn_of_unknown_hooks(owner)
     return [record.getMessage() for record in caplog.records]
 
 

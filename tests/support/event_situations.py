@@ -60,7 +60,7 @@ class Situation:
             "the run has ended before": self.is_over,
             "the run goes on": self.goes_on,
             "the run is new": not self.goes_on,
-            "a plugin has sanity_steps": self.call.monitor is TryingMonitor and evaluation > 0,
+            "sanity_steps is set": self.call.monitor is TryingMonitor and evaluation > 0,
             "epochs are counted": unit == "epoch",
             "steps are counted": unit == "iteration",
             "train_step returns a loss": self.call.model is not ManualLinear,

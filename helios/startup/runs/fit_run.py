@@ -19,17 +19,19 @@ from helios.errors import ArgumentError
 from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
-from helios.startup import banner, outputs, resume
-from helios.startup.call import Call
-from helios.startup.claims import Claim, judge
-from helios.startup.folder import lock_folder, require_writable
-from helios.startup.migrated import find_cursor
-from helios.startup.owners import find_owners, find_stranded_generators
-from helios.startup.processes import Plan, describe_processes
-from helios.startup.promise import find_promise
-from helios.startup.registration import log_order
-from helios.startup.run import Run
-from helios.startup.together import on_first
+from helios.startup.building import run_outputs
+from helios.startup.building.state_owners import find_owners, find_stranded_generators
+from helios.startup.checkpoint_search import resume_point, run_identity
+from helios.startup.checkpoint_search.migrated_cursor import find_cursor
+from helios.startup.checkpoint_search.run_folder import lock_folder, require_writable
+from helios.startup.launching.on_all_ranks import on_first
+from helios.startup.launching.process_plan import Plan, describe_processes
+from helios.startup.launching.trainer_call import Call
+from helios.startup.options.plugin_table import log_order
+from helios.startup.reporting import banner
+from helios.startup.reporting.loader_claims import Claim, judge
+from helios.startup.reporting.reproducibility_level import find_promise
+from helios.startup.runs.base_run import Run
 from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -44,16 +46,21 @@ class FitRun(Run):
 
     def __init__(self, call: Call, plan: Plan, device: torch.device) -> None:
         super().__init__(call, plan, device)
-        self._start = resume.Start()
-        self._recorder: outputs.FitRecorder | None = None
+        self._can_save = self.options.checkpoints.can_save
+        self._start = resume_point.Start()
+        self._recorder: run_outputs.FitRecorder | None = None
         self._stranded: dict[str, str] = {}
 
     def _run(self, stack: ExitStack) -> bool:
         self._prepare_data()
         name = self.model.save_name
-        lock = lock_folder(self.arguments, name, stack, team=self.replicas)
-        self._start = resume.find_start(
-            self.arguments, name, self.model.types_for_safe_load(), replicas=self.replicas
+        lock = lock_folder(self.options.checkpoints, name, stack, team=self.replicas)
+        self._start = resume_point.find_start(
+            self.options.checkpoints,
+            name,
+            self.model.types_for_safe_load(),
+            run_name=self._name,
+            replicas=self.replicas,
         )
         self._start.lock = lock
         if self._is_finished():
@@ -62,11 +69,11 @@ class FitRun(Run):
             assert self._start.loaded is not None
             self._restore(Trained.of(self._detach(self._start.loaded.record)))
             return True
-        on_first(self.replicas, lambda: require_writable(self.arguments, name))
+        on_first(self.replicas, lambda: require_writable(self.options.checkpoints, name))
         self._prepare(stack)
         # Its tensors are copied where they belong; kept, they would double the state's memory.
         self._start.forget_payload()
-        if self._recorder is not None and self.session is not None and self.arguments.can_save:
+        if self._recorder is not None and self.session is not None and self._can_save:
             self._recorder.prepare(self.session.state)
         self._has_begun = True
         self.hooks.emit("on_fit_start")
@@ -92,7 +99,7 @@ class FitRun(Run):
         stack.enter_context(self._numerics(record))
         # Another run's logs are not this run's to cut back: a branch begins its own.
         logged = None if self._start.is_branch else record
-        outputs.open_logs(self.arguments, self._name, logged, is_training=True)
+        run_outputs.open_logs(self.options.logging, self._name, logged, is_training=True)
         self._set_up(is_inference=False)
         session = self._build()
         self._take_session(session)
@@ -106,17 +113,19 @@ class FitRun(Run):
 
     @property
     def _name(self) -> str:
-        return self.arguments.run_name or self.model.save_name
+        return self.options.run.name_for(self.model.save_name)
 
     def _is_finished(self) -> bool:
         loaded = self._start.loaded
         if loaded is None or loaded.sidecar is None or not loaded.sidecar.finished:
             return False
-        if not resume.is_still_finished(self.arguments, loaded.record, loaded.sidecar.finished):
+        if not run_identity.is_still_finished(
+            self.options.schedule, loaded.record, loaded.sidecar.finished
+        ):
             return False
-        is_passed = resume.is_shortened(self.arguments, loaded.record.options)
+        is_passed = run_identity.is_shortened(self.options.schedule, loaded.record.options)
         reason = loaded.sidecar.finished
-        resume.report_finished(self._name, loaded, reason, is_passed=is_passed)
+        run_identity.report_finished(self._name, loaded, reason, is_passed=is_passed)
         return True
 
     def _numerics(self, record: Record | None) -> Any:
@@ -129,8 +138,8 @@ class FitRun(Run):
                 torch.get_num_threads(),
             )
         return numerics(
-            is_deterministic=self.arguments.enable_deterministic,
-            use_cudnn_benchmark=self.arguments.enable_cudnn_benchmark,
+            is_deterministic=self.options.numerics.enable_deterministic,
+            use_cudnn_benchmark=self.options.numerics.enable_cudnn_benchmark,
             num_threads=threads,
         )
 
@@ -149,12 +158,12 @@ class FitRun(Run):
             owners.limit(self._start.folder.options.max_plain_bytes)
         self.owners = owners
         self._require_alike_setup()
-        if self.arguments.valid_frequency is not None and not has_validation:
+        if self.options.schedule.valid_frequency is not None and not has_validation:
             _LOGGER.warning(
                 "There is no validation data, so valid_frequency and early_stop_cycles have no "
                 "effect. Assign self._valid_dataset in the data module's setup()."
             )
-        claim = judge(source, self._record, can_save=self.arguments.can_save)
+        claim = judge(source, self._record, can_save=self._can_save)
         self._stranded = find_stranded_generators(source)
         claim = replace(claim, missing=claim.missing | self._stranded)
         self._recorder = self._make_recorder(source, claim)
@@ -163,26 +172,27 @@ class FitRun(Run):
             engine=self.engine,
             hooks=self.hooks,
             display=self.display,
-            seed=self.arguments.seed,
-            schedule=self.arguments.schedule,
+            seed=self.options.run.seed,
+            schedule=self.options.schedule,
             sources=self.sources,
             plugins=self.plugins,
             schedulers=Schedulers(self.model.discovery.schedulers(), self.model.scheduler_interval),
             recorder=self._recorder,
-            can_save=self.arguments.can_save,
+            can_save=self._can_save,
+            trial_steps=self.options.trial.sanity_steps,
             loop_states=LoopStates(self.loop, _LOOP_PATH),
             owner_states=self.owners,
             missing=claim.missing,
             claims=claim.words,
-            refuses_incomplete=self.arguments.on_incomplete == "raise",
+            refuses_incomplete=self.options.checkpoints.on_incomplete == "raise",
             note_last_safe_point=self.call.standing.listener.note_safe_point,
-            outside=partial(self.call.standing.listener.ask, saves=self.arguments.can_save),
+            outside=partial(self.call.standing.listener.ask, saves=self._can_save),
         )
 
-    def _make_recorder(self, source: Source, claim: Claim) -> outputs.FitRecorder:
+    def _make_recorder(self, source: Source, claim: Claim) -> run_outputs.FitRecorder:
         """Show the banner, with the level that the run reaches, and return what will write it."""
         promise = find_promise(
-            self.arguments,
+            self.options.numerics,
             self.engine,
             source,
             model=self.model,
@@ -190,29 +200,35 @@ class FitRun(Run):
             record=self._record,
             claim=claim,
         )
-        recorder = outputs.FitRecorder(
-            self.arguments,
+        recorder = run_outputs.FitRecorder(
+            self._name,
             self.model,
             self._start,
             promise=promise,
             engine=self.engine,
-            options=resume.identity(self.arguments, source.description, self.engine)
+            schedule=self.options.schedule,
+            definition=self._identify(source)
             | {"fingerprint": source.description.get("fingerprint")}
-            | resume.limits(self.arguments),
+            | run_identity.limits(self.options.schedule),
         )
         self._settings.callback(recorder.close)
         loaded = self._start.loaded
-        banner.show_banner(
-            self.arguments,
-            self.model,
-            {
-                "run": self._name,
-                "processes": describe_processes(self.replicas),
-                "promise": str(promise),
-            },
-            where=None if loaded is None else loaded.path.name,
-        )
+        if self.options.logging.print_banner:
+            banner.show_banner(
+                self.model,
+                {
+                    "run": self._name,
+                    "processes": describe_processes(self.replicas),
+                    "promise": str(promise),
+                },
+                where=None if loaded is None else loaded.path.name,
+            )
         return recorder
+
+    def _identify(self, source: Source) -> dict[str, Any]:
+        """Return what defines the run, by name."""
+        options = self.options
+        return run_identity.identity(options.run, options.schedule, source.description, self.engine)
 
     def _open_training_source(self) -> Source:
         source = self._open_source(Phase.TRAINING)
@@ -221,7 +237,7 @@ class FitRun(Run):
                 f"{type(self.datamodule).__name__} must have training data for fit, got none. "
                 "Assign self._train_dataset in setup()."
             )
-        if self.arguments.can_save and not source.can_resume:
+        if self._can_save and not source.can_resume:
             raise ArgumentError(
                 f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
                 f"saved, so a checkpoint could not resume exactly. {source.remedy} Or leave out "
@@ -234,22 +250,22 @@ class FitRun(Run):
         state = TrainingState(**record.training_state)
         source = session.training_source
         cursor = find_cursor(record, source.description, session.replicas)
-        if resume.is_extended(self.arguments, record.options):
+        if run_identity.is_extended(self.options.schedule, record.options):
             cursor.go_on()
-        identity = resume.identity(self.arguments, source.description, self.engine)
-        self._start.changes += resume.reconcile(
+        identity = self._identify(source)
+        self._start.changes += run_identity.reconcile(
             record.options,
             identity,
-            tuple(self.arguments.allow_changes),
+            tuple(self.options.checkpoints.allow_changes),
             state=state,
             cursor=cursor,
         )
-        self._start.changes += resume.note_fingerprint(source.description, record.options)
+        self._start.changes += run_identity.note_fingerprint(source.description, record.options)
         if record.options.get("length") == identity["length"]:
             session.saved_length = record.data.get("length")
-            session.allows_other_length = "length" in self.arguments.allow_changes
-        self._start.changes += resume.note_limits(self.arguments, record.options)
-        self._start.is_shortened = resume.is_shortened(self.arguments, record.options)
+            session.allows_other_length = "length" in self.options.checkpoints.allow_changes
+        self._start.changes += run_identity.note_limits(self.options.schedule, record.options)
+        self._start.is_shortened = run_identity.is_shortened(self.options.schedule, record.options)
         banner.warn_of_other_machine(record.machine, self.engine)
         self._start.changes += self._note_missing(record)
         payload = record.to_payload()

@@ -12,19 +12,19 @@ from typing import Any
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.replicas.replicas import Replicas
-from helios.startup.arguments import Arguments
-from helios.startup.folder import open_folder
-from helios.startup.resume import follow
-from helios.startup.together import on_each, on_first
+from helios.startup.checkpoint_search.resume_point import follow
+from helios.startup.checkpoint_search.run_folder import open_folder
+from helios.startup.launching.on_all_ranks import on_each, on_first
+from helios.startup.options.checkpoint_options import CheckpointOptions
 
 
 def find_newest(
-    arguments: Arguments, save_name: str, safe_types: list[Any], *, team: Replicas
+    options: CheckpointOptions, save_name: str, safe_types: list[Any], *, team: Replicas
 ) -> Loaded | None:
     """Load the newest checkpoint that is whole, the same one in all processes of a team.
 
     Args:
-        arguments: the options of the trainer.
+        options: where checkpoints lie.
         save_name: names the folder of the run.
         safe_types: types that may be built.
         team: the processes; rank 0 looks.
@@ -32,7 +32,7 @@ def find_newest(
     Raises:
         CheckpointError: if a checkpoint is there that cannot be used.
     """
-    folder = open_folder(arguments, save_name)
+    folder = open_folder(options, save_name)
     if folder is None:
         return None
     search = _Search(folder, safe_types, team)

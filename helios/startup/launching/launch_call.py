@@ -18,15 +18,21 @@ from helios.checkpoint.capture import Trained
 from helios.launch.ipc import LaunchQueue
 from helios.launch.launcher import spawn
 from helios.launch.worker import end_with_launcher
-from helios.startup.call import Call, only_call
-from helios.startup.evaluate import EvaluationRun
-from helios.startup.fit import FitRun
-from helios.startup.folder import require_writable
-from helios.startup.processes import Place, Plan, Stored, choose_processes, choose_replicas
-from helios.startup.resume import find_stored
-from helios.startup.run import Run
-from helios.startup.signals import Listener, listening
-from helios.startup.together import on_first
+from helios.startup.checkpoint_search.resume_point import find_stored
+from helios.startup.checkpoint_search.run_folder import require_writable
+from helios.startup.launching.on_all_ranks import on_first
+from helios.startup.launching.process_plan import (
+    Place,
+    Plan,
+    Stored,
+    choose_processes,
+    choose_replicas,
+)
+from helios.startup.launching.trainer_call import Call, only_call
+from helios.startup.runs.base_run import Run
+from helios.startup.runs.evaluation_run import EvaluationRun
+from helios.startup.runs.fit_run import FitRun
+from helios.startup.runs.signal_policy import Listener, listening
 from helios.state import Phase
 from helios.terminal.progress import Display, NullDisplay
 
@@ -48,7 +54,7 @@ def _listening(call: Call) -> Iterator[None]:
         yield
         return
     try:
-        with listening(call.arguments.signals) as call.standing.listener:
+        with listening(call.options.signals) as call.standing.listener:
             yield
     finally:
         call.standing.listener = Listener()
@@ -72,16 +78,17 @@ def _find_stored(call: Call) -> Stored | None:
     model = call.model
     is_fit = call.phase is Phase.TRAINING
     types = model.types_for_safe_load()
-    stored = find_stored(call.arguments, model.save_name, types, is_fit=is_fit)
+    stored = find_stored(call.options.checkpoints, model.save_name, types, is_fit=is_fit)
     if is_fit and stored is None:
         # A run that begins now will save. One that is there may be finished, on a disk for good.
-        require_writable(call.arguments, model.save_name)
+        require_writable(call.options.checkpoints, model.save_name)
     return stored
 
 
 def _plan(call: Call, place: Place, stored: Stored | None) -> Plan:
-    num_processes = choose_processes(call.arguments, place, stored)
-    num_replicas = choose_replicas(call.arguments, place, stored, num_processes)
+    options = call.options.processes
+    num_processes = choose_processes(options, call.options.engine, place, stored)
+    num_replicas = choose_replicas(options, place, stored, num_processes)
     return Plan(num_replicas, num_processes, place.info)
 
 
@@ -89,7 +96,7 @@ def _take_part(call: Call, place: Place) -> Any:
     """Carry out a call as one of the processes that a launcher has started."""
     if place.outlives_launcher:
         end_with_launcher()
-    with place.joined(place.device_for(call.arguments)):
+    with place.joined(place.device_for(call.options.engine)):
         if call.phase is Phase.PREDICTION:
             return _run_here(call, Plan(0, place.info.world_size, place.info), place)
         team = Plan(0, place.info.world_size, place.info).make_team()
@@ -101,7 +108,7 @@ def _take_part(call: Call, place: Place) -> Any:
 def _make_run(call: Call, plan: Plan, place: Place) -> Run:
     kind = FitRun if call.phase is Phase.TRAINING else EvaluationRun
     call.standing.info = plan.info
-    return kind(call, plan, place.device_for(call.arguments))
+    return kind(call, plan, place.device_for(call.options.engine))
 
 
 def _run_here(call: Call, plan: Plan, place: Place) -> Any:
@@ -141,7 +148,7 @@ class LauncherRun(Run):
     """
 
     def __init__(self, call: Call, plan: Plan) -> None:
-        gpus = call.arguments.gpu_ids
+        gpus = call.options.engine.gpu_ids
         super().__init__(
             call,
             Plan(plan.num_replicas, 1),
@@ -179,7 +186,8 @@ class LauncherRun(Run):
         # The ranks watch over themselves from here on.
         standing.listener.note_safe_point()
         standing.queue = standing.queue or LaunchQueue()
-        gpus = self.arguments.gpu_ids if self.arguments.engine is None else []
+        own = self.options.engine
+        gpus = own.gpu_ids if own.engine is None else []
         with standing.footprint.removed(call.owners):
             outcomes = spawn(
                 run_rank,

@@ -11,11 +11,11 @@ import torch
 from helios.checkpoint.capture import Trained, apply_tables
 from helios.engines.engine import numerics
 from helios.model.model import Model
-from helios.startup import outputs
-from helios.startup.call import Call
-from helios.startup.newest import find_newest
-from helios.startup.processes import Plan
-from helios.startup.run import Run
+from helios.startup.building import run_outputs
+from helios.startup.checkpoint_search.newest_checkpoint import find_newest
+from helios.startup.launching.process_plan import Plan
+from helios.startup.launching.trainer_call import Call
+from helios.startup.runs.base_run import Run
 from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class EvaluationRun(Run):
     def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
         loaded = find_newest(
-            self.arguments,
+            self.options.checkpoints,
             self.model.save_name,
             self.model.types_for_safe_load(),
             team=self.team,
@@ -39,13 +39,13 @@ class EvaluationRun(Run):
         record = None if loaded is None else self._detach(loaded.record)
         stack.enter_context(
             numerics(
-                is_deterministic=self.arguments.enable_deterministic,
+                is_deterministic=self.options.numerics.enable_deterministic,
                 use_cudnn_benchmark=False,
                 num_threads=None if record is None else record.num_threads,
             )
         )
-        name = self.arguments.run_name or self.model.save_name
-        outputs.open_logs(self.arguments, name, record, is_training=False)
+        name = self.options.run.name_for(self.model.save_name)
+        run_outputs.open_logs(self.options.logging, name, record, is_training=False)
         trained = self.call.handed if record is None else Trained.of(record)
         self._set_up_for(trained, is_handed=record is None)
         phase = self.call.phase

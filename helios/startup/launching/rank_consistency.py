@@ -16,7 +16,7 @@ from helios.hooks.bus import Bus
 from helios.hooks.events import EVENTS, Verb
 from helios.plugins.plugin import Plugin
 from helios.replicas.replicas import Replicas
-from helios.startup.arguments import Arguments
+from helios.startup.options.trainer_options import TrainerOptions
 from helios.state import Phase
 
 _NOTHING = "nothing"
@@ -25,37 +25,40 @@ _FREE = ("num_workers", "fingerprint")
 
 
 def describe_start(
-    arguments: Arguments, plugins: Mapping[str, Plugin], replicas: Replicas
+    options: TrainerOptions, plugins: Mapping[str, Plugin], replicas: Replicas
 ) -> dict[str, str]:
     """Return what processes must have in common before anything is set up, by name.
 
     Args:
-        arguments: the options of the trainer.
+        options: those of the trainer.
         plugins: by id; their order counts, since they are told of events in it.
         replicas: those of the run.
     """
     known = [f"{name} ({type(plugin).__qualname__})" for name, plugin in plugins.items()]
+    engine, checkpoints = options.engine, options.checkpoints
     schedule = {
-        field.name: getattr(arguments.schedule, field.name)
-        for field in dataclasses.fields(arguments.schedule)
+        field.name: getattr(options.schedule, field.name)
+        for field in dataclasses.fields(options.schedule)
     }
     values = schedule | {
-        "unit": arguments.unit.name.lower(),
-        "random_seed": arguments.seed,
-        "clip_norm": arguments.clip_norm,
-        "clip_value": arguments.clip_value,
-        "precision": None if arguments.precision is None else arguments.precision.value,
-        "engine": None if arguments.engine is None else type(arguments.engine).__qualname__,
-        "enable_deterministic": arguments.enable_deterministic,
-        "resume": str(arguments.resume),
-        "on_incomplete": arguments.on_incomplete,
+        "unit": options.schedule.unit.name.lower(),
+        "random_seed": options.run.seed,
+        "clip_norm": engine.clip_norm,
+        "clip_value": engine.clip_value,
+        "precision": None if engine.precision is None else engine.precision.value,
+        "engine": None if engine.engine is None else type(engine.engine).__qualname__,
+        "enable_deterministic": options.numerics.enable_deterministic,
+        "resume": str(checkpoints.resume),
+        "on_incomplete": checkpoints.on_incomplete,
+        "sanity_steps": options.trial.sanity_steps,
+        "batch_limits": options.trial.batch_limits,
     }
     return {
         "the plugins": ", ".join(known) or _NOTHING,
         "num_replicas": str(replicas.num_replicas),
         # Where the folder lies is another matter: who looks into it says what it does not find.
-        "a folder for checkpoints": str(arguments.chkpt_root is not None),
-        "checkpoints to write": str(arguments.can_save),
+        "a folder for checkpoints": str(checkpoints.chkpt_root is not None),
+        "checkpoints to write": str(checkpoints.can_save),
     } | {f"Trainer({name}=...)": repr(value) for name, value in values.items()}
 
 

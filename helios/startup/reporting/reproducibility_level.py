@@ -19,8 +19,8 @@ from helios.loops.loop import Loop
 from helios.loops.yielding import YieldLoop
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
-from helios.startup.arguments import Arguments
-from helios.startup.claims import Claim
+from helios.startup.options.engine_options import NumericsOptions
+from helios.startup.reporting.loader_claims import Claim
 
 _CONFIGURATION = "get_compiler_config"
 _MANUAL = "train_step returns None, and so steps by itself"
@@ -65,7 +65,7 @@ class Promise:
 
 
 def find_promise(
-    arguments: Arguments,
+    numerics: NumericsOptions,
     engine: Engine,
     source: Source,
     *,
@@ -77,7 +77,7 @@ def find_promise(
     """Find the level that a training reaches.
 
     Args:
-        arguments: the options of the trainer.
+        numerics: whether arithmetic is to be deterministic.
         engine: with the replicas of the run.
         source: the training data.
         model: after its setup.
@@ -89,17 +89,21 @@ def find_promise(
         UsageError: if the run needs a process for each replica and has fewer.
     """
     bound = list(_find_bound(engine.replicas, model, loop, record))
-    level, text = _find_level(arguments, engine, source, find_compiled(model), bound)
+    level, text = _find_level(numerics, engine, source, find_compiled(model), bound)
     missing = claim.missing if record is None else {**record.missing, **claim.missing}
     return Promise(level, text, missing, claim.words)
 
 
 def _find_level(
-    arguments: Arguments, engine: Engine, source: Source, compiled: list[str], bound: list[str]
+    numerics: NumericsOptions,
+    engine: Engine,
+    source: Source,
+    compiled: list[str],
+    bound: list[str],
 ) -> tuple[Level, str]:
     if source.level == "none":
         return Level.NONE, "the training loader can neither seek nor be saved"
-    if engine.device.type != "cpu" and not arguments.enable_deterministic:
+    if engine.device.type != "cpu" and not numerics.enable_deterministic:
         return Level.ORDER, "enable_deterministic=True makes arithmetic exact on this device"
     if compiled:
         return Level.ORDER, f"torch.compile with inductor ({', '.join(compiled)})"

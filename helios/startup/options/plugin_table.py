@@ -12,9 +12,24 @@ from helios.errors import ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver
 from helios.hooks.events import EVENTS
 from helios.plugins.plugin import Plugin
-from helios.startup.checks import check_state_methods
+from helios.startup.options.object_checks import check_state_methods
+from helios.startup.options.validators import refusal
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def check_plugin_list(plugins: object) -> None:
+    """Check what ``Trainer(plugins=...)`` was given.
+
+    Raises:
+        ArgumentError: for something that is no list of plugins.
+    """
+    if not isinstance(plugins, list | tuple):
+        raise refusal("plugins", "a list of Plugin objects", plugins, "Pass [plugin].")
+    for plugin in plugins:
+        if not isinstance(plugin, Plugin):
+            rule = "a list of Plugin objects"
+            raise refusal("plugins", rule, plugin, "Derive it from helios.plugins.Plugin.")
 
 
 class PluginTable(UserDict[str, Plugin]):

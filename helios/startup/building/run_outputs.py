@@ -21,12 +21,12 @@ from helios.errors import UsageError
 from helios.model.model import Model
 from helios.protocols import Meter
 from helios.run_state.state_size import storage_sizes
-from helios.schedule import count_saves
-from helios.startup.arguments import Arguments
-from helios.startup.banner import machine
-from helios.startup.promise import Promise, find_compiled
-from helios.startup.resume import Start
-from helios.startup.together import on_first
+from helios.schedule import Schedule, count_saves
+from helios.startup.checkpoint_search.resume_point import Start
+from helios.startup.launching.on_all_ranks import on_first
+from helios.startup.options.logging_options import LoggingOptions
+from helios.startup.reporting.banner import machine
+from helios.startup.reporting.reproducibility_level import Promise, find_compiled
 from helios.state import TrainingState
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, create_display
@@ -34,9 +34,9 @@ from helios.terminal.progress import Display, create_display
 _LOGGER = logging.getLogger(__name__)
 
 
-def open_display(arguments: Arguments) -> Display:
+def open_display(options: LoggingOptions) -> Display:
     """Return the progress bars, or what stands in for them."""
-    return create_display(arguments.enable_progress_bar)
+    return create_display(options.enable_progress_bar)
 
 
 def _find_again(root: Path | None, stored: str | None) -> Path | None:
@@ -55,28 +55,30 @@ def _is_of_windows(stored: str) -> bool:
     return os.name != "nt" and bool(PureWindowsPath(stored).drive)
 
 
-def open_logs(arguments: Arguments, name: str, record: Record | None, *, is_training: bool) -> None:
+def open_logs(
+    options: LoggingOptions, name: str, record: Record | None, *, is_training: bool
+) -> None:
     """Open the log file and the event files, or go on with those of a checkpoint (H24).
 
     Args:
-        arguments: the options of the trainer.
+        options: which logs, and where.
         name: the name of the run.
         record: the checkpoint; ``None`` for new files.
         is_training: whether events behind the checkpoint are cut off: training repeats them.
     """
     log_path = run_path = None
     if record is not None:
-        log_path = _find_again(arguments.log_path, record.log_path)
-        run_path = _find_again(arguments.run_path, record.run_path)
+        log_path = _find_again(options.log_path, record.log_path)
+        run_path = _find_again(options.run_path, record.run_path)
     log.setup_default_loggers(
         name,
-        log_root=arguments.log_path if arguments.enable_file_logging and log_path is None else None,
-        runs_root=arguments.run_path if arguments.enable_tensorboard and run_path is None else None,
+        log_root=options.log_path if options.enable_file_logging and log_path is None else None,
+        runs_root=options.run_path if options.enable_tensorboard and run_path is None else None,
     )
     if record is not None:
         log.restore_default_loggers(
-            log_path=log_path if arguments.enable_file_logging else None,
-            run_path=run_path if arguments.enable_tensorboard else None,
+            log_path=log_path if options.enable_file_logging else None,
+            run_path=run_path if options.enable_tensorboard else None,
             marks=record.events if is_training else None,
         )
 
@@ -96,30 +98,33 @@ class FitRecorder:
     """Writes the checkpoints and scalars of one training.
 
     Args:
-        arguments: the options of the trainer.
+        name: the name of the run.
         model: names checkpoints and holds the metrics.
         start: the run's folder and history.
         promise: the level of reproducibility that the run reaches.
         engine: the device and the replicas; rank 0 writes.
-        options: what defines the run and what ends it.
+        schedule: says whether checkpoints are written.
+        definition: what defines the run and what ends it.
     """
 
     def __init__(
         self,
-        arguments: Arguments,
+        name: str,
         model: Model,
         start: Start,
         *,
         promise: Promise,
         engine: Engine,
-        options: dict[str, Any],
+        schedule: Schedule,
+        definition: dict[str, Any],
     ) -> None:
-        self._arguments = arguments
+        self._name = name
+        self._schedule = schedule
         self._model = model
         self._start = start
         self._promise = promise
         self._replicas = engine.replicas
-        self._options = options
+        self._definition = definition
         self._machine = machine(engine)
         self._saver: Saver | None = None
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
@@ -127,11 +132,6 @@ class FitRecorder:
             self._saver = Saver(start.folder, pins=engine.device.type == "cuda")
             self._saver.newest = self._newest
             model.discovery.values.limit = start.folder.options.max_plain_bytes
-
-    @property
-    def name(self) -> str:
-        """The name of the run."""
-        return self._arguments.run_name or self._model.save_name
 
     def prepare(self, state: TrainingState) -> None:
         """Make memory ready for the first save, and warn of a disk that is too small.
@@ -148,7 +148,7 @@ class FitRecorder:
         warn_if_too_large(
             folder.path,
             num_bytes=sum(sizes) + discovery.values.num_bytes,
-            num_saves=count_saves(self._arguments.schedule, state),
+            num_saves=count_saves(self._schedule, state),
             options=folder.options,
         )
 
@@ -190,21 +190,21 @@ class FitRecorder:
             self._start.lock.renew()
         record = replace(
             record,
-            options=self._options,
+            options=self._definition,
             machine=self._machine,
             resumed_from=self._start.origin,
             **_log_places(),
         )
-        stem = file_names.stem(self.name, *record.place)
+        stem = file_names.stem(self._name, *record.place)
         stem = file_names.apply_metadata(stem, self._model.append_metadata_to_chkpt_name(stem))
         sidecar = Sidecar.of(
             record,
-            run_name=self.name,
+            run_name=self._name,
             level=self._promise.level_after(record, is_compiled=bool(find_compiled(self._model))),
             # Scores of an earlier validation are not of these weights.
             metrics=as_numbers(self._model.metrics) if record.has_validated else {},
             changes=self._start.changes,
-            is_by_epoch=self._arguments.schedule.is_by_epoch,
+            is_by_epoch=self._schedule.is_by_epoch,
         )
         return saver.save(
             record.to_payload(),
@@ -262,7 +262,7 @@ class FitRecorder:
         """
         saver, folder = self._saver, self._start.folder
         # Who only loads has trained on beside the checkpoint, which is not the end of its run.
-        if saver is None or folder is None or not self._arguments.can_save:
+        if saver is None or folder is None or self._schedule.chkpt_frequency is None:
             return
 
         def conclude() -> None:

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import ArgumentError, CheckpointError
 from helios.replicas.replicas import Replicas
-from helios.startup.arguments import Arguments
-from helios.startup.together import on_each, on_first
+from helios.startup.launching.on_all_ranks import on_each, on_first
+from helios.startup.options.checkpoint_options import CheckpointOptions
 from helios.storage import files
 from helios.storage.folder_lock import FolderLock
 
@@ -22,44 +22,44 @@ SHARING = (
 """What helps where a process does not see what another one has written."""
 
 
-def open_folder(arguments: Arguments, save_name: str) -> RunFolder | None:
+def open_folder(options: CheckpointOptions, save_name: str) -> RunFolder | None:
     """Return the folder of a run, or ``None`` without ``chkpt_root``.
 
     Raises:
         ArgumentError: if a file is in its place.
     """
-    if arguments.chkpt_root is None:
+    if options.chkpt_root is None:
         return None
-    path = arguments.chkpt_root / save_name
+    path = options.chkpt_root / save_name
     if path.exists() and not path.is_dir():
         raise ArgumentError(
             f"The run's place, chkpt_root/<save_name>, must be a folder, got the file {path}. "
             "Move the file away, or give the model another save_name."
         )
-    return RunFolder(path, arguments.store or CheckpointStore())
+    return RunFolder(path, options.store or CheckpointStore())
 
 
-def require_writable(arguments: Arguments, save_name: str) -> None:
+def require_writable(options: CheckpointOptions, save_name: str) -> None:
     """Refuse a folder that takes no checkpoints, which only the last save would tell.
 
     Raises:
         ArgumentError: if the run saves, and its folder cannot be created or written to.
     """
-    folder = open_folder(arguments, save_name)
-    if folder is None or not arguments.can_save:
+    folder = open_folder(options, save_name)
+    if folder is None or not options.can_save:
         return
     try:
         files.check_writable(folder.path)
     except OSError as error:
         raise ArgumentError(
             "Trainer(chkpt_root=...) must be a folder that can be created and written to, got "
-            f"{str(arguments.chkpt_root)!r}: {error}. Pass another one, or correct its rights. "
+            f"{str(options.chkpt_root)!r}: {error}. Pass another one, or correct its rights. "
             "Leave out chkpt_frequency to train without checkpoints."
         ) from error
 
 
 def lock_folder(
-    arguments: Arguments, save_name: str, stack: ExitStack, *, team: Replicas
+    options: CheckpointOptions, save_name: str, stack: ExitStack, *, team: Replicas
 ) -> FolderLock | None:
     """Take the folder of a run for this call, before anything in it is looked at.
 
@@ -67,7 +67,7 @@ def lock_folder(
     aside, too.
 
     Args:
-        arguments: the options of the trainer.
+        options: where the folder is, and whether the run saves.
         save_name: names the folder of the run.
         stack: releases the lock.
         team: the processes; rank 0 holds the lock.
@@ -79,10 +79,10 @@ def lock_folder(
         FolderInUseError: in all processes, if another run holds it.
         CheckpointError: in all processes, if one of them does not see the folder for saving.
     """
-    folder = open_folder(arguments, save_name)
+    folder = open_folder(options, save_name)
     if folder is None:
         return None
-    lock = FolderLock(folder.path, makes_folder=arguments.can_save)
+    lock = FolderLock(folder.path, makes_folder=options.can_save)
     stack.callback(lock.release)
 
     def take() -> str | None:
@@ -90,7 +90,7 @@ def lock_folder(
         return lock.token if folder.path.is_dir() else None
 
     token = on_first(team, take)
-    if arguments.can_save and token is not None:
+    if options.can_save and token is not None:
         on_each(team, lambda: _require_sight(lock, token, team))
     return lock
 

@@ -10,7 +10,6 @@ import torch
 from helios.core.utils import get_env_info_str
 from helios.engines.engine import Engine
 from helios.model.model import Model
-from helios.startup.arguments import Arguments
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,19 +36,14 @@ def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:
         )
 
 
-def show_banner(
-    arguments: Arguments, model: Model, lines: dict[str, Any], *, where: str | None
-) -> None:
+def show_banner(model: Model, lines: dict[str, Any], *, where: str | None) -> None:
     """Log the banner, with what the model appends to it.
 
     Args:
-        arguments: the options of the trainer.
         model: may append to the banner.
         lines: facts of this run, by label.
         where: the checkpoint that the run goes on from; ``None`` for a first start.
     """
-    if not arguments.print_banner:
-        return
     facts = {"start": "from the beginning" if where is None else f"resumed from {where}", **lines}
     text = "\n".join([get_env_info_str(), *(f"{label}: {fact}" for label, fact in facts.items())])
     _LOGGER.info("%s", model.append_to_banner(text))

@@ -20,22 +20,24 @@ from helios.engines.device import device_of_rank
 from helios.errors import ArgumentError, RunMismatchError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
 from helios.replicas.replicas import Replicas
-from helios.startup.arguments import Arguments
+from helios.startup.options.engine_options import EngineOptions, ProcessOptions
 
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a run was begun with.
+    """What a checkpoint says of its run, from its first start on.
 
     Attributes:
-        num_replicas: number of its replicas.
+        num_replicas: number of its replicas; 0 where a migrated file does not say it.
         path: the checkpoint that says so.
+        origin: the path of ``resume=<path>`` that the run went back to, if any.
     """
 
     num_replicas: int
     path: Path
+    origin: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,15 @@ class Place:
             return f"{kind.value} has started {_count(count, 'process')}"
         return f"the script has joined a group of {_count(count, 'process')}"
 
-    def device_for(self, arguments: Arguments) -> torch.device:
+    def device_for(self, options: EngineOptions) -> torch.device:
         """Return the device of this process.
 
         Raises:
             UsageError: if there is none for it.
         """
-        if arguments.engine is not None:
-            return arguments.engine.device
-        return device_of_rank(arguments.gpu_ids, self.info.local_rank)
+        if options.engine is not None:
+            return options.engine.device
+        return device_of_rank(options.gpu_ids, self.info.local_rank)
 
     @contextmanager
     def joined(self, device: torch.device) -> Iterator[None]:
@@ -130,45 +132,47 @@ class Plan:
         return Replicas(self.num_replicas, self.info, device=device)
 
 
-def choose_processes(arguments: Arguments, place: Place, stored: Stored | None) -> int:
+def choose_processes(
+    options: ProcessOptions, engine: EngineOptions, place: Place, stored: Stored | None
+) -> int:
     """Return the number of processes, P.
 
     Raises:
         ArgumentError: if ``nproc`` contradicts the launcher or the GPUs.
     """
-    nproc = arguments.nproc
+    nproc = options.nproc
     if place.is_given:
         if nproc not in (None, place.info.world_size):
             raise ArgumentError(
                 f"Trainer(nproc=...) must be None or the number of processes that there are, but "
                 f"{place.text}, and nproc is {nproc}. Leave it out."
             )
-        if arguments.gpus is not None and len(arguments.gpus) < place.info.local_world_size:
+        if engine.gpus is not None and len(engine.gpus) < place.info.local_world_size:
             raise ArgumentError(
                 "Trainer(gpus=...) must name a GPU for each process of this machine, of which "
-                f"there are {place.info.local_world_size}, got {arguments.gpus}. Name more, or "
+                f"there are {place.info.local_world_size}, got {engine.gpus}. Name more, or "
                 "start fewer processes."
             )
         return place.info.world_size
-    num_gpus = len(arguments.gpu_ids)
+    num_gpus = len(engine.gpu_ids)
     if nproc is not None:
-        _check_gpus(arguments, nproc)
+        _check_gpus(engine, nproc)
         return nproc
-    limit = arguments.num_replicas if stored is None else stored.num_replicas
-    count = max(1, num_gpus if arguments.engine is None else 1)
+    limit = options.num_replicas if stored is None else stored.num_replicas
+    count = max(1, num_gpus if engine.engine is None else 1)
     if limit is not None and limit < count:
         _LOGGER.info("Of %d GPUs %d are used: the run has %d replicas.", count, limit, limit)
         return limit
     return count
 
 
-def _check_gpus(arguments: Arguments, nproc: int) -> None:
-    num_gpus = len(arguments.gpu_ids)
+def _check_gpus(engine: EngineOptions, nproc: int) -> None:
+    num_gpus = len(engine.gpu_ids)
     if num_gpus == 0 or nproc <= num_gpus:
         return
-    if arguments.engine is not None:
+    if engine.engine is not None:
         raise ArgumentError(
-            f"Trainer(nproc=...) must be 1 with an engine on {arguments.engine.device}, since each "
+            f"Trainer(nproc=...) must be 1 with an engine on {engine.engine.device}, since each "
             f"process needs a GPU of its own, got {nproc}. Leave out engine, or let torchrun start "
             "the processes, each of which makes its engine."
         )
@@ -179,7 +183,7 @@ def _check_gpus(arguments: Arguments, nproc: int) -> None:
 
 
 def choose_replicas(
-    arguments: Arguments, place: Place, stored: Stored | None, num_processes: int
+    options: ProcessOptions, place: Place, stored: Stored | None, num_processes: int
 ) -> int:
     """Return the number of replicas, V.
 
@@ -187,7 +191,7 @@ def choose_replicas(
         RunMismatchError: if the run was begun with another number than ``num_replicas``.
         UsageError: if there are more processes than replicas.
     """
-    asked = arguments.num_replicas
+    asked = options.num_replicas
     if stored is not None and asked not in (None, stored.num_replicas):
         raise RunMismatchError(
             f"The run was begun with {_count(stored.num_replicas, 'replica')} ({stored.path}), "

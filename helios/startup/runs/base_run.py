@@ -27,7 +27,7 @@ from helios.distributed.process_groups import is_lost_peer
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentTypeError
 from helios.hooks.bus import Bus, naming
 from helios.launch.ipc import pack
 from helios.loops.loop import Loop
@@ -36,20 +36,20 @@ from helios.plugins.plugin import Plugin
 from helios.plugins.plugin_states import PluginStates
 from helios.replicas.replicas import Replicas
 from helios.session import Session
-from helios.startup import outputs
-from helios.startup.alike import describe_setup, describe_start, require_alike
-from helios.startup.arguments import Arguments
-from helios.startup.call import Call
-from helios.startup.checks import (
+from helios.startup.building import run_outputs
+from helios.startup.building.model_preparation import move_networks, take_own_processor
+from helios.startup.building.state_owners import find_owners
+from helios.startup.launching.on_all_ranks import on_each
+from helios.startup.launching.process_plan import Plan
+from helios.startup.launching.rank_consistency import describe_setup, describe_start, require_alike
+from helios.startup.launching.trainer_call import Call
+from helios.startup.options.engine_options import EngineOptions
+from helios.startup.options.object_checks import (
     check_plugins,
     check_processor,
     check_state_methods,
     warn_of_unknown_hooks,
 )
-from helios.startup.owners import find_owners
-from helios.startup.preparation import move_networks, take_own_processor
-from helios.startup.processes import Plan
-from helios.startup.together import on_each
 from helios.state import Phase
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display
@@ -64,14 +64,14 @@ _PURPOSES = {
 }
 
 
-def _make_engine(arguments: Arguments, device: torch.device) -> Engine:
-    if arguments.engine is not None:
-        return arguments.engine
+def _make_engine(options: EngineOptions, device: torch.device) -> Engine:
+    if options.engine is not None:
+        return options.engine
     return Engine(
         device,
-        clip_norm=arguments.clip_norm,
-        clip_value=arguments.clip_value,
-        precision=arguments.precision or Precision.FP32,
+        clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
+        precision=options.precision or Precision.FP32,
     )
 
 
@@ -95,7 +95,7 @@ class Run(ABC):
     def __init__(self, call: Call, plan: Plan, device: torch.device) -> None:
         self.call = call
         self.plan = plan
-        self.arguments: Arguments = call.arguments
+        self.options = call.options
         self.plugins: Mapping[str, Plugin] = call.plugins
         self.model: Model = call.model
         self.datamodule: DataModule = call.datamodule
@@ -104,7 +104,7 @@ class Run(ABC):
         check_plugins(self.plugins)
         check_state_methods(self.model)
         self.team = plan.make_team()
-        self.engine = _make_engine(self.arguments, device)
+        self.engine = _make_engine(self.options.engine, device)
         self.engine.replicas = plan.make_replicas(self.engine.device)
         self.hooks = self._make_bus()
         self.display = self._open_display()
@@ -124,7 +124,7 @@ class Run(ABC):
         )
 
     def _open_display(self) -> Display:
-        return outputs.open_display(self.arguments)
+        return run_outputs.open_display(self.options.logging)
 
     @property
     def loop(self) -> Loop:
@@ -148,8 +148,8 @@ class Run(ABC):
         """
         is_regular = False
         log.create_default_loggers(
-            enable_tensorboard=self.arguments.enable_tensorboard,
-            capture_warnings=self.arguments.capture_warnings,
+            enable_tensorboard=self.options.logging.enable_tensorboard,
+            capture_warnings=self.options.logging.capture_warnings,
         )
         try:
             for owner in (*self.plugins.values(), self.model, self.datamodule):
@@ -227,7 +227,7 @@ class Run(ABC):
 
     def _prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""
-        own = describe_start(self.arguments, self.plugins, self.replicas)
+        own = describe_start(self.options, self.plugins, self.replicas)
         require_alike(self.replicas, own)
 
         def prepare() -> None:
@@ -264,7 +264,7 @@ class Run(ABC):
             engine=self.engine,
             hooks=self.hooks,
             display=self.display,
-            seed=self.arguments.seed,
+            seed=self.options.run.seed,
             sources=self.sources,
             plugins=self.plugins,
             phase=phase,
@@ -294,10 +294,10 @@ class Run(ABC):
         self.datamodule.num_replicas = self.replicas.num_replicas
 
     def _set_up(self, *, is_inference: bool) -> None:
-        arguments = self.arguments
-        rng.seed_rngs(arguments.seed)
-        if arguments.src_root is not None:
-            update_all_registries(arguments.src_root, import_prefix=arguments.import_prefix)
+        registry = self.options.registry
+        rng.seed_rngs(self.options.run.seed)
+        if registry.src_root is not None:
+            update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
         self._tell_place()
         watch = LegacyWatch("setup", None)
         watch.begin()
@@ -340,24 +340,9 @@ class Run(ABC):
         self.sources[phase] = open_sources(
             found,
             label=phase.value,
-            run_seed=self.arguments.seed,
+            run_seed=self.options.run.seed,
             purpose=_PURPOSES[phase],
-            limit=self._limit_of(phase),
+            limit=self.options.trial.limit_of(phase, self.plugins),
             share=Shard(replicas.num_replicas, replicas.block, pads=phase is Phase.TRAINING),
         )
         return self.sources[phase][0]
-
-    def _limit_of(self, phase: Phase) -> int | None:
-        """Return the most batches of a pass that plugins ask for; ``None`` for no limit."""
-        limits = []
-        for name, plugin in self.plugins.items():
-            limit = plugin.batch_limits.get(phase)
-            if limit is None:
-                continue
-            if type(limit) is not int or limit < 1:
-                raise ArgumentError(
-                    f"Plugin {name!r}: batch_limits[{phase}] must be a positive int, got "
-                    f"{limit!r}. Leave the phase out for no limit."
-                )
-            limits.append(limit)
-        return min(limits, default=None)

@@ -19,10 +19,10 @@ from helios.launch.ipc import LaunchQueue
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session
-from helios.startup.arguments import Arguments
-from helios.startup.registration import PluginTable
-from helios.startup.roots import Roots
-from helios.startup.signals import Listener
+from helios.startup.options.plugin_table import PluginTable
+from helios.startup.options.root_loops import Roots
+from helios.startup.options.trainer_options import TrainerOptions
+from helios.startup.runs.signal_policy import Listener
 from helios.state import Phase
 
 
@@ -136,7 +136,7 @@ class Call:
 
     Attributes:
         phase: what is asked for; ``Phase.TRAINING`` for fit.
-        arguments: the options of the trainer.
+        options: those of the trainer.
         plugins: by id.
         roots: the loops.
         model: the user's model.
@@ -148,7 +148,7 @@ class Call:
     """
 
     phase: Phase
-    arguments: Arguments
+    options: TrainerOptions
     plugins: PluginTable
     roots: Roots
     model: Model

@@ -1,0 +1,1 @@
+"""Which checkpoint a call starts from, and whether it belongs to this run."""

@@ -1,0 +1,1 @@
+"""Which processes carry out a call, and what they do together."""

@@ -1,0 +1,1 @@
+"""The options of a trainer, its plugins and its loops: checked before anything starts."""

@@ -1,0 +1,86 @@
+"""The options of checkpoints: where they lie, how they are kept, and which one a run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from helios.checkpoint.store import CheckpointStore
+from helios.startup.options.validators import as_folder, refusal
+
+Change: TypeAlias = Literal[
+    "dataset",
+    "length",
+    "batch_size",
+    "shuffle",
+    "drop_last",
+    "seed",
+    "sampler",
+    "random_seed",
+    "train_unit",
+    "accumulation_steps",
+    "limit_batches",
+    "is_distributed",
+    "precision",
+]
+CHANGEABLE: tuple[str, ...] = get_args(Change)
+"""What of a run's definition ``allow_changes`` may name."""
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where checkpoints lie, and which one is resumed; see ``Trainer`` for each field.
+
+    Attributes:
+        chkpt_root: a ``Path`` once checked, if any.
+        resume: ``"auto"``, ``"never"`` or a ``Path``.
+    """
+
+    chkpt_root: Any
+    chkpt_frequency: int | None
+    store: CheckpointStore | None
+    resume: Any
+    allow_changes: Sequence[str]
+    on_incomplete: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chkpt_root", as_folder("chkpt_root", self.chkpt_root))
+        if self.chkpt_frequency is not None and self.chkpt_root is None:
+            rule = "a folder with chkpt_frequency set"
+            raise refusal("chkpt_root", rule, None, "Pass chkpt_root=Path(...).")
+        if self.resume not in ("auto", "never"):
+            self._check_path()
+        if self.on_incomplete not in ("warn", "raise"):
+            rule = '"warn" or "raise"'
+            raise refusal("on_incomplete", rule, self.on_incomplete, "Leave it out for a warning.")
+        object.__setattr__(self, "allow_changes", _as_changes(self.allow_changes))
+        if self.store is not None and not isinstance(self.store, CheckpointStore):
+            raise refusal("store", "a CheckpointStore", self.store, "Pass CheckpointStore(...).")
+
+    def _check_path(self) -> None:
+        if not isinstance(self.resume, str | Path):
+            rule = '"auto", "never" or a path'
+            raise refusal("resume", rule, self.resume, "Leave it out to resume.")
+        object.__setattr__(self, "resume", Path(self.resume))
+        if self.chkpt_root is None:
+            rule = "a folder with resume=<path>"
+            raise refusal("chkpt_root", rule, None, "Pass where new checkpoints go.")
+
+    @property
+    def can_save(self) -> bool:
+        """Whether checkpoints are written: both a folder and a frequency are set."""
+        return self.chkpt_root is not None and self.chkpt_frequency is not None
+
+
+def _as_changes(given: Any) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else given
+    if not isinstance(names, list | tuple | set | frozenset):
+        rule = "a tuple of names"
+        raise refusal("allow_changes", rule, given, "Leave it out for none.")
+    unknown = [name for name in names if name not in CHANGEABLE]
+    if unknown:
+        rule = f"names among {', '.join(CHANGEABLE)}"
+        raise refusal("allow_changes", rule, unknown, "Correct the names.")
+    return tuple(names)

@@ -1,0 +1,137 @@
+"""All options of a trainer, in groups: each consumer is handed the group that it needs.
+
+Each group checks itself where it is built; what concerns several of them is checked here. An option
+without effect is warned about, never ignored in silence.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from helios.core.rng import get_default_seed
+from helios.launch.launcher import require_deterministic_cublas
+from helios.schedule import Schedule
+from helios.startup.options.checkpoint_options import CheckpointOptions
+from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
+from helios.startup.options.logging_options import LoggingOptions
+from helios.startup.options.trial_options import TrialOptions
+from helios.startup.options.validators import as_folder, refusal
+from helios.startup.runs.signal_policy import Signals
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run is called, and its seed; see ``Trainer`` for the meaning of each field."""
+
+    run_name: str
+    random_seed: int | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.run_name, str) or any(mark in self.run_name for mark in "/\\\0"):
+            rule = "a string without path separators (it names files)"
+            raise refusal("run_name", rule, self.run_name, "Pass folders as chkpt_root and so on.")
+        seed = self.random_seed
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
+            raise refusal("random_seed", "None or an int of 64 bits", seed, "Pass e.g. 42.")
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return get_default_seed() if self.random_seed is None else self.random_seed
+
+    def name_for(self, save_name: str) -> str:
+        """Return the name of a run that trains a model of this ``save_name``."""
+        return self.run_name or save_name
+
+
+@dataclass(frozen=True)
+class RegistryOptions:
+    """The package whose registries are filled; see ``Trainer`` for the meaning of each field.
+
+    Attributes:
+        src_root: a ``Path`` once checked, if any.
+    """
+
+    src_root: Any
+    import_prefix: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.import_prefix, str):
+            raise refusal("import_prefix", "a string", self.import_prefix, 'Pass e.g. "src".')
+        root = as_folder("src_root", self.src_root)
+        object.__setattr__(self, "src_root", root)
+        if root is not None and not root.is_dir():
+            raise refusal("src_root", "an existing folder", str(root), "Correct the path.")
+
+
+def as_signals(value: Signals | None) -> Signals:
+    """Return on which signals fit saves and ends: the default ones for ``None``.
+
+    Raises:
+        ArgumentError: for something that is no ``Signals``.
+    """
+    if value is None:
+        return Signals()
+    if not isinstance(value, Signals):
+        remedy = "Pass e.g. Signals(grace=60.0), or Signals(()) for none."
+        raise refusal("signals", "None or Signals", value, remedy)
+    return value
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """What a trainer was asked for.
+
+    Attributes:
+        run: its name and seed.
+        registry: the package whose registries are filled.
+        schedule: when something happens.
+        numerics: how exact arithmetic is to be.
+        logging: logs, progress bar and banner.
+        checkpoints: where they lie, and which one is resumed.
+        signals: on which signals fit saves and ends.
+        engine: device, precision and clipping.
+        processes: how many processes and replicas.
+        trial: how much of the data is used.
+    """
+
+    run: RunOptions
+    registry: RegistryOptions
+    schedule: Schedule
+    numerics: NumericsOptions
+    logging: LoggingOptions
+    checkpoints: CheckpointOptions
+    signals: Signals
+    engine: EngineOptions
+    processes: ProcessOptions
+    trial: TrialOptions
+
+    def __post_init__(self) -> None:
+        if self.engine.gpu_ids and self.numerics.enable_deterministic:
+            require_deterministic_cublas()
+        for name, is_useless in self._list_useless().items():
+            if is_useless:
+                _LOGGER.warning("Trainer(%s=...) has no effect with the other arguments.", name)
+
+    def _list_useless(self) -> dict[str, bool]:
+        """Return which options have no effect beside the others, by name."""
+        schedule, logs, checkpoints = self.schedule, self.logging, self.checkpoints
+        has_root = checkpoints.chkpt_root is not None
+        has_patience = schedule.early_stop_cycles is not None
+        benchmarks = self.numerics.enable_cudnn_benchmark
+        prefix, has_sources = self.registry.import_prefix, self.registry.src_root is not None
+        return {
+            "early_stop_cycles": has_patience and not schedule.valid_frequency,
+            "run_path": logs.run_path is not None and not logs.enable_tensorboard,
+            "log_path": logs.log_path is not None and not logs.enable_file_logging,
+            "enable_cudnn_benchmark": benchmarks and not self.engine.gpu_ids,
+            "store": checkpoints.store is not None and not checkpoints.can_save,
+            "import_prefix": prefix != "" and not has_sources,
+            "resume": checkpoints.resume == "never" and not has_root,
+            "on_incomplete": checkpoints.on_incomplete == "raise" and not checkpoints.can_save,
+            "allow_changes": bool(checkpoints.allow_changes) and not has_root,
+        }
