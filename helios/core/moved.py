@@ -153,6 +153,31 @@ _NEW_NAMES = {
     "model": {
         "trace": "model.snapshot",
     },
+    "startup": {
+        "alike": "startup.launching.rank_consistency",
+        "arguments": "startup.options.trainer_options",
+        "banner": "startup.reporting.banner",
+        "call": "startup.launching.trainer_call",
+        "checks": "startup.options.object_checks",
+        "claims": "startup.reporting.loader_claims",
+        "evaluate": "startup.runs.evaluation_run",
+        "fit": "startup.runs.fit_run",
+        "folder": "startup.checkpoint_search.run_folder",
+        "migrated": "startup.checkpoint_search.migrated_cursor",
+        "newest": "startup.checkpoint_search.newest_checkpoint",
+        "outputs": "startup.building.run_outputs",
+        "owners": "startup.building.state_owners",
+        "preparation": "startup.building.model_preparation",
+        "processes": "startup.launching.process_plan",
+        "promise": "startup.reporting.reproducibility_level",
+        "registration": "startup.options.plugin_table",
+        "resume": "startup.checkpoint_search.resume_point",
+        "roots": "startup.options.root_loops",
+        "run": "startup.runs.base_run",
+        "signals": "startup.runs.signal_policy",
+        "together": "startup.launching.on_all_ranks",
+        "weights": "startup.building.warm_start",
+    },
 }
 
 RENAMED = {
