@@ -67,6 +67,12 @@ class Recorder(Protocol):
         """Whether scalars are written anywhere."""
         ...
 
+    def show_scores(
+        self, scores: Mapping[str, float], state: TrainingState, *, has_improved: bool
+    ) -> None:
+        """Log the scores of a validation, by name."""
+        ...
+
     def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
         """Write numbers of an iteration, by name."""
         ...

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from helios import schedule as due
+from helios.core.scalars import as_numbers
 from helios.session import Session
 from helios.state import Phase
 
@@ -121,6 +122,9 @@ class Boundary:
         session.state.end_validation()
         (has_improved,) = session.replicas.agree(bool(session.model.have_metrics_improved()))
         session.state.record_improvement(has_improved=has_improved)
+        if session.recorder is not None:
+            scores = as_numbers(session.model.metrics)
+            session.recorder.show_scores(scores, session.state, has_improved=has_improved)
         return True
 
     def _pass_safe_point(self, *, is_due: bool) -> None:

@@ -27,6 +27,7 @@ from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.options.logging_options import LoggingOptions
 from helios.startup.reporting.banner import machine
 from helios.startup.reporting.reproducibility_level import Promise, find_compiled
+from helios.startup.reporting.score_log import ScoreLog
 from helios.state import TrainingState
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, create_display
@@ -127,6 +128,7 @@ class FitRecorder:
         self._definition = definition
         self._machine = machine(engine)
         self._saver: Saver | None = None
+        self._scores = ScoreLog()
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
         if start.folder is not None:
             self._saver = Saver(start.folder, pins=engine.device.type == "cuda")
@@ -238,6 +240,12 @@ class FitRecorder:
         """Whether there are event files, which rank 0 writes."""
         return self._replicas.rank == 0 and log.get_tensorboard_writer() is not None
 
+    def show_scores(
+        self, scores: Mapping[str, float], state: TrainingState, *, has_improved: bool
+    ) -> None:
+        """Log the scores of a validation, by name; other ranks than 0 log errors only."""
+        self._scores.show(scores, state, has_improved=has_improved)
+
     def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
         """Write numbers into the event files, by name.
 
@@ -260,6 +268,7 @@ class FitRecorder:
         Raises:
             SaveError: if the disk refused the last checkpoint, in all processes.
         """
+        self._scores.show_end()
         saver, folder = self._saver, self._start.folder
         # Who only loads has trained on beside the checkpoint, which is not the end of its run.
         if saver is None or folder is None or self._schedule.chkpt_frequency is None:
