@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from tests import leaks
+from tests.support import tier
 
 # To import inductor would start processes that stay, in PyTorch 2.6.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # CPU sums depend on the number of threads, and several test processes share the cores.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let helpers see which tier runs."""
+    tier.choose(config.option.markexpr)
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 30.0
 _PAUSE_SECONDS = 0.005
 # Set by pytest itself, and by libraries when they are imported for the first time.
 _FREE_VARIABLES = ("PYTEST_", "KMP_", "COVERAGE_", "TF_", "TF2_", "TORCHINDUCTOR_")

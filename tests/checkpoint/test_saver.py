@@ -34,7 +34,7 @@ class Gate:
 
         def held(path: Path) -> Any:
             self.has_come.set()
-            assert self.is_open.wait(30)
+            assert self.is_open.wait(150)
             return create(path)
 
         monkeypatch.setattr(files, "create", held)
@@ -127,7 +127,7 @@ def test_a_save_in_flight_counts_as_saved_and_the_next_one_waits_for_it(
     assert saver.newest is None
     second = threading.Thread(target=save, args=(saver, 2))
     second.start()
-    assert gate.has_come.wait(30)
+    assert gate.has_come.wait(150)
     assert not saver.has(1, 2)
     gate.is_open.set()
     second.join()
@@ -313,7 +313,7 @@ def test_an_interruption_while_a_save_is_awaited_does_not_cut_it_short(
     """A second Ctrl-C, or one in a notebook: the folder may be another run's when fit has left."""
     saver = make()
     path = save(saver, 1)
-    assert gate.has_come.wait(30)
+    assert gate.has_come.wait(150)
     for act in (saver.finish, saver.close):
         opener = threading.Timer(0.3, gate.is_open.set if act == saver.close else str)
         opener.start()
@@ -330,7 +330,7 @@ def test_a_process_that_is_forked_meanwhile_does_not_wait_for_the_writer(
 ) -> None:
     saver = make()
     path = save(saver, 1)
-    assert gate.has_come.wait(30)
+    assert gate.has_come.wait(150)
     child = os.fork()
     if child == 0:
         saver.close()

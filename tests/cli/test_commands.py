@@ -423,7 +423,7 @@ def test_ctrl_c_ends_a_command_with_a_line_and_code_130(wide: Path) -> None:
     # It has begun to print, and waits: the pipe is full before it could come to its end.
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=180)
     assert (process.returncode, err) == (130, b"helios inspect: interrupted.\n")
 
 
@@ -434,7 +434,7 @@ def test_a_reader_that_goes_away_is_no_error(wide: Path) -> None:
     process.stdout.read(1)
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(timeout=60) == 141
+    assert process.wait(timeout=180) == 141
     process.stderr.close()
 
 

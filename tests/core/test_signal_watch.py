@@ -119,7 +119,7 @@ def test_it_gives_up_after_the_grace_and_says_on_what() -> None:
     with SignalReceiver([signal.SIGUSR2], grace=0.1, give_up=give_up).installed():
         began = time.monotonic()
         send(signal.SIGUSR2)
-        assert given_up.wait(10)
+        assert given_up.wait(120)
         ((name, moment),) = names
         assert name == "SIGUSR2"
         assert moment - began >= 0.1
@@ -210,10 +210,10 @@ def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> 
     with SignalReceiver(NUMBERS).installed():
         dataset = Stuck()
         iterator = iter(DataLoader(dataset, num_workers=1, worker_init_fn=WorkerInit(None)))
-        assert dataset.has_begun.wait(10)
+        assert dataset.has_begun.wait(120)
         end_workers(iterator)
         (worker,) = iterator._workers
-        worker.join(10)
+        worker.join(120)
         assert worker.exitcode == -signal.SIGKILL
 
 

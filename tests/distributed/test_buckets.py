@@ -118,6 +118,12 @@ def _train(
     return {name: bits(p.detach()) for name, p in model.net.named_parameters()}, moments, num_early
 
 
+def _train_with_each(
+    rank: int, num_replicas: int, window: int, sizes: tuple[int, ...]
+) -> list[tuple[dict[str, bytes], dict[str, bytes], int]]:
+    return [_train(rank, num_replicas, window, size, "") for size in sizes]
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "num_processes"), [(2, 2), (3, 2), (3, 3), (4, 2), (5, 3), (4, 4)]
 )
@@ -126,8 +132,9 @@ def test_buckets_change_no_bit(num_replicas: int, num_processes: int, window: in
     """Of one parameter each, of a few, and of all; beside one process without any."""
     (usual,) = run_ranks(_train, 1, num_replicas, window, None, "")
     assert usual[2] == 0
-    for size in (1, 200, 10**6):
-        for found in run_ranks(_train, num_processes, num_replicas, window, size, ""):
+    sizes = (1, 200, 10**6)
+    for rank in run_ranks(_train_with_each, num_processes, num_replicas, window, sizes):
+        for size, found in zip(sizes, rank, strict=True):
             assert found[:2] == usual[:2]
             assert found[2] > 0 or size > 200
 

@@ -300,7 +300,8 @@ def test_two_ranks_gather_and_sum_on_the_cpu(tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    torch.multiprocessing.spawn(_join, args=(str(tmp_path), port), nprocs=2)
+    arguments = (str(tmp_path), port)
+    torch.multiprocessing.start_processes(_join, arguments, nprocs=2, start_method="forkserver")
     for rank in range(2):
         info = process_groups.DistributedInfo(rank, rank, 2, 2)
         expected = {

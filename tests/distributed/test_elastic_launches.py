@@ -18,6 +18,7 @@ import helios
 from helios.distributed.collectives import TORCHRUN_VARIABLES
 from tests.support import elastic_script
 from tests.support.elastic import Bits, assert_same, read_bits
+from tests.support.scripts import call
 
 _ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
 
@@ -36,7 +37,7 @@ def start(*arguments: Any, torchrun: int = 0, restarts: int = 0, threads: str = 
 
 
 def train_alone(folder: Path, *options: Any) -> Bits:
-    done = start(folder, *options, "--nproc", 1)
+    done = call(elastic_script.main, folder, *options, "--nproc", 1)
     assert done.returncode == 0, done.stderr
     return read_bits(folder)
 

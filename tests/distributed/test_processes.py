@@ -133,7 +133,7 @@ def test_an_error_of_one_rank_reaches_the_script_and_is_told_once(
     pids = tmp_path / "pids"
     began = time.monotonic()
     code, found, log = start("--nproc=2", "--replicas=2", f"--fault={fault}", f"--pids={pids}")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 180
     assert (code, found) == (1, [])
     last = "\nLookupError: of one rank\nRaised by plugin 'faults' (Faults) in on_backward_start.\n"
     assert log.endswith(last)
@@ -184,7 +184,7 @@ def test_nothing_outlives_the_process_that_has_started_it(
     line = ["--replicas=2", "--fault=wait", f"--pids={pids}"]
     line += [] if torchrun else ["--nproc=2"]
     with running(*line, torchrun=torchrun) as launcher:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while len(found := pids.read_text().split() if pids.exists() else []) < 2:
             assert launcher.poll() is None
             assert time.monotonic() < deadline
@@ -335,7 +335,7 @@ def test_no_thread_of_a_group_is_left_that_would_abort_the_process(tmp_path: Pat
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     lines = [[sys.executable, "-c", code.format(rank)] for rank in (0, 1)]
     ranks = [subprocess.Popen(line, env=environment(), **pipes) for line in lines]
-    said = [process.communicate(timeout=60) for process in ranks]
+    said = [process.communicate(timeout=180) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], said
     for output, _ in said:
         assert output.strip()

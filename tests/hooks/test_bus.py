@@ -13,10 +13,9 @@ import pytest
 from helios.errors import ArgumentError
 from helios.hooks.bus import Bus, check_owners, overridden
 from helios.hooks.events import EVENTS, Receiver, Verb, silent
-from helios.model.model import Model
-from helios.plugins.plugin import Plugin
 from helios.state import TrainingState
 from tests.house import source_files
+from tests.support.quiet import Quiet, QuietModel
 
 Log = list[tuple[Any, ...]]
 
@@ -35,14 +34,6 @@ class Listener:
             log.append((self.name, event, *args))
 
         return hear
-
-
-class QuietModel(Model):
-    def setup(self, fast_init: bool = False) -> None: ...
-
-
-class QuietPlugin(Plugin):
-    def setup(self) -> None: ...
 
 
 def owners(log: Log, *names: str) -> list[Listener]:
@@ -90,7 +81,7 @@ def test_a_monitor_hears_the_end_of_a_validation_after_the_model_and_its_start_b
 
 def test_silent_base_methods_are_never_called() -> None:
     """DESIGN section 7: an event that nobody hears costs nothing."""
-    bus = Bus(plugins=[QuietPlugin("quiet")], model=QuietModel("quiet"))
+    bus = Bus(plugins=[Quiet("quiet")], model=QuietModel("quiet"))
     assert bus.heard.keys() == {
         "on_training_batch_start",
         "on_training_batch_end",
@@ -123,21 +114,21 @@ def test_a_method_set_on_an_object_is_heard_too() -> None:
 
 def test_a_builtin_in_the_place_of_a_method_is_heard() -> None:
     """It has no attributes to look for a mark in."""
-    plugin, losses = QuietPlugin("quiet"), []
+    plugin, losses = Quiet("quiet"), []
     plugin.on_backward_start = losses.append  # type: ignore[attr-defined]
     Bus(plugins=[plugin]).emit("on_backward_start", 0.5)
     assert losses == [0.5]
 
 
 def test_an_attribute_of_none_is_no_method() -> None:
-    plugin = QuietPlugin("quiet")
+    plugin = Quiet("quiet")
     plugin.on_fit_start = None  # type: ignore[attr-defined]
     assert overridden(plugin, EVENTS["on_fit_start"]) is None
     assert "on_fit_start" not in Bus(plugins=[plugin]).heard
 
 
 def test_a_class_that_overrides_a_silent_method_is_heard_and_its_heirs_too() -> None:
-    class Loud(QuietPlugin):
+    class Loud(Quiet):
         def on_training_start(self) -> None: ...
 
     class Heir(Loud): ...
@@ -148,12 +139,12 @@ def test_a_class_that_overrides_a_silent_method_is_heard_and_its_heirs_too() -> 
 
     heard = [
         overridden(kind("loud"), EVENTS["on_training_start"]) is not None
-        for kind in (QuietPlugin, Loud, Heir, Muted)
+        for kind in (Quiet, Loud, Heir, Muted)
     ]
     assert heard == [False, True, True, False]
 
 
-class Voter(QuietPlugin):
+class Voter(Quiet):
     def __init__(self, name: str, answer: Any, asked: list[str]) -> None:
         super().__init__(name)
         self.answer = answer
@@ -182,14 +173,14 @@ def test_everybody_is_asked_and_any_yes_is_a_yes(answers: list[Any], verdict: bo
     assert asked == ["voter0", "voter1", "voter2"]
 
 
-class Doubler(QuietPlugin):
+class Doubler(Quiet):
     def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
         return batch * 2 + state.global_iteration
 
 
 def test_a_batch_is_mapped_by_its_owner() -> None:
     """H60, C12: overriding it makes the owner, no flag is needed."""
-    bus = Bus(plugins=[QuietPlugin("quiet"), Doubler("doubler")])
+    bus = Bus(plugins=[Quiet("quiet"), Doubler("doubler")])
     state = TrainingState(global_iteration=1)
     assert bus.transform("process_training_batch", 3, state) == 7
     assert bus.transform("process_validation_batch", 3, 0) == 3
@@ -197,7 +188,7 @@ def test_a_batch_is_mapped_by_its_owner() -> None:
 
 def test_a_second_owner_of_a_batch_is_an_error_that_names_both() -> None:
     """H60, DESIGN section 7."""
-    plugins = [Doubler("one"), QuietPlugin("quiet"), Doubler("two")]
+    plugins = [Doubler("one"), Quiet("quiet"), Doubler("two")]
     expected = (
         r"process_training_batch must have one owner, but plugin 'one' \(Doubler\) and plugin "
         r"'two' \(Doubler\) override it"
@@ -212,7 +203,7 @@ def test_a_second_owner_of_a_batch_is_an_error_that_names_both() -> None:
 def test_the_owners_of_different_batches_may_differ() -> None:
     """H60."""
 
-    class Other(QuietPlugin):
+    class Other(Quiet):
         def process_validation_batch(self, batch: Any, step: int) -> Any:
             return batch - step
 
@@ -225,7 +216,7 @@ def test_an_error_of_a_receiver_stops_the_telling_and_comes_out() -> None:
     log: Log = []
     before, after = owners(log, "before", "after")
 
-    class Broken(QuietPlugin):
+    class Broken(Quiet):
         def on_training_start(self) -> None:
             raise ZeroDivisionError
 
@@ -242,7 +233,7 @@ def test_on_the_way_out_everybody_is_told_and_errors_are_logged(
     log: Log = []
     before, after = owners(log, "before", "after")
 
-    class Broken(QuietPlugin):
+    class Broken(Quiet):
         def teardown(self) -> None:
             raise ZeroDivisionError("lost")
 
@@ -258,7 +249,7 @@ def test_on_the_way_out_everybody_is_told_and_errors_are_logged(
 
 
 def test_an_interruption_on_the_way_out_is_not_swallowed() -> None:
-    class Interrupted(QuietPlugin):
+    class Interrupted(Quiet):
         def teardown(self) -> None:
             raise KeyboardInterrupt
 
@@ -266,7 +257,7 @@ def test_an_interruption_on_the_way_out_is_not_swallowed() -> None:
         Bus(plugins=[Interrupted("interrupted")]).emit_to_all("teardown")
 
 
-class RaisingPlugin(QuietPlugin):
+class RaisingPlugin(Quiet):
     """Raises in an event of each verb that is told to plugins."""
 
     def on_training_start(self) -> None:
@@ -304,7 +295,7 @@ def test_an_exception_of_a_plugin_says_which_plugin_and_which_event(
     event: str, tell: Callable[[Bus], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """USERS.md: a traceback through a plugin says nothing of its id; a note does, or the log."""
-    plugins = [QuietPlugin("first"), RaisingPlugin("second"), QuietPlugin("third")]
+    plugins = [Quiet("first"), RaisingPlugin("second"), Quiet("third")]
     bus = Bus(plugins=plugins, model=QuietModel("quiet"))
     with pytest.raises(OSError, match="no disk") as caught:
         tell(bus)
@@ -330,13 +321,13 @@ def test_an_exception_of_a_model_carries_no_note(
 ) -> None:
     """Its class stands in the traceback already."""
     with pytest.raises(OSError, match="no disk") as caught:
-        tell(Bus(plugins=[QuietPlugin("quiet")], model=RaisingModel("raising")))
+        tell(Bus(plugins=[Quiet("quiet")], model=RaisingModel("raising")))
     assert not [name for name in vars(caught.value) if name == "__notes__"]
     assert not caplog.records
 
 
 def test_the_second_of_two_plugins_of_one_class_is_the_one_that_is_named() -> None:
-    class Failing(QuietPlugin):
+    class Failing(Quiet):
         is_broken = False
 
         def on_fit_start(self) -> None:
@@ -353,7 +344,7 @@ def test_the_second_of_two_plugins_of_one_class_is_the_one_that_is_named() -> No
 
 def test_an_unheard_event_calls_nothing() -> None:
     """DESIGN section 7: an event that nobody hears costs nothing; what is asked of it is clear."""
-    bus = Bus(plugins=[QuietPlugin("quiet")], model=QuietModel("quiet"))
+    bus = Bus(plugins=[Quiet("quiet")], model=QuietModel("quiet"))
     calls: list[str] = []
 
     def note(frame: Any, kind: str, argument: Any) -> None:
@@ -392,7 +383,7 @@ def test_a_method_that_is_called_has_one_owner_and_gives_back_its_result() -> No
         def train_step(self, batch: Any, state: Any) -> Any:
             return batch + state
 
-    bus = Bus(plugins=[QuietPlugin("quiet")], model=Working("working"))
+    bus = Bus(plugins=[Quiet("quiet")], model=Working("working"))
     assert bus.call("train_step", 1, 2) == 3
     assert bus.hearers("train_step") == ["Working"]
     with pytest.raises(ValueError, match="not enough values to unpack"):
@@ -401,7 +392,7 @@ def test_a_method_that_is_called_has_one_owner_and_gives_back_its_result() -> No
 
 def test_setup_and_prepare_data_are_called_by_those_who_build() -> None:
     """They come before everything is there, so no bus tells them."""
-    bus = Bus(plugins=[QuietPlugin("quiet")], model=QuietModel("quiet"))
+    bus = Bus(plugins=[Quiet("quiet")], model=QuietModel("quiet"))
     assert "setup" not in bus.heard
     assert "prepare_data" not in bus.heard
 
@@ -409,10 +400,10 @@ def test_setup_and_prepare_data_are_called_by_those_who_build() -> None:
 def test_hearers_are_named_in_the_order_of_the_calls() -> None:
     """C8, C14: what the log says at the start of a run."""
 
-    class Loud(QuietPlugin):
+    class Loud(Quiet):
         def on_validation_end(self, validation_cycle: int) -> None: ...
 
-    plugins = [Loud("monitor"), QuietPlugin("quiet"), Loud("plain")]
+    plugins = [Loud("monitor"), Quiet("quiet"), Loud("plain")]
     engine = Listener("engine", [])
     bus = Bus(plugins=plugins, monitors=plugins[:1], model=QuietModel("quiet"), engine=engine)
     assert bus.hearers("on_validation_end") == [
@@ -439,7 +430,7 @@ class Mixin:
 
 
 def test_a_mixin_after_the_base_class_receives_events() -> None:
-    class Mixed(QuietPlugin, Mixin): ...
+    class Mixed(Quiet, Mixin): ...
 
     plugin = Mixed("mixed")
     plugin.calls = []
@@ -451,7 +442,7 @@ def test_a_mixin_after_the_base_class_receives_events() -> None:
 
 
 def test_an_override_that_calls_super_reaches_a_mixin_after_the_base_class() -> None:
-    class First(QuietPlugin):
+    class First(Quiet):
         def on_training_epoch_start(self, current_epoch: int) -> None:
             super().on_training_epoch_start(current_epoch + 1)
 
@@ -472,12 +463,12 @@ def test_an_override_that_calls_super_reaches_a_mixin_after_the_base_class() -> 
 def test_methods_that_an_object_finds_by_getattr_receive_events() -> None:
     """A plugin that stands for another one passes on what it does not define itself."""
 
-    class Inner(QuietPlugin):
+    class Inner(Quiet):
         def on_training_start(self) -> None: ...
 
     inner = Inner("inner")
 
-    class Proxy(QuietPlugin):
+    class Proxy(Quiet):
         def __getattr__(self, name: str) -> Any:
             if name.startswith("on_"):
                 return getattr(inner, name)
@@ -489,7 +480,7 @@ def test_methods_that_an_object_finds_by_getattr_receive_events() -> None:
 
 
 def test_a_method_that_is_assigned_to_an_object_receives_events() -> None:
-    plugin, calls = QuietPlugin("assigned"), []
+    plugin, calls = Quiet("assigned"), []
     plugin.on_fit_start = lambda: calls.append("fit")  # type: ignore[method-assign]
     Bus(plugins=[plugin]).emit("on_fit_start")
     assert calls == ["fit"]

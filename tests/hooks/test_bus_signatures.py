@@ -11,16 +11,7 @@ import pytest
 from helios.errors import ArgumentTypeError
 from helios.hooks.bus import Bus, check_receiver
 from helios.hooks.events import EVENTS, silent
-from helios.model.model import Model
-from helios.plugins.plugin import Plugin
-
-
-class QuietModel(Model):
-    def setup(self, fast_init: bool = False) -> None: ...
-
-
-class QuietPlugin(Plugin):
-    def setup(self) -> None: ...
+from tests.support.quiet import Quiet, QuietModel
 
 
 def hear_nothing(self: Any) -> None: ...
@@ -40,7 +31,7 @@ def test_a_wrong_signature_is_an_error_that_says_what_is_expected_and_found(
     method: Callable[..., Any], found: str
 ) -> None:
     """DESIGN section 7: signatures are checked at registration."""
-    wrong = type("Wrong", (QuietPlugin,), {"on_training_batch_end": method})
+    wrong = type("Wrong", (Quiet,), {"on_training_batch_end": method})
     with pytest.raises(ArgumentTypeError) as caught:
         Bus(plugins=[wrong("wrong")])
     message = str(caught.value).replace("'", "")
@@ -64,7 +55,7 @@ def test_a_wrong_signature_is_an_error_that_says_what_is_expected_and_found(
 )
 def test_a_method_takes_its_arguments_by_position_or_by_name(method: Callable[..., Any]) -> None:
     """API sections 13 and 15: models were called by position, plugins by keywords."""
-    taker = type("Taker", (QuietPlugin,), {"process_training_batch": method})("taker")
+    taker = type("Taker", (Quiet,), {"process_training_batch": method})("taker")
     assert Bus(plugins=[taker]).transform("process_training_batch", "batch", "state") == (
         "batch",
         "state",
@@ -81,7 +72,7 @@ def test_a_method_takes_its_arguments_by_position_or_by_name(method: Callable[..
 )
 def test_an_argument_reaches_the_parameter_of_its_name(method: Callable[..., Any]) -> None:
     """API section 15: plugins were called by keywords, so their order was theirs to choose."""
-    taker = type("Taker", (QuietPlugin,), {"process_training_batch": method})("taker")
+    taker = type("Taker", (Quiet,), {"process_training_batch": method})("taker")
     assert Bus(plugins=[taker]).transform("process_training_batch", "batch", "state") == (
         "batch",
         "state",
@@ -91,7 +82,7 @@ def test_an_argument_reaches_the_parameter_of_its_name(method: Callable[..., Any
 def test_only_what_overrides_an_event_is_checked() -> None:
     """A method of another name, or a silent one, may take what it likes."""
 
-    class Free(QuietPlugin):
+    class Free(Quiet):
         def on_something_else(self, anything: Any) -> None: ...
 
         @silent
@@ -108,7 +99,7 @@ class Told:
 
     def by(self, method: Callable[..., Any], *more: int) -> Any:
         """Tell the end of validation batch 3 to a method, and of a loader if one is given."""
-        owner = type("Taker", (QuietPlugin,), {"on_validation_batch_end": method})("taker")
+        owner = type("Taker", (Quiet,), {"on_validation_batch_end": method})("taker")
         owner.found = self.found  # type: ignore[attr-defined]
         Bus(plugins=[owner]).emit("on_validation_batch_end", 3, *more)
         return self.found.pop()
@@ -194,7 +185,7 @@ def test_the_work_of_a_step_is_called_in_the_same_way() -> None:
 
 
 def test_a_batch_is_mapped_with_the_index_of_its_loader() -> None:
-    class Mapper(QuietPlugin):
+    class Mapper(Quiet):
         def process_testing_batch(self, batch: Any, step: int, dataloader_idx: int = 0) -> Any:
             return batch, step, dataloader_idx
 
@@ -208,7 +199,7 @@ def test_an_optional_argument_must_not_be_demanded() -> None:
 
     def demand(self: Any, step: int, dataloader_idx: int) -> None: ...
 
-    wrong = type("Wrong", (QuietPlugin,), {"on_testing_batch_end": demand})("wrong")
+    wrong = type("Wrong", (Quiet,), {"on_testing_batch_end": demand})("wrong")
     expected = (
         r"Wrong\.on_testing_batch_end must take \(step\), and may take dataloader_idx, but takes "
         r"\(step: 'int', dataloader_idx: 'int'\)"
@@ -229,7 +220,7 @@ def test_an_optional_argument_must_not_be_demanded() -> None:
 )
 def test_a_plugin_is_checked_before_there_is_a_bus(event: str, method: Callable[..., Any]) -> None:
     """DESIGN section 7: it is checked when it registers, whatever the verb."""
-    wrong = type("Wrong", (QuietPlugin,), {event: method})("wrong")
+    wrong = type("Wrong", (Quiet,), {event: method})("wrong")
     with pytest.raises(ArgumentTypeError, match=rf"Wrong\.{event} must take \("):
         check_receiver(wrong)
 
@@ -237,7 +228,7 @@ def test_a_plugin_is_checked_before_there_is_a_bus(event: str, method: Callable[
 def test_a_plugin_may_have_methods_of_the_same_name_that_are_no_events_for_it() -> None:
     """Data modules and models are told those events; a plugin is not."""
 
-    class Free(QuietPlugin):
+    class Free(Quiet):
         def prepare_data(self, url: str) -> None: ...
 
         def train_step(self) -> None: ...
@@ -278,7 +269,7 @@ async def hear_by_async_generator(self: Any, state: Any) -> Any:
 )
 def test_a_method_whose_body_nobody_runs_is_refused(method: Callable[..., Any], words: str) -> None:
     """DESIGN R5: a hook that never runs is a loss in silence."""
-    kind = type("Deferred", (QuietPlugin,), {"on_training_batch_start": method})
+    kind = type("Deferred", (Quiet,), {"on_training_batch_start": method})
     for check in (check_receiver, lambda plugin: Bus(plugins=[plugin])):
         with pytest.raises(
             ArgumentTypeError, match=r"Deferred\.on_training_batch_start must be a p"
@@ -300,7 +291,7 @@ def test_only_a_training_step_may_be_a_generator() -> None:
 
 
 def test_something_that_cannot_be_called_is_refused() -> None:
-    kind = type("Flagged", (QuietPlugin,), {"on_log": True})
+    kind = type("Flagged", (Quiet,), {"on_log": True})
     with pytest.raises(ArgumentTypeError, match=r"Flagged\.on_log must be a method, got True"):
         check_receiver(kind("flagged"))
 

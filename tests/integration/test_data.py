@@ -31,7 +31,7 @@ from helios.errors import ArgumentError
 from helios.plugins import Plugin
 from helios.storage import codec
 from tests.data.datasets import join
-from tests.support.resume import copy_checkpoint
+from tests.support.resume import copy_checkpoint, iteration_of, restarts_of
 from tests.support.runs import (
     NUM_SAMPLES,
     WIDTH,
@@ -79,14 +79,14 @@ def ids_of(model: SmallModel) -> list[list[int]]:
 
 
 def check_resumes(make_data: Callable[[], Data], folder: Path, **options: Any) -> SmallModel:
-    """Restart from every checkpoint, and compare ids, losses and weights on bits."""
+    """Restart from the checkpoints, and compare ids, losses and weights on bits."""
     whole = fit(make_data(), folder / "whole", **options)
     weights = digest(whole.discovery.capture()["objects"])
     checkpoints = sorted((folder / "whole").glob("*/*.pth"))
-    since = [int(path.stem.split("_iter_")[1]) for path in checkpoints]
-    unfinished = sorted(zip(since, checkpoints, strict=True))[:-1]
+    unfinished = sorted(checkpoints, key=iteration_of)[:-1]
     assert len(unfinished) >= 2
-    for number, path in unfinished:
+    for path in restarts_of(unfinished):
+        number = iteration_of(path)
         root = copy_checkpoint(path, folder / f"from-{number}")
         resumed = fit(make_data(), root, **options)
         tail = {n: record for n, record in whole.records.items() if n > number}

@@ -21,10 +21,13 @@ from tests.support.runs import Setting, digest, train
 _EPOCHS = {"unit": "epoch", "total_steps": 3, "valid_frequency": 1, "scheduler": "epoch"}
 
 
-def _check(setting: Setting, folder: Path, **changed: Any) -> None:
+def _check(setting: Setting, folder: Path, *, is_whole: bool = False, **changed: Any) -> None:
     resumed = dataclasses.replace(setting, **changed)
     resume_everywhere(
-        lambda run: train(run, setting), folder, make_resumed=lambda run: train(run, resumed)
+        lambda run: train(run, setting),
+        folder,
+        make_resumed=lambda run: train(run, resumed),
+        is_whole=is_whole,
     )
 
 
@@ -50,7 +53,7 @@ _STEPS = {
 
 @pytest.mark.parametrize("name", _STEPS)
 def test_a_run_by_steps_resumes_everywhere(name: str, tmp_path: Path) -> None:
-    _check(Setting(**_STEPS[name]), tmp_path)
+    _check(Setting(**_STEPS[name]), tmp_path, is_whole=name == "plain")
 
 
 _BY_EPOCH = {
@@ -67,7 +70,7 @@ _BY_EPOCH = {
 
 @pytest.mark.parametrize("name", _BY_EPOCH)
 def test_a_run_by_epochs_resumes_everywhere(name: str, tmp_path: Path) -> None:
-    _check(Setting(**{**_EPOCHS, **_BY_EPOCH[name]}), tmp_path)
+    _check(Setting(**{**_EPOCHS, **_BY_EPOCH[name]}), tmp_path, is_whole=name == "plain")
 
 
 _INSIDE = {

@@ -42,14 +42,14 @@ class Gate:
             half = memoryview(data).cast("B").nbytes // 2
             count = write(handle, memoryview(data).cast("B")[:half])
             self.has_come.set()
-            assert self.is_open.wait(30), "nobody has opened the gate"
+            assert self.is_open.wait(150), "nobody has opened the gate"
             return count + write(handle, memoryview(data).cast("B")[half:])
 
         monkeypatch.setattr(files, "write", held)
 
     def open(self) -> None:
         """Let the writer go on, once it was held up."""
-        assert self.has_come.wait(30)
+        assert self.has_come.wait(150)
         assert [thread.name for thread in threading.enumerate()].count(faults.WRITER) == 1
         self.is_open.set()
 

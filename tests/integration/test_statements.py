@@ -26,6 +26,7 @@ from helios.loops.optimizer import OptimizerLoop
 from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
 from tests.data.datasets import draw
+from tests.support.quiet import Quiet
 
 Log = list[tuple[str, str]]
 
@@ -60,16 +61,6 @@ class Numbers(helios.DataModule):
 
     def _make(self, length: int) -> Any:
         return self._create_dataset(torch.ones(length, 1), helios.DataLoaderParams(batch_size=1))
-
-
-class Quiet(Plugin):
-    """A plugin that does nothing."""
-
-    def __init__(self, plug_id: str = "quiet") -> None:
-        super().__init__(plug_id)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 def make_trainer(**options: Any) -> helios.Trainer:

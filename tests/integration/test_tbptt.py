@@ -160,7 +160,7 @@ def test_a_carried_state_resumes_everywhere(options: dict[str, Any], tmp_path: P
 def test_without_its_state_a_resume_goes_another_way(tmp_path: Path) -> None:
     """The test above can fail: it does for a loop that saves nothing."""
     with pytest.raises(AssertionError, match="samples or losses differ after iteration 1"):
-        resume_everywhere(lambda folder: _train(folder, Forgetful(_SPLIT)), tmp_path)
+        resume_everywhere(lambda folder: _train(folder, Forgetful(_SPLIT)), tmp_path, is_whole=True)
 
 
 def test_every_piece_is_an_update_with_the_hidden_state_of_the_one_before() -> None:

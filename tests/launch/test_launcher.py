@@ -132,8 +132,8 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def all_gone(pids: list[int], seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
+def all_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 60
     while not all(map(is_gone, pids)) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     return all(map(is_gone, pids))
@@ -259,7 +259,7 @@ def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
     queue = ipc.LaunchQueue()
     with pytest.raises(RankError, match=r"^Rank 1 of 2 was ended by SIGKILL before its work was d"):
         spawn(die_with_a_worker, 2, (queue,), queue=queue)
-    assert all_gone([queue.get()], seconds=2.0)
+    assert all_gone([queue.get()])
 
 
 def catch(error: BaseException) -> BaseException:
@@ -335,8 +335,8 @@ def test_nothing_outlives_a_killed_launcher() -> None:
         assert len(set(pids)) == 4
         assert not any(map(is_gone, pids))
         launcher.kill()
-        assert all_gone(pids, seconds=5.0)
-        launcher.communicate(timeout=10)
+        assert all_gone(pids)
+        launcher.communicate(timeout=120)
     assert launcher.returncode == -signal.SIGKILL
 
 
@@ -361,7 +361,7 @@ def test_an_interrupted_launcher_lets_ranks_tear_down_and_ends_them() -> None:
     with running(code_of(launch_and_be_interrupted)) as launcher:
         pids = read_pids(launcher, 2)
         launcher.send_signal(signal.SIGINT)
-        output, errors = launcher.communicate(timeout=10)
+        output, errors = launcher.communicate(timeout=120)
         assert output == "torn down\n"
         assert errors.rstrip().endswith("KeyboardInterrupt")
         assert all(map(is_gone, pids))
@@ -373,7 +373,7 @@ def test_a_script_without_a_guard_is_told_so_once(tmp_path: Path) -> None:
     code = "import os\nos.write(1, b'imported ')\n"
     code += "from helios.launch.launcher import spawn\nspawn(print, 2)\n"
     with running(code, file=tmp_path / "train.py") as launcher:
-        output, errors = launcher.communicate(timeout=60)
+        output, errors = launcher.communicate(timeout=120)
     # The launcher and its ranks; a slow rank may have been ended before it came that far.
     assert output in ("imported " * 2, "imported " * 3)
     assert errors.count("Traceback") == 1
@@ -518,4 +518,4 @@ def test_ranks_of_torchrun_join_twice_and_end_with_their_agent(tmp_path: Path) -
         assert len(set(pids)) == 2
         agent.kill()
         assert all_gone(pids)
-        agent.communicate(timeout=10)
+        agent.communicate(timeout=120)

@@ -40,6 +40,7 @@ from tests.loops.sessions import (
     make_fit_loop,
     make_session,
 )
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sums import bits, by_definition
 
@@ -63,16 +64,6 @@ def shared_data(block: range, num_replicas: int, num_batches: int = NUM_BATCHES)
     """Return the part of the data that the replicas of a process train on."""
     items = [[make_batch(i, replica) for replica in block] for i in range(num_batches)]
     return ListSource(items, num_samples=4 * num_replicas)
-
-
-class Quiet(Plugin):
-    """A plugin that hears nothing by itself."""
-
-    def __init__(self) -> None:
-        super().__init__(type(self).__name__.lower())
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 class Watcher(Quiet):

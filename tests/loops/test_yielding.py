@@ -22,6 +22,7 @@ from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.state import TrainingState
 from tests.loops.sessions import ITERATION, attached, make_session, train_on
+from tests.support.quiet import Quiet
 
 Body = Callable[["Pair", Any], Iterator[Any]]
 
@@ -79,13 +80,6 @@ def prepared(
     for plugin in plugins:
         plugin.context = session.context
     return loop, session
-
-
-class Quiet(Plugin):
-    def __init__(self) -> None:
-        super().__init__("quiet")
-
-    def setup(self) -> None: ...
 
 
 class Watcher(Quiet):

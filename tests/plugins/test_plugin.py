@@ -13,10 +13,7 @@ import helios.plugins
 from helios.core.registry import Registry
 from helios.plugins import PLUGIN_REGISTRY, CUDAPlugin, Plugin, UniquePluginOverrides, create_plugin
 from helios.state import TrainingState
-
-
-class Quiet(Plugin):
-    def setup(self) -> None: ...
+from tests.support.quiet import Quiet
 
 
 class Roll:

@@ -132,7 +132,7 @@ def test_a_resumed_run_begins_the_schedule_anew(
     def run(folder: Path) -> Outcome:
         return train(folder, setting, Profiler(folder, wait=0, warmup=1, active=2, **_CPU))
 
-    resume_everywhere(run, tmp_path)
+    resume_everywhere(run, tmp_path, is_whole=True)
     assert [_steps(names) for names in _traces(tmp_path / "whole")] == [[1, 2]]
     for number in range(7):
         left = 7 - number

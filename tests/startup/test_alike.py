@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.errors import UsageError
-from helios.plugins import Plugin
+from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
 _REMEDY = (
@@ -44,11 +44,6 @@ class Linear(helios.Model):
 
     def valid_step(self, batch: Any, step: int) -> None:
         """Nothing to score."""
-
-
-class Quiet(Plugin):
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 class Polled(Quiet):

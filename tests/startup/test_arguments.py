@@ -20,12 +20,12 @@ from helios.checkpoint.store import CheckpointStore
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
-from helios.plugins.plugin import Plugin
 from helios.schedule import Schedule
 from helios.startup.options.checkpoint_options import CHANGEABLE
 from helios.startup.options.trainer_options import TrainerOptions
 from helios.startup.runs.signal_policy import Signals
 from helios.state import Phase, TrainingUnit
+from tests.support.quiet import Quiet
 
 DEFAULTS: dict[str, Any] = {
     "run_name": "",
@@ -68,10 +68,6 @@ DEFAULTS: dict[str, Any] = {
 }
 FLAGS = [name for name, value in DEFAULTS.items() if isinstance(value, bool)]
 CPU = torch.device("cpu")
-
-
-class Quiet(Plugin):
-    def setup(self) -> None: ...
 
 
 def make(**options: Any) -> TrainerOptions:

@@ -9,13 +9,9 @@ import pytest
 from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
-from helios.plugins.plugin import Plugin
 from helios.startup.options.object_checks import check_plugins, check_processor, check_state_methods
 from helios.state import TrainingState
-
-
-class Quiet(Plugin):
-    def setup(self) -> None: ...
+from tests.support.quiet import Quiet
 
 
 class Owner(Quiet):

@@ -18,14 +18,8 @@ from helios.plugins import Plugin
 from helios.startup.options.plugin_table import PluginTable, log_order
 from helios.state import TrainingState
 from tests.support.event_logs import Linear, Numbers
+from tests.support.quiet import Quiet
 from tests.support.runs import Setting, train
-
-
-class Quiet(Plugin):
-    """A plugin that does nothing."""
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 class Owner(Quiet):

@@ -10,8 +10,8 @@ from torch import nn
 from helios.data.datamodule import DataModule
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
-from helios.plugins.plugin import Plugin
 from helios.startup.options.object_checks import warn_of_unknown_hooks
+from tests.support.quiet import Quiet
 
 
 def nothing(*args: Any) -> None:
@@ -24,14 +24,6 @@ class Plain(Model):
 
     def setup(self, fast_init: bool = False) -> None:
         """Build nothing."""
-
-
-class Quiet(Plugin):
-    def __init__(self) -> None:
-        super().__init__("quiet")
-
-    def setup(self) -> None:
-        """Prepare nothing."""
 
 
 class Data(DataModule):

@@ -55,7 +55,7 @@ from tests.support.ranks import run_ranks
 __all__ = ["GOLDEN", "expected", "golden_table", "parse", "play"]
 BATCHES = 5
 _STEP_METHODS = ("train_step", "valid_step", "have_metrics_improved")
-_GATE_SECONDS = 20
+_GATE_SECONDS = 120
 _GROUP_SECONDS = 250
 _AT_ONCE = 300
 

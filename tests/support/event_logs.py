@@ -21,8 +21,8 @@ from helios.engines.engine import Engine
 from helios.hooks.context import Context
 from helios.hooks.events import EVENTS, Receiver, Verb
 from helios.loops.yielding import YieldLoop
-from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.quiet import Quiet
 
 LEGEND = """\
 # Q: a plugin with monitor = True, registered first; P: another; D: data module; M: model; E: engine
@@ -206,13 +206,6 @@ class Numbers(helios.DataModule):
 
     def _make(self, length: int) -> Any:
         return self._create_dataset(torch.ones(length, 1), helios.DataLoaderParams(batch_size=1))
-
-
-class Quiet(Plugin):
-    """A plugin that does nothing by itself."""
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 class Monitor(Quiet):

@@ -77,7 +77,7 @@ def run_in_child(work: Callable[[], Any], result: Path) -> int:
 
     child = multiprocessing.get_context("fork").Process(target=target)
     child.start()
-    child.join(120)
+    child.join()
     code = child.exitcode
     child.close()
     assert code is not None

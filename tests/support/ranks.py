@@ -36,8 +36,9 @@ _PRELOADED = [
     "tests.support.runs",
 ]
 _LEAVING_SECONDS = 2.0
-_FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload(_PRELOADED)
+_DYING_SECONDS = 2.0
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(_PRELOADED)
 
 
 class RankError(AssertionError):
@@ -63,7 +64,7 @@ class _Seat:
     timeout: float
 
 
-def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) -> list[Any]:
     """Call ``fn(rank, *args)`` on n ranks of a gloo group; return the results by rank.
 
     Each rank has one thread, warnings are errors in it, and it leaves the group after a barrier.
@@ -72,7 +73,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -
         fn: a function of a module; it and its arguments and results must be picklable.
         n: number of processes.
         *args: further arguments, the same on all ranks.
-        timeout: seconds until all ranks must be done.
+        timeout: seconds until all ranks must be done; they end by events, so it is generous.
 
     Raises:
         RankError: if a rank fails (with its traceback), dies, or is not done in time; the other
@@ -82,9 +83,9 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60) -
     work = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
         seats = [_Seat(rank, n, str(Path(folder) / "store"), timeout) for rank in range(n)]
-        pipes = [_FORKSERVER.Pipe(duplex=False) for _ in seats]
+        pipes = [FORKSERVER.Pipe(duplex=False) for _ in seats]
         ranks = [
-            _FORKSERVER.Process(target=_serve, args=(seat, work, dict(os.environ), sender))
+            FORKSERVER.Process(target=_serve, args=(seat, work, dict(os.environ), sender))
             for seat, (_, sender) in zip(seats, pipes, strict=True)
         ]
         try:
@@ -137,24 +138,31 @@ def _collect(ranks: dict[Connection, Any], deadline: float) -> list[_Report]:
 
 
 def _read_deaths(waiting: dict[Connection, int], ranks: dict[Connection, Any]) -> list[str]:
-    """Say which of the other ranks died: their partners may notice it before we do."""
-    ready = [r for r in connection.wait(list(waiting), 0.5) if isinstance(r, Connection)]
-    reports = {r: _read(r, ranks[r]) for r in ready}
-    return [f"Rank {waiting[r]} failed: {report.error}" for r, report in reports.items()]
+    """Say which of the other ranks died: their partners may notice it before we do.
+
+    They have some time for it, which passes in full only where one of them neither fails nor ends.
+    """
+    deadline, texts = time.monotonic() + _DYING_SECONDS, []
+    while ready := connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            error = _read(receiver, ranks[receiver]).error
+            texts += [f"Rank {waiting.pop(receiver)} failed: {error}"]
+    return texts
 
 
 def _read(receiver: Connection, process: Any) -> _Report:
     try:
         report: _Report = pickle.loads(receiver.recv_bytes())
     except EOFError:
-        process.join(1)
+        process.join()  # It has closed its end, so it is about to be gone.
         return _Report(time.monotonic(), error=f"it ended with code {process.exitcode}.")
     return report
 
 
 def _serve(seat: _Seat, work: bytes, environment: dict[str, str], sender: Connection) -> None:
     """Run one rank, in its process."""
-    _die_with_parent()
+    die_with_parent()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -187,7 +195,7 @@ def _take_part(seat: _Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> An
     return result
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """End this process when the test's process is gone, even if that was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None

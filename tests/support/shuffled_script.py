@@ -1,4 +1,4 @@
-"""A training whose setup goes through sets of names, so that each start has another order.
+"""A training whose setup goes through a set of names, whose order is an option.
 
 Prints the order of the set, then that of the optimizer's parameters and a digest of their weights
 and moments at the end.
@@ -7,6 +7,7 @@ and moments at the end.
 from __future__ import annotations
 
 import argparse
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,35 @@ from tests.support.runs import IndexModule, Setting, digest
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon")
 
 
+class Shuffling(str):
+    """A name whose place in a set follows from a number, as that of a string does from a seed."""
+
+    order: int
+
+    def __hash__(self) -> int:
+        return zlib.crc32(f"{self.order}{self}".encode())
+
+    __eq__ = str.__eq__
+
+
 class Shuffled(helios.Model):
     """Five linear layers of equal shape.
 
     Args:
         kind: what is shuffled: ``parameters`` of one group, ``groups``, or the ``networks``.
+        order: decides the order of the set.
     """
 
-    unsaved = ("kind",)
+    unsaved = ("kind", "order")
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, order: int) -> None:
         super().__init__("shuffled")
         self.kind = kind
+        self.order = order
 
     def setup(self, fast_init: bool = False) -> None:
-        names = set(NAMES)
+        shuffling = type("Shuffling", (Shuffling,), {"order": self.order})
+        names = [str(name) for name in set(map(shuffling, NAMES))]
         order = names if self.kind == "networks" else sorted(names)
         self.nets = nn.ModuleDict({name: nn.Linear(5, 1) for name in order})
         parts = [self.nets[name].parameters() for name in names]
@@ -83,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("kind")
+    parser.add_argument("--order", type=int, default=0)
     parser.add_argument("--kill", type=int)
     parser.add_argument("--nproc", type=int)
     options = parser.parse_args()
@@ -100,7 +116,7 @@ def main() -> None:
         store=helios.CheckpointStore(is_async=False),
         **({"nproc": options.nproc, "num_replicas": options.nproc} if options.nproc else {}),
     )
-    trainer.fit(Shuffled(options.kind), IndexModule(Setting(validates=False)))
+    trainer.fit(Shuffled(options.kind, options.order), IndexModule(Setting(validates=False)))
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def run_forked(work: Any) -> int:
 
     child = multiprocessing.get_context("fork").Process(target=target)
     child.start()
-    child.join(120)
+    child.join()
     code = child.exitcode
     child.close()
     assert code is not None

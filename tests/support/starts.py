@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from helios.distributed.collectives import TORCHRUN_VARIABLES
 
-SECONDS = 60
+SECONDS = 150
 """How long a start may take, and what is left of it after a kill."""
 
 _FORK = multiprocessing.get_context("fork")

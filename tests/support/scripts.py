@@ -1,0 +1,76 @@
+"""The main function of a script in a process of its own, which costs no import of torch.
+
+The process comes from the fork server of the ranks. Where a fresh interpreter is the point, because
+of its hash seed, its command line or what it imports, a test starts a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helios.distributed.collectives import TORCHRUN_VARIABLES
+from tests.support.ranks import FORKSERVER, die_with_parent
+
+
+def call(
+    main: Callable[[], Any], *arguments: Any, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Call the main function of a module as ``python script.py arguments`` would.
+
+    Args:
+        main: reads its arguments from ``sys.argv``.
+        *arguments: the command line.
+        timeout: seconds until it must have ended.
+
+    Returns:
+        The exit code, negative for a signal, and what was written to stdout and stderr.
+
+    Raises:
+        subprocess.TimeoutExpired: if it has not ended in time; it is killed.
+    """
+    line = [main.__module__, *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        variables = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
+        process = FORKSERVER.Process(target=_serve, args=(main, line, variables, outputs))
+        process.start()
+        try:
+            process.join(timeout)
+            code = process.exitcode
+        finally:
+            process.kill()
+            process.join()
+            process.close()
+        texts = [path.read_text() if path.exists() else "" for path in outputs]
+    if code is None:
+        raise subprocess.TimeoutExpired(line, timeout, *texts)
+    return subprocess.CompletedProcess(line, code, *texts)
+
+
+def _serve(
+    main: Callable[[], Any], line: list[str], variables: dict[str, str], outputs: list[Path]
+) -> None:
+    die_with_parent()
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+    sys.argv = line
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

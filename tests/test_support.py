@@ -1,0 +1,78 @@
+"""The helpers of these tests: scripts in forked processes, and the choice of restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import tier
+from tests.support.resume import restarts_of
+from tests.support.scripts import call
+
+CHECKPOINTS = [Path(f"run_epoch_1_iter_{number}.pth") for number in range(14)]
+
+
+def _script() -> None:
+    print(*sys.argv[1:], os.environ.get("OF_THIS_TEST"))
+    print("to stderr", file=sys.stderr)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "failed":
+        raise ValueError("on purpose")
+    if sys.argv[1] == "hangs":
+        signal.pause()
+    raise SystemExit(75)
+
+
+def test_a_forked_script_has_its_arguments_variables_outputs_and_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OF_THIS_TEST", "1")
+    done = call(_script, "ended", 2)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "ended 2 1\n", "to stderr\n")
+
+
+def test_a_forked_script_may_fail_or_be_killed() -> None:
+    assert call(_script, "killed").returncode == -signal.SIGKILL
+    failed = call(_script, "failed")
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("ValueError: on purpose\n")
+
+
+def test_a_forked_script_that_hangs_is_killed() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        call(_script, "hangs", timeout=0.5)
+
+
+def test_restarts_of_the_default_tier_reach_every_place_of_an_epoch_and_a_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier, "is_full", lambda: False)
+    places = set()
+    for number in range(16):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", f"test[{number}]")
+        found = restarts_of(CHECKPOINTS)
+        assert found[-2:] == CHECKPOINTS[-2:]
+        assert 6 <= len(found) <= 7
+        places |= {CHECKPOINTS.index(path) for path in found}
+    assert places == set(range(14))
+    assert restarts_of(CHECKPOINTS[:5]) == CHECKPOINTS[:5]
+
+
+def test_the_full_tier_restarts_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "is_full", lambda: True)
+    assert restarts_of(CHECKPOINTS) == CHECKPOINTS
+
+
+@pytest.mark.parametrize(("markers", "is_full"), [("not full and not gpu", False), ("", True)])
+def test_the_tier_follows_from_the_markers(
+    markers: str, is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    tier.choose(markers)
+    assert tier.is_full() is is_full
