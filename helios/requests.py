@@ -175,7 +175,7 @@ class SharedAgreement(Agreement):
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
         """Return what cannot be asked for any more: a skip, and at the boundary all the rest."""
-        self._tells_skip = is_before_update and not self._skips_late
+        self._tells_skip = is_before_update
         is_skipped = self._tells_skip and bool(self._take_skip())
         if self._asks_late:
             return (self._is_doubted, is_skipped)
