@@ -410,7 +410,7 @@ def test_what_a_step_changes_is_named_once(caplog: pytest.LogCaptureFixture) -> 
     assert session.obstacles == ["train_step changes num_steps, window"]
     (record,) = caplog.records
     assert "Counting.train_step changes num_steps, window." in record.message
-    assert "bound to its number of processes" in record.message
+    assert "depends on the number of processes, and the run must keep" in record.message
     assert record.levelno == logging.WARNING
 
 
