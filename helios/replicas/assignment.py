@@ -18,8 +18,8 @@ from helios.replicas.reduction_tree import children, subtrees
 def blocks(num_processes: int, num_replicas: int) -> tuple[range, ...]:
     """Return the replicas of every process: contiguous, in order, none empty.
 
-    Sizes differ by at most one. 2^k processes get the nodes of the tree's k-th level. Of others,
-    the longer blocks stand where the blocks hold the fewest subtrees in all, for each is sent.
+    Sizes differ by at most one. 2^k processes get the nodes of the tree's k-th level. Otherwise the
+    longer blocks are placed so that there are as few subtrees as possible, because each is sent.
 
     >>> blocks(4, 6)
     (range(0, 2), range(2, 3), range(3, 5), range(5, 6))
