@@ -1,7 +1,7 @@
-"""What devices and processes do: moving, backward, clipping, the update; launching, summing.
+"""Engines: device, precision, backward, clipping and update, and sums over processes.
 
-Nothing here may decide when something happens.
+An engine never decides when something happens.
 """
 
-# Who imports an engine of the reference by its name is told what replaces it, and nothing else.
+# Importing an engine of the reference by its name raises an error that names its replacement.
 from helios.engines.reference_names import refuse as __getattr__  # noqa: F401

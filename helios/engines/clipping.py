@@ -1,4 +1,4 @@
-"""How gradients are clipped at an update: by their norm, or element by element (R39)."""
+"""Clips gradients at an update, by their norm or element by element."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from helios.errors import ArgumentError
 @final
 @dataclasses.dataclass(frozen=True)
 class Clipping:
-    """The limits of gradients; without any nothing is clipped.
+    """The limits of gradients. Without a limit nothing is clipped.
 
     Attributes:
-        clip_norm: largest 2-norm of all gradients together.
-        clip_value: largest magnitude of an element of them.
+        clip_norm: maximum 2-norm of all gradients together.
+        clip_value: maximum magnitude of each element.
 
     Raises:
-        ArgumentError: for a limit that is no positive number, and for both limits at once.
+        ArgumentError: if a limit is not a positive number, or if both are set.
     """
 
     clip_norm: float | None = None
@@ -35,12 +35,12 @@ class Clipping:
             if value is not None and not (is_number and 0 < float(value) < math.inf):
                 raise ArgumentError(
                     f"Engine({name}=...) must be None or a positive number, got {value!r}. Pass "
-                    "None to switch it off."
+                    "None to disable it."
                 )
         if self.clip_norm is not None and self.clip_value is not None:
             raise ArgumentError(
-                "Engine(clip_value=...) must be None where clip_norm is set, got "
-                f"{self.clip_value!r}. Clip by one of both."
+                "Engine(clip_value=...) must be None if clip_norm is set, got "
+                f"{self.clip_value!r}. Pass only one of them."
             )
 
     @property

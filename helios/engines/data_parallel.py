@@ -1,10 +1,10 @@
-"""A module that adds its gradients over processes during backward, for steps that the user makes.
+"""Wraps a module that sums its gradients over processes during backward, for manual steps.
 
-It is PyTorch's own data-parallel wrapper; only the sum is ours, along the tree, so its bits are
-those of the default path, where the loops add gradients after backward.
+It is PyTorch's own ``DistributedDataParallel`` with sums along the tree, so its bits equal those of
+the default path, where the loops add gradients after backward.
 """
 
-# No postponed annotations here: PyTorch compares those of a communication hook with the classes.
+# No postponed annotations here: PyTorch compares a communication hook's annotations with classes.
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def wrap(
     sync_bn: bool = False,
     options: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Return a module whose backward leaves the mean gradient; see ``Engine.wrap``."""
+    """Return a module whose backward computes the mean gradient; see ``Engine.wrap``."""
     options = options or {}
     _check(module, options)
     module = module.to(device)
@@ -42,7 +42,7 @@ def wrap(
         if device.type == "cpu":
             raise UsageError(
                 "Engine.wrap(sync_bn=True) needs GPUs: PyTorch's SyncBatchNorm does not work on "
-                "the CPU. Leave it out there."
+                "the CPU. Omit it there."
             )
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -57,14 +57,14 @@ def wrap(
 def _check(module: object, options: dict[str, Any]) -> None:
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(
-            f"Engine.wrap(module=...) must be a module, got {module!r}. Wrap each of several by "
-            "itself."
+            f"Engine.wrap(module=...) must be a module, got {module!r}. Wrap several modules one "
+            "by one."
         )
     for name in _OWN_OPTIONS:
         if name in options:
             raise UsageError(
-                f"Engine.wrap({name}=...) must be left out, got {options[name]!r}. The engine has "
-                "a device and a group already."
+                f"Engine.wrap({name}=...) must be omitted, got {options[name]!r}. The engine "
+                "already has a device and a group."
             )
 
 
@@ -72,14 +72,14 @@ def _check_replicas(replicas: Replicas) -> None:
     count = dist.get_world_size()
     if replicas.num_replicas not in (1, count):
         raise UsageError(
-            f"Engine.wrap(...) adds one gradient of each process, but the run is defined over "
-            f"{replicas.num_replicas} replicas and {count} processes carry them. Start as many "
-            "processes as replicas, or let train_step return its loss."
+            f"Engine.wrap(...) needs one process per replica, but num_replicas is "
+            f"{replicas.num_replicas} and the number of processes is {count}. Start one process "
+            "per replica, or return the loss from train_step."
         )
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return whether a module adds its gradients over processes already (E18)."""
+    """Return whether a module already sums its gradients over processes."""
     layer: nn.Module | None = module
     while layer is not None:
         if isinstance(layer, DistributedDataParallel):
@@ -92,7 +92,7 @@ def _add_along_tree(
     reducer: TreeReducer,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[Tensor]:
-    """Make the mean of a bucket: the hook that the wrapper calls when its gradients are there."""
+    """Compute the mean of a bucket; the wrapper calls this hook when its gradients are ready."""
     buffer = bucket.buffer()
     with torch.no_grad(), collective("backward"):
         flat = buffer.to(home_of(buffer))

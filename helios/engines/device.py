@@ -1,4 +1,4 @@
-"""Which device a training uses, and how batches get there."""
+"""Selects the device of a training, and moves batches to it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from helios.errors import ArgumentError, UsageError
 def select_gpus(
     use_cpu: bool | None, gpus: list[int] | None, *, caller: str = "Trainer"
 ) -> list[int]:
-    """Return the ids of the GPUs to use, none for the CPU (H46, H47).
+    """Return the ids of the GPUs to use, or an empty list for the CPU.
 
     Args:
-        use_cpu: True for the CPU; False for GPUs, or an error; ``None`` for what there is.
-        gpus: the ids; ``None`` for all there are.
-        caller: whose arguments these are, for messages.
+        use_cpu: True for the CPU; False to require a GPU; ``None`` for GPUs if there are any.
+        gpus: the ids; ``None`` for all GPUs.
+        caller: the function whose arguments these are, for messages.
 
     Raises:
-        ArgumentError: if both arguments contradict, or for an id that does not exist.
-        UsageError: if a GPU is demanded by ``use_cpu=False`` where there is none.
+        ArgumentError: if the arguments contradict each other, or an id does not exist.
+        UsageError: if ``use_cpu=False`` and there is no GPU.
     """
     if use_cpu:
         if gpus is not None:
             raise ArgumentError(
-                f"{caller}(gpus=...) must be None with use_cpu=True, got {gpus}. Drop one of them."
+                f"{caller}(gpus=...) must be None with use_cpu=True, got {gpus}. Omit one of them."
             )
         return []
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -40,7 +40,7 @@ def select_gpus(
         if use_cpu is False and count == 0:
             raise UsageError(
                 f"{caller}(use_cpu=False) must find a GPU, but CUDA is not available. "
-                "Leave out use_cpu to train on what there is."
+                "Omit use_cpu to train on the available devices."
             )
         return list(range(count))
     _check_gpu_ids(gpus, count, caller)
@@ -58,12 +58,12 @@ def _check_gpu_ids(gpus: list[int], count: int, caller: str) -> None:
     if missing:
         raise ArgumentError(
             f"{caller}(gpus=...) must name GPUs of this machine (it has {count}), got {gpus}. "
-            "Correct the ids, or leave out gpus to train on what there is."
+            "Correct the ids, or omit gpus to train on the available devices."
         )
 
 
 def device_of_rank(gpus: list[int], local_rank: int) -> torch.device:
-    """Return the device of a process: its own of the selected GPUs, or the CPU (H48, E32).
+    """Return the device of a process: its own GPU of those selected, or the CPU.
 
     Args:
         gpus: what :func:`select_gpus` returned.
@@ -74,22 +74,22 @@ def device_of_rank(gpus: list[int], local_rank: int) -> torch.device:
     """
     if not gpus:
         return torch.device("cpu")
-    if len(gpus) == 1:  # Launchers may show each process its own only.
+    if len(gpus) == 1:  # Launchers may show each process only its own GPU.
         return torch.device("cuda", gpus[0])
     if local_rank >= len(gpus):
         raise UsageError(
             f"Process {local_rank} of this machine (from 0) has no GPU of its own: there are "
-            f"{len(gpus)}, {gpus}. Start one process for each, or train on the CPU."
+            f"{len(gpus)}, {gpus}. Start at most one process per GPU, or train on the CPU."
         )
     return torch.device("cuda", gpus[local_rank])
 
 
 def sync_to_device(value: Any, device: torch.device) -> Any:
-    """Return a value with all that can be moved on a device (E7); containers are copied.
+    """Return a value with its tensors, arrays and modules on a device; containers are copied.
 
-    Goes where :func:`move_to_device` goes, moves modules (in place, as torch does), and makes
-    tensors of NumPy's arrays of numbers: a structured one becomes a dict by field. Other values,
-    optimizers too, stay as they are (E8).
+    Descends into the same containers as :func:`move_to_device`, moves modules (in place, as torch
+    does), and converts numeric NumPy arrays to tensors; a structured array becomes a dict by field.
+    Other values, such as optimizers, are returned unchanged.
     """
     if isinstance(value, nn.Module):
         return value.to(device)
@@ -104,14 +104,14 @@ def sync_to_device(value: Any, device: torch.device) -> Any:
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device; the input is not changed.
+    """Return a batch with its tensors on a device. The input is not changed.
 
-    Descends into dicts, lists, tuples, named tuples and dataclasses, keeping their types. Other
-    values stay as they are (E7). Copies from pinned memory do not wait.
+    Descends into dicts, lists, tuples, named tuples and dataclasses and keeps their types. Other
+    values are returned unchanged. Copies from pinned memory are asynchronous.
     """
     if isinstance(batch, torch.Tensor | PackedSequence):
         is_pinned = device.type != "cpu" and batch.is_pinned()
-        moved: Any = batch  # PackedSequence's own annotation admits no device
+        moved: Any = batch  # PackedSequence's own annotation does not accept a device
         return moved.to(device=device, non_blocking=is_pinned)
     return _map_container(batch, lambda item: move_to_device(item, device))
 

@@ -1,7 +1,7 @@
-"""What a device does with a loss, and what the processes of a run do together.
+"""The engine: runs backward, clipping and updates on a device, and sums over processes.
 
 An engine is a device, a precision and the replicas of a run, each a small object of its own. It
-decides nothing: the optimizer loop calls it in the order of DESIGN section 5.
+decides nothing: the optimizer loop calls it in the order of an update.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from helios.replicas.replicas import Replicas
 
 
 class Engine(ExperimentState):
-    """A device, a precision and the replicas of a run; what is done with a loss there.
+    """A device, a precision and the replicas of a run, and what is done with a loss there.
 
-    The one class: derive from it and override a method to change what it does (E40).
+    This is the only engine class. Subclass it and override a method to change what it does.
 
     Args:
-        device: where the training runs, by object or name; ``None`` for the first GPU, or the CPU
-            where there is none (E3).
-        clip_norm: largest 2-norm of the gradients of a step.
-        clip_value: largest magnitude of an element of them.
+        device: the device of the training, by object or name; ``None`` for the first GPU, or the
+            CPU if there is none.
+        clip_norm: maximum 2-norm of the gradients of a step.
+        clip_value: maximum magnitude of each element of the gradients.
         precision: the type in which the steps of the model compute.
-        bucket_bytes: on several processes, send gradients in buckets of at least so many bytes
-            while backward goes on; ``None`` for all of them behind it. The bits are the same.
+        bucket_bytes: with several processes, send gradients in buckets of at least this many bytes
+            during backward; ``None`` to send all of them after it. The bits are the same.
 
     Attributes:
-        device: where the training runs.
-        sends_early: whether gradients are sent while backward goes on.
+        device: the device of the training.
+        sends_early: whether gradients are sent during backward.
         clips: whether :meth:`clip_gradients` does anything.
         unsaved: names of attributes that training changes and that no checkpoint needs.
 
     Raises:
-        ArgumentError: for a name that is no device's, and for a limit that is no positive number,
-            or for both limits at once; for a ``bucket_bytes`` below 1.
-        ArgumentTypeError: for something else than a device, and than a precision.
+        ArgumentError: if the name of the device is unknown, a limit is not a positive number, both
+            limits are set, or ``bucket_bytes`` is below 1.
+        ArgumentTypeError: if ``device`` is not a device, or ``precision`` is not a precision.
     """
 
     _internals: ClassVar[str] = (
@@ -74,7 +74,7 @@ class Engine(ExperimentState):
         if bucket_bytes is not None and (type(bucket_bytes) is not int or bucket_bytes < 1):
             raise ArgumentError(
                 "Engine(bucket_bytes=...) must be None or a positive int, got "
-                f"{bucket_bytes!r}. Pass 25 * 2**20, or leave it out."
+                f"{bucket_bytes!r}. Pass 25 * 2**20, or omit it."
             )
         self._bucket_bytes = bucket_bytes
         self._precision = precision
@@ -85,14 +85,14 @@ class Engine(ExperimentState):
 
     @property
     def replicas(self) -> Replicas:
-        """The replicas of the run; the trainer sets them."""
+        """The replicas of the run, set by the trainer."""
         return self._replicas
 
     @replicas.setter
     def replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._gradients = make_gradients(replicas)
-        # Asked in every update, so they are settled here, at the start of a run.
+        # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
         self._is_scaled = self._precision.scaler is not None or is_own
         is_own = redefines(self, Engine, "clip_gradients")
@@ -107,22 +107,22 @@ class Engine(ExperimentState):
 
     @property
     def automatic_options(self) -> list[str]:
-        """The arguments that only automatic steps obey, where they are set."""
+        """The arguments that are set and only affect automatic steps."""
         return [f"Trainer({name}=...)" for name in self._clipping.set_options]
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the context in which the steps of the model run."""
+        """Return the context in which the model's steps run."""
         return self._precision.autocast(self.device)
 
     def count_micro_batch(self) -> None:
-        """Count a micro-batch of the open window; before its first backward."""
+        """Count a micro-batch of the open window, before its first backward."""
         self._open_micro_batches += 1
 
     def close_window(self) -> None:
-        """Begin a new window; after its last update. What was collected and not used is dropped.
+        """Begin a new window after its last update, and drop gradients that were not used.
 
-        In fp16 the scale is adjusted here, once for all optimizers: gradients of a window must
-        have the same.
+        In fp16 this adjusts the loss scale, once for all optimizers: all gradients of a window
+        must have the same scale.
         """
         self._open_micro_batches = 0
         if self._scaler is not None:
@@ -131,11 +131,11 @@ class Engine(ExperimentState):
             self._gradients.close_window()
 
     def backward_loss(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
-        """Add a micro-batch's gradients to those of the window; scaled in fp16 (E21, E22).
+        """Add a micro-batch's gradients to those of the window, scaled in fp16.
 
         Args:
             loss: the loss.
-            inputs: the only parameters that get gradients; ``None`` for all.
+            inputs: the only parameters that receive gradients; ``None`` for all.
         """
         scaler = self._find_scaler() if self._is_scaled else None
         scaled = loss if scaler is None else scaler.scale(loss)
@@ -149,43 +149,43 @@ class Engine(ExperimentState):
         ends_window: bool,
         find_networks: FindNetworks = dict,
     ) -> None:
-        """Take the gradients of one of several replicas away, so that the next one begins anew.
+        """Take the gradients of one of several replicas, so that the next one starts from zero.
 
         Args:
-            optimizer: whose parameters have them.
-            replica: number of the replica, whose backward this was.
-            ends_window: whether it is the last one of the window.
+            optimizer: the optimizer of the parameters.
+            replica: number of the replica that has run backward.
+            ends_window: whether this is the replica's last micro-batch of the window.
             find_networks: returns the networks by path, to name parameters in messages.
 
         Raises:
-            UsageError: if the optimizer has got or lost parameters inside of the window.
+            UsageError: if parameters were added to or removed from the optimizer within the window.
         """
         self._gradients.collect(optimizer, replica, find_networks, ends_window=ends_window)
 
     def sending_gradients(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = dict
     ) -> AbstractContextManager[None]:
-        """Send gradients while the last backward of a window goes on, in a ``with`` statement.
+        """Return a context manager that sends gradients during the last backward of a window.
 
         Args:
-            optimizer: whose parameters have them.
-            replica: number of the replica, the last one of this process.
+            optimizer: the optimizer of the parameters.
+            replica: number of the last replica of this process.
             find_networks: as in :meth:`collect_gradients`.
         """
         assert self._bucket_bytes is not None
         return self._gradients.sending(optimizer, replica, find_networks, self._bucket_bytes)
 
     def drop_old_gradients(self, optimizer: Optimizer) -> None:
-        """Drop gradients that are older than the run, or than the parameters of an optimizer.
+        """Drop gradients that are older than the run, or than the optimizer's parameters.
 
-        With several replicas only, whose sum they would enter.
+        Only with several replicas, whose sum would include them.
         """
         self._gradients.drop_old(optimizer)
 
     def average_gradients(self, optimizer: Optimizer) -> None:
-        """Make the mean of a window's gradients: over its micro-batches and all replicas.
+        """Average the gradients of a window over its micro-batches and all replicas.
 
-        Sums are divided once, after the last addition (DESIGN R3), and unscaled after that.
+        The sum is divided once, after the last addition, and then unscaled.
         """
         if self._gradients.is_open:
             self._gradients.finish(optimizer)
@@ -196,7 +196,7 @@ class Engine(ExperimentState):
             self.unscale_gradients(optimizer)
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale of fp16; once in a window, however often it is called.
+        """Divide the gradients by the loss scale of fp16, once per window even if called again.
 
         Raises:
             UsageError: after the optimizer's step of the same window.
@@ -206,18 +206,19 @@ class Engine(ExperimentState):
             scaler.unscale(optimizer)
 
     def clip_gradients(self, optimizer: Optimizer) -> None:
-        """Clip the unscaled gradients by norm or by value, where the options ask for it (R39, E25).
+        """Clip the unscaled gradients by norm or by value, if the options say so.
 
         Args:
-            optimizer: whose gradients.
+            optimizer: the optimizer of the parameters.
         """
         self.unscale_gradients(optimizer)
         self._clipping.apply(parameters_of(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
-        """Update the parameters; returns whether the step was committed.
+        """Update the parameters, and return whether the step was committed.
 
-        In fp16 it is not where a gradient is infinite or NaN: the scale was too large (E26, R26).
+        In fp16 the update is skipped if a gradient is infinite or NaN: the loss scale was too
+        large.
         """
         scaler = self._find_scaler() if self._is_scaled else None
         if scaler is not None:
@@ -232,23 +233,23 @@ class Engine(ExperimentState):
         optimizer.zero_grad(set_to_none=True)
 
     def teardown(self) -> None:
-        """Release what the engine holds; called on every exit path, before everything else."""
+        """Release what the engine holds. Called on every exit path, before any other teardown."""
         self._open_micro_batches = 0
         self._gradients = make_gradients(self._replicas)
         self._scaler = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: the number of micro-batches in the open window; in fp16 the scaler."""
+        """Return the number of micro-batches in the open window, and in fp16 the scaler's state."""
         return {"open_micro_batches": self._open_micro_batches, **self._scaler_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state back; one without a scaler, or with one too many, fits as well (E36)."""
+        """Restore the state. The scaler's part may be missing or superfluous."""
         self._open_micro_batches = state_dict["open_micro_batches"]
         self._scaler = None
         self._load_scaler(state_dict)
 
     def _find_scaler(self) -> LossScaler | None:
-        """Return what scales losses; ``None`` where the precision needs nothing of the kind."""
+        """Return the loss scaler, or ``None`` if the precision needs none."""
         options = self._precision.scaler
         if self._scaler is None and options is not None:
             self._scaler = LossScaler(options, self.device)
@@ -264,20 +265,20 @@ class Engine(ExperimentState):
             scaler.load_state_dict(state["scaler"])
 
     def wrap(self, module: nn.Module, *, sync_bn: bool = False, **options: Any) -> nn.Module:
-        """Return a module whose backward leaves the mean gradient of all processes.
+        """Return a module whose backward computes the mean gradient of all processes.
 
-        For manual steps; where ``train_step`` returns its loss, the engine adds gradients itself.
-        Outside of a process group that is the module itself, moved to the device. Inside it is
-        PyTorch's ``DistributedDataParallel`` with sums along the tree, bit for bit those of the
-        default path. What is wrapped already stays as it is (E18).
+        Use it for manual steps. If ``train_step`` returns its loss, the engine sums the gradients
+        itself. Outside of a process group the result is the module itself, moved to the device.
+        In a process group it is PyTorch's ``DistributedDataParallel`` with sums along the tree, bit
+        for bit those of the default path. A module that is wrapped already is returned unchanged.
 
         Args:
-            module: the module; it is moved to the device.
-            sync_bn: let BatchNorm layers count over all processes; on GPUs only.
+            module: the module, which is moved to the device.
+            sync_bn: synchronize BatchNorm statistics over all processes; on GPUs only.
             **options: of ``DistributedDataParallel``, such as ``find_unused_parameters``.
 
         Raises:
-            UsageError: where the processes carry several replicas each.
+            UsageError: if a process runs several replicas.
         """
         return data_parallel.wrap(
             module, self.device, self.replicas, sync_bn=sync_bn, options=options
@@ -292,22 +293,22 @@ class Engine(ExperimentState):
         *,
         sync_bn: bool = False,
     ) -> tuple[Any, Any, Any, Any]:
-        """Build model, criterion, optimizer and scheduler, in this order (E16, E17).
+        """Build model, criterion, optimizer and scheduler, in this order.
 
         Each function may be ``None``, and each may return one object or a dict of them.
 
         Args:
             model_fn: returns the model, which is moved to the device and wrapped.
             criterion_fn: returns the criterion, which is moved to the device.
-            optimizer_fn: is called with the model, on the device and without a wrapper.
+            optimizer_fn: is called with the model, on the device and not wrapped.
             scheduler_fn: is called with the optimizer.
             sync_bn: as in :meth:`wrap`.
 
         Returns:
-            All four; ``None`` for those that were left out.
+            All four, with ``None`` for those that were omitted.
 
         Raises:
-            ArgumentError: for a model that is no module, and no dict of modules.
+            ArgumentError: if the model is neither a module nor a dict of modules.
         """
         bare, model = experiment_parts.build_model(
             model_fn, lambda module: self.wrap(module, sync_bn=sync_bn)
@@ -318,7 +319,7 @@ class Engine(ExperimentState):
         return model, criterion, optimizer, scheduler
 
     def deinit_components(self, *, is_failing: bool = False) -> None:
-        """Release what the engine holds, and leave what it has joined; may be called twice (E19).
+        """Release what the engine holds, and leave the group it has joined; may be called twice.
 
         Args:
             is_failing: as in :meth:`cleanup_process`.
@@ -336,18 +337,18 @@ class Engine(ExperimentState):
         clip_norm: float | None = None,
         clip_value: float | None = None,
     ) -> Engine:
-        """Return an engine for what there is: this process's own of the GPUs, or the CPU (E38).
+        """Return an engine for the available devices: this process's own GPU, or the CPU.
 
         Args:
-            use_cpu: True for the CPU, False to demand a GPU, ``None`` for what there is (H46).
+            use_cpu: True for the CPU; False to require a GPU; ``None`` for a GPU if there is one.
             gpus: ids of the GPUs to choose from; ``None`` for all.
             precision: a precision, or its name.
             clip_norm: as in the constructor.
             clip_value: as in the constructor.
 
         Raises:
-            ArgumentError: for arguments that contradict each other or what there is (H47).
-            UsageError: if a GPU is demanded where there is none for this process.
+            ArgumentError: if arguments contradict each other, or a GPU does not exist.
+            UsageError: if ``use_cpu=False`` and there is no GPU for this process.
         """
         ids = select_gpus(use_cpu, gpus, caller="Engine.auto")
         return cls(

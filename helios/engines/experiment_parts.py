@@ -1,6 +1,6 @@
-"""What experiments are made of: building it in one order, and packing its state into one dict.
+"""Builds the parts of an experiment in one order, and packs their state into one dict.
 
-A state has no trace of the engine in its names, so what one engine has packed, another unpacks.
+The names in a state do not depend on the engine, so any engine can unpack it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Maker = Callable[..., Any] | None
 
 
 def build_model(make: Maker, prepare: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
-    """Return a model, or a dict of models, as it was made, and prepared for training (E17).
+    """Return a model, or a dict of models, as it was built, and prepared for training.
 
     Raises:
-        ArgumentError: if it is none of both.
+        ArgumentError: if it is neither a module nor a dict of modules.
     """
     if make is None:
         return None, None
@@ -37,7 +37,7 @@ def build_model(make: Maker, prepare: Callable[[nn.Module], nn.Module]) -> tuple
     if not all(isinstance(member, nn.Module) for member in members):
         raise ArgumentError(
             "init_components(model_fn=...) must return a module or a dict of modules, got "
-            f"{made!r}. Return what is to be trained."
+            f"{made!r}. Return the model to train."
         )
     if isinstance(made, dict):
         return made, {name: prepare(member) for name, member in made.items()}
@@ -47,44 +47,44 @@ def build_model(make: Maker, prepare: Callable[[nn.Module], nn.Module]) -> tuple
 def pack(
     parts: Mapping[str, Any], extra: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the states of parts by their keys, and what else is to be saved (E33).
+    """Return the states of parts by their keys, with anything else to save.
 
     Args:
-        parts: by name, objects or dicts of objects with a state; ``None`` is left out (E34).
-        extra: is taken over as it is.
+        parts: by name, objects or dicts of objects with a state; ``None`` is skipped.
+        extra: is added unchanged.
         own: what the engine adds.
 
     Raises:
-        ArgumentError: for a part without a state, and for a name that is taken.
+        ArgumentError: if a part has no state, or a name is taken.
     """
     packed = {key: _state_of(key, part) for key, part in _flatten(parts)} | dict(own)
     taken = sorted(packed.keys() & extra.keys())
     if taken:
         raise ArgumentError(
-            f"pack_checkpoint({taken[0]}=...) must have a name of its own, which is taken already. "
-            "Rename it."
+            f"pack_checkpoint({taken[0]}=...) must have another name, because a part already uses "
+            "this one. Rename it."
         )
     return {**packed, **extra}
 
 
 def unpack(parts: Mapping[str, Any], checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-    """Give parts the states that are there for them (E35).
+    """Load the states of parts.
 
     Args:
-        parts: by name, objects or dicts of objects; ``None`` is left out.
+        parts: by name, objects or dicts of objects; ``None`` is skipped.
         checkpoint: what :func:`pack` has returned.
-        strict: whether a missing state is an error, not a warning; then nothing is loaded.
+        strict: raise an error for a missing state, and then load nothing, instead of a warning.
 
     Raises:
-        StateError: for a missing state, if ``strict``.
+        StateError: if ``strict`` and a state is missing.
     """
     found = list(_flatten(parts))
     missing = [key for key, _ in found if key not in checkpoint]
     if missing:
-        text = f"The checkpoint holds no {', '.join(missing)} (only {', '.join(checkpoint)})."
+        text = f"The checkpoint has no {', '.join(missing)} (only {', '.join(checkpoint)})."
         if strict:
-            raise StateError(f"{text} Leave those parts out, or pass strict=False.")
-        _LOGGER.warning("%s Those parts stay as they are.", text)
+            raise StateError(f"{text} Omit those parts, or pass strict=False.")
+        _LOGGER.warning("%s Those parts are not changed.", text)
     for key, part in found:
         if key in checkpoint:
             _load_state(part, checkpoint[key])
@@ -104,7 +104,7 @@ def _state_of(key: str, part: Any) -> dict[str, Any]:
         name = key.removesuffix("_state_dict")
         raise ArgumentError(
             f"pack_checkpoint({name}=...) must have state_dict() and load_state_dict(), got "
-            f"{part!r}. Leave it out."
+            f"{part!r}. Omit it."
         )
     state = part.state_dict()
     return BareNames(part).strip(state) if isinstance(part, nn.Module) else state
@@ -121,10 +121,10 @@ def _load_state(part: Any, state: dict[str, Any]) -> None:
 
 
 def save(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint so that a crash leaves the old file or the new one, whole (E37).
+    """Write a checkpoint so that a crash leaves either the old file or the new one, complete.
 
     Raises:
-        StateError: for a value that could not be loaded again; it is named.
+        StateError: if a value could not be loaded again; the message names it.
         OSError: what the file system raises.
     """
     tree = codec.encode(dict(checkpoint), where="checkpoint")

@@ -1,4 +1,4 @@
-"""What a script without a trainer saves of its parts, and how it gets that back."""
+"""Saves and loads the parts of an experiment, for scripts without a trainer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from helios.storage import codec
 
 
 class ExperimentState(ProcessMember):
-    """Packs the states of parts, with that of the precision; writes and reads what it packed."""
+    """Packs the states of parts and of the precision, and writes and reads checkpoints of them."""
 
     @abstractmethod
     def _scaler_state(self) -> dict[str, Any]:
-        """Return what the precision has to save."""
+        """Return the scaler's state, if the precision has a scaler."""
 
     @abstractmethod
     def _load_scaler(self, state: Mapping[str, Any]) -> None:
-        """Take that back, if it is there."""
+        """Restore the scaler's state, if there is one."""
 
     def pack_checkpoint(
         self,
@@ -31,20 +31,20 @@ class ExperimentState(ProcessMember):
         scheduler: Any = None,
         **extra: Any,
     ) -> dict[str, Any]:
-        """Return the states of parts as one dict, without a trace of the engine in names (E33).
+        """Return the states of parts as one dict, whose names do not depend on the engine.
 
         A part gives ``"<part>_state_dict"``, a dict of parts ``"<part>_<key>_state_dict"``, and
-        the scaler of fp16 ``"scaler"``. What is ``None`` is left out.
+        the scaler of fp16 ``"scaler"``. ``None`` is skipped.
 
         Args:
             model: an object with a state, or a dict of such; the same for the next three.
-            criterion: likewise.
-            optimizer: likewise.
-            scheduler: likewise.
-            **extra: is taken over as it is.
+            criterion: as ``model``.
+            optimizer: as ``model``.
+            scheduler: as ``model``.
+            **extra: is added unchanged.
 
         Raises:
-            ArgumentError: for a part without a state, and for a name that is taken.
+            ArgumentError: if a part has no state, or a name is taken.
         """
         parts = (model, criterion, optimizer, scheduler)
         table = dict(zip(experiment_parts.PARTS, parts, strict=True))
@@ -60,18 +60,18 @@ class ExperimentState(ProcessMember):
         *,
         strict: bool = False,
     ) -> None:
-        """Give parts their states back, whichever engine has packed them (E35, E36).
+        """Load the states of parts, whichever engine has packed them.
 
         Args:
             checkpoint: what :meth:`pack_checkpoint` has returned.
             model: an object, or a dict of such; the same for the next three.
-            criterion: likewise.
-            optimizer: likewise.
-            scheduler: likewise.
-            strict: whether a part without a state is an error, not a warning.
+            criterion: as ``model``.
+            optimizer: as ``model``.
+            scheduler: as ``model``.
+            strict: raise an error instead of a warning if a part has no state in the checkpoint.
 
         Raises:
-            StateError: for a part without a state, if ``strict``.
+            StateError: if ``strict`` and the state of a part is missing.
         """
         parts = (model, criterion, optimizer, scheduler)
         table = dict(zip(experiment_parts.PARTS, parts, strict=True))
@@ -79,13 +79,13 @@ class ExperimentState(ProcessMember):
         self._load_scaler(checkpoint)
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], path: Path | str) -> None:
-        """Write a checkpoint, whole or not at all; the master process only (E37).
+        """Write a checkpoint atomically, on the master process only.
 
-        Others return at once: call :meth:`barrier` before they read it.
+        Other processes return at once: call :meth:`barrier` before they read it.
         """
         if self.is_master_process:
             experiment_parts.save(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Path | str) -> Any:
-        """Return the checkpoint in a file, its tensors on the CPU; nothing in it is executed."""
+        """Return the checkpoint in a file, with tensors on the CPU, without executing its code."""
         return codec.read(Path(path))

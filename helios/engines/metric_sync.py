@@ -1,7 +1,7 @@
-"""What processes tell each other by name: sums, means, all values, and who goes first (E9-E15).
+"""Exchanges values between processes by name: sums, means, all values, and rank 0 first.
 
-Sums run along the tree over processes, so their bits are the same on every backend. Tensors go to
-where the backend wants them, and the results back to where they came from.
+Sums run along the tree over processes, so their bits are the same on every backend. Tensors are
+moved to the device that the backend needs, and the results back to the original device.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def sync_tensor(tensor: Tensor, mode: str | None) -> Any:
         return tensor
     if mode is None:
         raise ArgumentError(
-            'sync_tensor(mode=...) must be "sum", "mean" or "all" where there are several '
-            "processes, got None. Say which."
+            'sync_tensor(mode=...) must be "sum", "mean" or "all" with several processes, got '
+            "None. Pass one of them."
         )
     kinds = gather_objects("sync_tensor", (tensor.dtype, tuple(tensor.shape)))
     if mode == "all":
@@ -54,7 +54,7 @@ def sync_tensor(tensor: Tensor, mode: str | None) -> Any:
 
 
 def add_over_processes(tensor: Tensor) -> Tensor:
-    """Return the sum over all processes along the tree; of truth values it is their count."""
+    """Return the sum over all processes along the tree; for bool tensors the count of True."""
     with torch.no_grad():
         whole = tensor.detach().long() if tensor.dtype is torch.bool else tensor.detach()
         flat = whole.to(home_of(tensor), copy=True).contiguous().reshape(-1)
@@ -65,13 +65,13 @@ def add_over_processes(tensor: Tensor) -> Tensor:
 
 
 def make_reducer() -> TreeReducer:
-    """Return what adds one tensor of each process of the default group."""
+    """Return a reducer for one tensor of each process of the default group."""
     count, rank = dist.get_world_size(), dist.get_rank()
     return TreeReducer(count, num_processes=count, rank=rank)
 
 
 def _gather(tensor: Tensor, kinds: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """Return the tensors of all processes; they are sent as bytes, padded to the longest."""
+    """Return the tensors of all processes, sent as bytes and padded to the longest."""
     sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
     home = home_of(tensor)
     own = torch.zeros(max(sizes), dtype=torch.uint8, device=home)
@@ -90,8 +90,8 @@ def gather_objects(name: str, value: Any) -> list[Any]:
     """Return a small value of every process, in the order of ranks.
 
     Args:
-        name: of the caller, for messages.
-        value: this process's; it is pickled.
+        name: the caller, for messages.
+        value: the value of this process, which is pickled.
     """
     found: list[Any] = [None] * dist.get_world_size()
     known = own_membership()
@@ -102,13 +102,13 @@ def gather_objects(name: str, value: Any) -> list[Any]:
 
 @contextmanager
 def first_rank_first(name: str) -> Iterator[None]:
-    """Run a block on rank 0, then on all others; all go on together (E15).
+    """Run a block on rank 0, then on all others; all processes leave it together.
 
     Args:
-        name: of the caller, for messages.
+        name: the caller, for messages.
 
     Raises:
-        RankError: on the other processes, if the block has failed on one (a ``RuntimeError``).
+        RankError: on the other processes if the block fails on one (a ``RuntimeError``).
     """
     if not is_dist_active():
         yield
@@ -131,16 +131,16 @@ def _expect_success(name: str, texts: list[str]) -> None:
     failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     if failed:
         raise RankError(
-            f"{name}() was given up, because its block has failed on {'; '.join(failed)}. Correct "
-            "that; nothing is wrong here."
+            f"{name}() was aborted because its block failed on {'; '.join(failed)}. Fix the error "
+            "there; this process has no error of its own."
         )
 
 
 @final
 class MetricMean:
-    """Means of metrics over processes, each weighted; one exchange while no name is new (E14).
+    """Weighted means of metrics over processes, in one exchange unless a name is new.
 
-    To be used within one membership of a process group.
+    Valid for one membership of a process group.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class MetricMean:
         self._reducer = NumberReducer(count, num_processes=count, rank=rank, device=home_of(like))
 
     def is_of_present_group(self) -> bool:
-        """Whether the process is still in the group that this was made in."""
+        """Whether the process is still in the group that this object was created in."""
         return is_dist_active() and self._world is dist.group.WORLD
 
     def mean(self, metrics: Mapping[str, Any], weight: float) -> dict[str, float]:
@@ -165,7 +165,7 @@ class MetricMean:
         empty = [name for name, (_, total) in sums.items() if total == 0]
         if empty:
             raise UsageError(
-                f"sync_metrics(weight=...) must be positive on one process at least for {empty}, "
-                "got 0 on all. Leave out what nobody has counted."
+                f"sync_metrics(weight=...) must be positive on at least one process for {empty}, "
+                "got 0 on all. Omit metrics without samples."
             )
         return {name: total / weights for name, (total, weights) in sums.items()}

@@ -1,4 +1,4 @@
-"""The settings of PyTorch that change the bits of arithmetic, for a block of code."""
+"""Sets, for a block of code, the settings of PyTorch that change the bits of arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _determinism() -> tuple[bool, bool]:
 
 
 def _set_determinism(value: bool, warn_only: bool) -> None:
-    # Even to leave it as it is, torch's switch imports its compiler: 1.5 s of start-up.
+    # torch's switch imports its compiler (1.5 s) even if the setting does not change.
     if (value, warn_only) != _determinism():
         torch.use_deterministic_algorithms(value, warn_only=warn_only)
 
@@ -25,12 +25,12 @@ def _set_determinism(value: bool, warn_only: bool) -> None:
 def numerics(
     *, is_deterministic: bool, use_cudnn_benchmark: bool, num_threads: int | None
 ) -> Iterator[None]:
-    """Set what changes bits of arithmetic for a block, and restore what was found.
+    """Set what changes the bits of arithmetic for a block, and restore the settings afterwards.
 
     Args:
-        is_deterministic: demand deterministic algorithms, on the CPU too (H49).
+        is_deterministic: require deterministic algorithms, on the CPU too.
         use_cudnn_benchmark: let cuDNN measure and choose algorithms.
-        num_threads: intra-op threads of the process; ``None`` keeps the present number.
+        num_threads: intra-op threads of the process; ``None`` keeps the current number.
     """
     threads = torch.get_num_threads()
     algorithms = _determinism()

@@ -1,7 +1,7 @@
-"""In which type the steps of a model compute.
+"""The type in which the steps of a model compute.
 
-A precision is a plain value: the engine makes the context of its steps from it, and the scaler of
-losses where its type has too few exponents for gradients.
+A precision is a plain value. The engine creates the autocast context of its steps from it, and the
+loss scaler if its type has too few exponent bits for gradients.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class ScalerOptions:
     """How losses are scaled in fp16, as in ``torch.amp.GradScaler``.
 
     Attributes:
-        init_scale: the first factor.
+        init_scale: the initial loss scale.
         growth_factor: multiplies it after ``growth_interval`` windows without an infinity.
-        backoff_factor: multiplies it after a window with one, whose update is left out.
+        backoff_factor: multiplies it after a window with one, whose update is skipped.
         growth_interval: a number of windows.
 
     Raises:
-        ArgumentError: for a value that breaks a rule.
+        ArgumentError: if a value is out of range.
     """
 
     init_scale: float = 2.0**16
@@ -56,7 +56,7 @@ class ScalerOptions:
     def _refuse(self, name: str, rule: str) -> None:
         default = getattr(type(self), name)
         raise ArgumentError(
-            f"Precision.fp16({name}=...) must be {rule}, got {getattr(self, name)!r}. Leave it out "
+            f"Precision.fp16({name}=...) must be {rule}, got {getattr(self, name)!r}. Omit it "
             f"for {default}."
         )
 
@@ -64,17 +64,17 @@ class ScalerOptions:
 @final
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The type of the arithmetic inside a model's steps; parameters keep their own (DESIGN 6).
+    """The type of the arithmetic within a model's steps. Parameters keep their own type.
 
-    Take ``Precision.FP32``, ``Precision.BF16`` or ``Precision.FP16``, or make one by
+    Use ``Precision.FP32``, ``Precision.BF16`` or ``Precision.FP16``, or create one with
     :meth:`from_str` or :meth:`fp16`.
 
     Attributes:
         value: its name: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        scaler: how losses are scaled; ``None`` where they are not.
+        scaler: how losses are scaled; ``None`` if they are not.
 
     Raises:
-        ArgumentError: for another name, and for a scaler where the type needs none.
+        ArgumentError: if the name is unknown, or a scaler is given for a type that needs none.
 
     Example:
         >>> Precision.fp16(growth_interval=100).scaler.growth_interval
@@ -127,30 +127,30 @@ class Precision:
         backoff_factor: float = ScalerOptions.backoff_factor,
         growth_interval: int = ScalerOptions.growth_interval,
     ) -> Precision:
-        """Return half precision, with losses scaled as the options say (see `ScalerOptions`).
+        """Return half precision with the given loss scaling (see `ScalerOptions`).
 
         Raises:
-            ArgumentError: for a value that breaks a rule.
+            ArgumentError: if a value is out of range.
         """
         options = ScalerOptions(init_scale, growth_factor, backoff_factor, growth_interval)
         return cls("fp16", options)
 
     @property
     def casts(self) -> bool:
-        """Whether the steps of a model compute in another type than their parameters have."""
+        """Whether the steps of a model compute in a type other than that of their parameters."""
         return _DTYPES[self.value] is not None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return the context in which the steps of a model run on a device (E22, E23)."""
+        """Return the context in which a model's steps run on a device."""
         dtype = _DTYPES[self.value]
         return _AS_IT_IS if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def check_precision(precision: object) -> None:
-    """Check what was given for a precision.
+    """Check the type of a precision.
 
     Raises:
-        ArgumentTypeError: for something else than a :class:`Precision`.
+        ArgumentTypeError: if it is not a :class:`Precision`.
     """
     if not isinstance(precision, Precision):
         raise ArgumentTypeError(

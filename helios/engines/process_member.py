@@ -1,4 +1,4 @@
-"""A process on its device, among the others of a run: who it is, and what they do together."""
+"""A process on its device among the other processes of a run: ranks and collective calls."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def _as_device(device: object) -> torch.device:
 
 
 def redefines(owner: object, base: type, name: str) -> bool:
-    """Return whether a user has redefined a method: in a class that derives, or on an object."""
+    """Return whether a user has redefined a method, in a subclass or on an object."""
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
 class ProcessMember:
     """A process on a device; the base of ``Engine``.
 
-    Everything here also works outside of a process group, as the one process of a run.
+    Everything here also works outside of a process group, as the only process of a run.
 
     Args:
-        device: where this process computes, by object or name; ``None`` for the first GPU, or the
-            CPU where there is none (E3).
+        device: the device of this process, by object or name; ``None`` for the first GPU, or the
+            CPU if there is none.
 
     Attributes:
         device: as given.
 
     Raises:
-        ArgumentError: for a name that is no device's.
-        ArgumentTypeError: for something else than a device.
+        ArgumentError: if the name of the device is unknown.
+        ArgumentTypeError: if it is not a device.
     """
 
     _internals: ClassVar[str] = "_has_joined _means device"
@@ -63,16 +63,16 @@ class ProcessMember:
         self._has_joined = False
 
     def sync_device(self, value: Any) -> Any:
-        """Return a value with all that can be moved on the device (E7).
+        """Return a value with its tensors, arrays and modules on the device.
 
-        Goes into dicts, lists, tuples, named tuples and dataclasses, which are copied; moves
-        tensors and modules, and makes tensors of NumPy's arrays. Other values stay as they are.
+        Copies dicts, lists, tuples, named tuples and dataclasses, moves tensors and modules, and
+        converts NumPy arrays to tensors. Other values are returned unchanged.
         """
         return sync_to_device(value, self.device)
 
     @property
     def rank(self) -> int:
-        """Number of this process among all, from 0; -1 outside of a process group (E4, C9)."""
+        """Number of this process among all, from 0; -1 outside of a process group."""
         return get_dist_info().rank if self.is_ddp else -1
 
     @property
@@ -92,7 +92,7 @@ class ProcessMember:
 
     @property
     def backend(self) -> str | None:
-        """Name of the process group's backend; ``None`` outside of one."""
+        """Name of the process group's backend; ``None`` outside of a process group."""
         return str(dist.get_backend()) if self.is_ddp else None
 
     @property
@@ -102,46 +102,46 @@ class ProcessMember:
 
     @property
     def is_master_process(self) -> bool:
-        """Whether this process is the first one, or alone."""
+        """Whether this process is the first or the only one."""
         return self.rank <= 0
 
     @property
     def is_worker_process(self) -> bool:
-        """Whether this process is another one than the first."""
+        """Whether this process is not the first one."""
         return self.rank > 0
 
     def sync_tensor(self, tensor: Tensor, mode: str | None = None) -> Any:
-        """Return a tensor's sum, mean or values over all processes; all of them call it (E9-E13).
+        """Return a tensor's sum, mean or values over all processes; a collective call.
 
         Sums run along the tree over processes, so they do not depend on the backend.
 
         Args:
-            tensor: this process's; it is not changed, and no gradient flows back.
-            mode: ``"sum"``; ``"mean"``, of floating point also for integers; or ``"all"``, the list
-                of the tensors in the order of ranks, whose shapes and types may differ. May be left
-                out in a lone process, which gets the same tensor back in every mode.
+            tensor: the tensor of this process, which is not changed. No gradient flows back.
+            mode: ``"sum"``; ``"mean"``, floating point also for integers; or ``"all"``, the list of
+                the tensors in the order of ranks, whose shapes and types may differ. May be omitted
+                in a single process, which gets the same tensor back in every mode.
 
         Raises:
-            ArgumentError: for an unknown mode, and for none where there are several processes.
-            UsageError: for a sum or mean of different shapes or types.
+            ArgumentError: if the mode is unknown, or missing with several processes.
+            UsageError: if shapes or types differ in a sum or mean.
         """
         return metric_sync.sync_tensor(tensor, mode)
 
     def sync_metrics(self, metrics: Mapping[str, Any], weight: float = 1) -> Mapping[str, Any]:
-        """Return the weighted mean of each metric over all processes, in one exchange (E14).
+        """Return the weighted mean of each metric over all processes, in one exchange.
 
         Args:
             metrics: numbers by name; a process may lack one.
-            weight: what this process's count for, such as its number of samples.
+            weight: the weight of this process's metrics, such as its number of samples.
 
         Raises:
-            ArgumentError: for a weight that is negative or not finite.
-            UsageError: where all weights of a metric are zero.
+            ArgumentError: if the weight is negative or not finite.
+            UsageError: if all weights of a metric are zero.
         """
         if not (isinstance(weight, int | float) and 0 <= weight < math.inf):
             raise ArgumentError(
                 "Engine.sync_metrics(weight=...) must be a number of at least 0, got "
-                f"{weight!r}. Pass the number of samples, or leave it out."
+                f"{weight!r}. Pass the number of samples, or omit it."
             )
         if not self.is_ddp:
             return metrics
@@ -150,25 +150,25 @@ class ProcessMember:
         return self._means.mean(metrics, weight)
 
     def barrier(self) -> None:
-        """Wait until all processes are here; nothing outside of a process group."""
+        """Wait until all processes have reached this call. Returns at once outside of a group."""
         safe_barrier()
 
     def ddp_sync_run(self) -> AbstractContextManager[None]:
-        """Return a context whose block runs on rank 0 first, then on all others (E15).
+        """Return a context whose block runs on rank 0 first, then on all others.
 
-        So rank 0 downloads, and the others find what it has downloaded. Where the block fails on
-        one process, that error is raised there, and a ``RankError`` that names it on all others.
+        Use it to download on rank 0 what the others then read. If the block fails on one process,
+        that process raises its error and all others a ``RankError`` that names it.
         """
         return metric_sync.first_rank_first("ddp_sync_run")
 
     def spawn(self, function: Callable[..., Any], *args: Any, num_processes: int = 1) -> list[Any]:
-        """Run ``function(rank, *args)`` in processes that form a group (E30); returns the results.
+        """Run ``function(rank, *args)`` in processes that form a group, and return the results.
 
         Args:
-            function: what to run; defined at the top level of a module.
-            *args: what to hand over, besides the rank from 0.
-            num_processes: how many. One is a plain call in this process, without a group. On GPUs
-                each has one, from the first on.
+            function: the function to run, defined at the top level of a module.
+            *args: its arguments after the rank.
+            num_processes: number of processes. One is a plain call in this process, without a
+                group. On GPUs each process gets its own, starting with the first.
         """
         if num_processes == 1:
             return [function(max(self.rank, 0), *args)]
@@ -178,19 +178,19 @@ class ProcessMember:
     def setup_process(
         self, rank: int | None = None, world_size: int | None = None, *, meeting: str = ""
     ) -> None:
-        """Join the other processes, if there are any; not needed inside of a trainer (E31, E32).
+        """Join the other processes, if there are any; not needed with a trainer.
 
         Afterwards a device without a number is this process's own.
 
         Args:
-            rank: number of this process, from 0; left out, the launcher knows (torchrun, srun).
-            world_size: number of all processes; likewise.
-            meeting: where they find each other, such as ``"file:///path"`` of a new file, or
-                ``"tcp://host:port"``; the launcher knows.
+            rank: number of this process, from 0; omit it with a launcher (torchrun, srun).
+            world_size: number of all processes; omit it with a launcher.
+            meeting: where they connect, such as ``"file:///path"`` of a new file, or
+                ``"tcp://host:port"``; omit it with a launcher.
 
         Raises:
-            ArgumentError: for one of ``rank`` and ``world_size`` without the other.
-            UsageError: where nothing says where to meet.
+            ArgumentError: if only one of ``rank`` and ``world_size`` is given.
+            UsageError: if there is neither ``meeting`` nor a launcher.
         """
         self.device, has_joined = manual_join.join_process_group(
             self.device, rank, world_size, meeting
@@ -198,10 +198,10 @@ class ProcessMember:
         self._has_joined |= has_joined
 
     def cleanup_process(self, *, is_failing: bool = False) -> None:
-        """Leave the group that :meth:`setup_process` has joined; nothing where it has not.
+        """Leave the group that :meth:`setup_process` has joined, if it has joined one.
 
         Args:
-            is_failing: whether an error is on its way: then nobody is waited for (E19).
+            is_failing: whether an error is being raised; then it does not wait for other processes.
         """
         if self._has_joined:
             self._has_joined = False

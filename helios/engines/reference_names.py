@@ -1,7 +1,7 @@
-"""The engines of the reference by name: what stands for each of them here.
+"""Names the replacement of each engine class of the reference.
 
-Nine classes crossed the ways to share work with the ways to compute. Here these are arguments of
-one engine, so the names are gone; who asks for one is told what to write (E2, E27, E28).
+Its nine classes combined the ways to distribute work with the ways to compute. Here these are
+arguments of one engine, so the names are gone, and importing one raises an error with the remedy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SHARED = (
     "there are"
 )
 _FP16 = "precision=Precision.FP16, or BF16, which needs no scaling"
-_APEX = f"{_FP16} (Apex is no longer maintained; its levels O2 and O3 are a model in .bfloat16())"
+_APEX = f"{_FP16} (Apex is no longer maintained; for its O2 and O3 use a model in .bfloat16())"
 
 REPLACEMENTS = {
     "DeviceEngine": _ALONE,
@@ -27,30 +27,30 @@ REPLACEMENTS = {
     "DistributedDataParallelAMPEngine": f"{_SHARED}; with {_FP16}",
     "DistributedDataParallelApexEngine": f"{_SHARED}; with {_APEX}",
 }
-"""What stands for each of the nine engines."""
+"""The replacement of each of the nine engines."""
 
 
 def explain(name: str) -> str:
-    """Return what to take in the place of an engine that is asked for by name.
+    """Return the replacement of an engine that is given by name.
 
     Example:
         >>> explain("DeviceEngine")
-        'Take helios.engines.engine.Engine for DeviceEngine: Engine(device).'
+        'Use helios.engines.engine.Engine instead of DeviceEngine: Engine(device).'
     """
     if name in REPLACEMENTS:
-        return f"Take helios.engines.engine.Engine for {name}: {REPLACEMENTS[name]}."
+        return f"Use helios.engines.engine.Engine instead of {name}: {REPLACEMENTS[name]}."
     return (
-        "There is one class, helios.engines.engine.Engine: pass an object of it, or of a class "
-        "derived from it, such as Engine.auto(precision=...)."
+        "The only engine class is helios.engines.engine.Engine: pass an instance of it or of a "
+        "subclass, such as Engine.auto(precision=...)."
     )
 
 
 def refuse(name: str) -> NoReturn:
-    """Refuse an attribute of ``helios.engines``; says what replaces an engine of the reference.
+    """Refuse an attribute of ``helios.engines``, and name the replacement of an engine.
 
     Raises:
         ImportError: for one of the nine names.
-        AttributeError: for any other one.
+        AttributeError: for any other name.
     """
     if name in REPLACEMENTS:
         raise ImportError(f"helios.engines has no {name}. {explain(name)}", name="helios.engines")

@@ -1,9 +1,9 @@
-"""Who carries which replica, and in which of its turns: pure functions of their numbers.
+"""Assigns replicas to processes: pure functions of their numbers.
 
-*Blocks*: contiguous, where every process holds the whole model and adds the subtrees inside of its
-own. *Waves*: in turn t rank r carries replica t·P + r, so that all processes train neighbours at
-the same time, as they must where the model is spread over them. The tree is the same, and so are
-the bits.
+*Blocks*: each process holds the whole model, runs contiguous replicas, and adds the subtrees within
+its block. *Waves*: in turn t rank r runs replica t·P + r, so that all processes train neighboring
+replicas at the same time, as they must if the model is sharded over them. The tree is the same, and
+so are the bits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from helios.replicas.reduction_tree import children, subtrees
 def blocks(num_processes: int, num_replicas: int) -> tuple[range, ...]:
     """Return the replicas of every process: contiguous, in order, none empty.
 
-    Sizes differ by at most one. 2^k processes get the nodes of the tree's k-th level. Of others,
-    the longer blocks stand where the blocks hold the fewest subtrees in all, for each is sent.
+    Sizes differ by at most one. 2^k processes get the nodes of the tree's k-th level. Otherwise the
+    longer blocks are placed so that there are as few subtrees as possible, because each is sent.
 
     >>> blocks(4, 6)
     (range(0, 2), range(2, 3), range(3, 5), range(5, 6))
@@ -45,7 +45,7 @@ def is_power_of_two(number: int) -> bool:
 
 def _blocks_of_fewest_subtrees(num_processes: int, num_replicas: int) -> tuple[range, ...]:
     size, num_longer = divmod(num_replicas, num_processes)
-    # By the number of longer blocks so far: the fewest subtrees, and the blocks that have them.
+    # By the number of longer blocks so far: the fewest subtrees, and the blocks with that number.
     best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}
     for rank in range(num_processes):
         longer: dict[int, tuple[int, tuple[range, ...]]] = {}
@@ -61,7 +61,7 @@ def _blocks_of_fewest_subtrees(num_processes: int, num_replicas: int) -> tuple[r
 
 
 def block_of(rank: int, num_processes: int, num_replicas: int) -> range:
-    """Return the replicas that one process carries.
+    """Return the replicas that one process runs.
 
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.

@@ -1,8 +1,8 @@
-"""Gradients that are added and sent while backward goes on: in buckets, for accelerators.
+"""Adds and sends gradients in buckets during backward, for accelerators.
 
-A bucket is a slice of the flat buffers, so the additions of each element have the order that they
-have in one piece, and the bits are the same. All processes send the buckets in one order, which
-follows from the parameters: the last ones first, for backward comes to them first.
+A bucket is a slice of the flat buffers. Each element is added in the same order as without buckets,
+so the bits are the same. All processes send the buckets in one order that follows from the
+parameters: the last ones first, because backward reaches them first.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Add = Callable[[int, slice], None]
 
 @final
 class GradientBuckets:
-    """The last backward of a window in a process, whose gradients leave as they come.
+    """The last backward of a window in a process, whose gradients are sent as they are computed.
 
     Args:
-        flat: where the gradients go.
-        buckets: in the order in which they leave.
-        leaf: what this replica has collected in the window; ``None`` for its first micro-batch.
+        flat: the flat buffers of the gradients.
+        buckets: in the order in which they are sent.
+        leaf: what this replica has accumulated in the window; ``None`` for its first micro-batch.
         add: adds a slice of a group over the replicas and processes.
     """
 
@@ -50,7 +50,7 @@ class GradientBuckets:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Take the gradients of a backward in a ``with`` statement, parameter by parameter."""
+        """Take gradients during a backward in a ``with`` statement, parameter by parameter."""
         with ExitStack() as stack:
             for number, parameter in self._flat.trained():
                 hook = self._make_hook(number)
@@ -63,8 +63,8 @@ class GradientBuckets:
             if number in self._taken:
                 raise UsageError(
                     f"Engine(bucket_bytes=...) needs one backward for each parameter, but "
-                    f"{self._flat.name_of(number)!r} was reached twice, as checkpointing with "
-                    "use_reentrant=True does. Pass use_reentrant=False, or leave bucket_bytes out."
+                    f"{self._flat.name_of(number)!r} was reached twice, as in checkpointing "
+                    "with use_reentrant=True. Pass use_reentrant=False, or omit bucket_bytes."
                 )
             self._take(number)
 
@@ -86,13 +86,13 @@ class GradientBuckets:
         if self._stream is None:
             self._add(bucket.group, bucket.part)
             return
-        # The device goes on with backward meanwhile.
+        # The device continues with backward meanwhile.
         self._stream.wait_stream(torch.cuda.current_stream(bucket.device))
         with torch.cuda.stream(self._stream):
             self._add(bucket.group, bucket.part)
 
     def finish(self) -> FlatBuffer:
-        """Take what this backward has not reached, and send the rest; returns the leaf."""
+        """Take what this backward has not reached, send the rest and return the leaf."""
         missing = set()
         for number, parameter in self._flat.trained():
             if number in self._taken:

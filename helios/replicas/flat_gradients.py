@@ -1,8 +1,8 @@
-"""Gradients in flat buffers: one tensor for each type and device, with a view of each parameter.
+"""Keeps gradients in flat buffers: one tensor per type and device, with a view per parameter.
 
-A leaf of the tree is such a buffer. Behind the gradients stands one element for each parameter, 1
-where it has a gradient; these marks are added along with everything else, so all processes know
-which gradients are missing everywhere, and no exchange of its own is needed for it (DESIGN R3).
+Each leaf of the summation tree is such a buffer. After the gradients it has one mark per parameter,
+1 if the parameter has a gradient. The marks are summed with the gradients, so all processes know
+which gradients are missing everywhere without another exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from helios.core.memory import fills_its_reach
 from helios.errors import UsageError
 from helios.replicas.tree_reducer import TreeReducer
 
-# In elements: views that begin at multiples of 16 bytes keep vectorised kernels.
+# In elements: views that begin at multiples of 16 bytes stay aligned for vectorized kernels.
 _ALIGNMENT = 16
 
 
@@ -39,13 +39,13 @@ class FlatBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A run of parameters whose gradients are sent together.
+    """Consecutive parameters whose gradients are sent together.
 
     Attributes:
         group: number of the flat tensor.
-        part: their place in it.
-        numbers: of the parameters.
-        device: where they lie.
+        part: the slice of that tensor.
+        numbers: numbers of the parameters.
+        device: the device of the tensor.
     """
 
     group: int
@@ -56,7 +56,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """The parameters of one type and device, and where each begins in their flat tensor."""
+    """The parameters of one type and device, and their offsets in the flat tensor."""
 
     offsets: dict[int, int]
     num_elements: int
@@ -68,7 +68,7 @@ class _Group:
 
 def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
     part = flat[offset : offset + parameter.numel()]
-    # Optimizers are fast where gradients lie as their parameters do.
+    # Optimizers are fast if gradients have the strides of their parameters.
     if fills_its_reach(parameter):
         return part.as_strided(parameter.shape, parameter.stride())
     return part.view(parameter.shape)
@@ -77,11 +77,11 @@ def _view_like(parameter: Tensor, flat: Tensor, offset: int) -> Tensor:
 class FlatGradients:
     """Moves gradients into flat buffers and back, and keeps the buffers for the next step.
 
-    The buffers hold what requires gradients when a window's first gradients are collected, so
-    frozen parameters cost nothing, and thawing them is noticed.
+    The buffers hold the parameters that require gradients when a window's first gradients are
+    collected. Frozen parameters cost nothing, and unfreezing them is noticed.
 
     Args:
-        named_parameters: all parameters, with the names for messages; each of them once.
+        named_parameters: all parameters with their names for messages, each parameter once.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -99,15 +99,15 @@ class FlatGradients:
         self._shown: FlatBuffer | None = None
 
     def collect(self, buffer: FlatBuffer | None = None) -> FlatBuffer:
-        """Move the gradients of a backward into a buffer; ``.grad`` is None after it.
+        """Move the gradients of a backward into a buffer. ``.grad`` is None afterwards.
 
         Args:
-            buffer: what this replica has collected in the window, and gets the gradients added;
-                ``None`` for the window's first micro-batch.
+            buffer: the buffer that the replica's gradients of the window are added to; ``None``
+                for the window's first micro-batch.
 
         Raises:
-            UsageError: for a gradient that is sparse or has another type than its parameter, and
-                for a parameter that was thawed inside of a window.
+            UsageError: if a gradient is sparse or its type is not that of its parameter, or if a
+                parameter was unfrozen within a window.
         """
         self._check_layout()
         parameters = self._parameters
@@ -131,25 +131,25 @@ class FlatGradients:
         return buffer
 
     def open_leaf(self, buffer: FlatBuffer | None) -> FlatBuffer:
-        """Return the buffer for a backward whose gradients are moved one by one."""
+        """Return the buffer for a backward whose gradients are moved one at a time."""
         self._check_layout()
         return self._take() if buffer is None else buffer
 
     def trained(self) -> list[tuple[int, Tensor]]:
-        """Return the numbers and parameters that are trained."""
+        """Return the trained parameters with their numbers."""
         return [(number, self._parameters[number]) for number in self._trained]
 
     def name_of(self, number: int) -> str:
-        """Return how messages call a parameter."""
+        """Return the name of a parameter in messages."""
         return self._names[number]
 
     def move(self, number: int, buffer: FlatBuffer, *, is_first: bool) -> None:
-        """Move one gradient into a buffer; ``.grad`` is None after it.
+        """Move one gradient into a buffer. ``.grad`` is None afterwards.
 
         Args:
-            number: of the parameter.
-            buffer: the replica's.
-            is_first: whether it is the window's first micro-batch, so that nothing is added up.
+            number: number of the parameter.
+            buffer: the replica's buffer.
+            is_first: whether this is the window's first micro-batch, which overwrites the buffer.
 
         Raises:
             UsageError: as :meth:`collect` does.
@@ -168,7 +168,7 @@ class FlatGradients:
         parameter.grad = None
 
     def buckets(self, num_bytes: int) -> list[Bucket]:
-        """Return runs of parameters of at least so many bytes, the last parameters first."""
+        """Return buckets of at least ``num_bytes`` bytes, the last parameters first."""
         self._check_layout()
         found = []
         for place, group in enumerate(self._groups):
@@ -194,8 +194,8 @@ class FlatGradients:
         elif thawed := set(trained).difference(self._trained):
             names = [self._names[number] for number in sorted(thawed)]
             raise UsageError(
-                f"requires_grad must be set between two steps, and was set inside of one for "
-                f"{names}. Set it in on_training_step_start."
+                f"requires_grad of {names} was changed within an accumulation window. Change it "
+                f"in on_training_step_start."
             )
 
     def _make_groups(self) -> list[_Group]:
@@ -213,12 +213,12 @@ class FlatGradients:
         name, dtype = self._names[number], self._parameters[number].dtype
         if gradient.layout is not torch.strided:
             return UsageError(
-                f"The gradient of {name!r} must be dense where several replicas are added, got "
+                f"The gradient of {name!r} must be dense when several replicas are summed, got "
                 f"{gradient.layout}. Build the layer with sparse=False, or use num_replicas=1."
             )
         return UsageError(
-            f"The gradient of {name!r} must have the type of its parameter, {dtype}, where "
-            f"several replicas are added, got {gradient.dtype}. Use num_replicas=1."
+            f"The gradient of {name!r} must have the type of its parameter, {dtype}, when "
+            f"several replicas are summed, got {gradient.dtype}. Use num_replicas=1."
         )
 
     def _take(self) -> FlatBuffer:
@@ -244,7 +244,7 @@ class FlatGradients:
         return buffer
 
     def mark(self, buffer: FlatBuffer, missing: set[int], *, is_first: bool) -> None:
-        """Note which gradients are there; a missing one counts as +0.0."""
+        """Mark which gradients are present. A missing one counts as +0.0."""
         if is_first:
             for number in missing:
                 buffer.views[number].zero_()
@@ -260,12 +260,12 @@ class FlatGradients:
         buffer.missing = now_missing
 
     def add(self, left: FlatBuffer, right: FlatBuffer, *, only_marks: bool = False) -> FlatBuffer:
-        """Add a buffer into the left one and keep the right one for later; for a TreeStack.
+        """Add the right buffer to the left one and release it; the ``add`` of a TreeStack.
 
         Args:
             left: is changed.
-            right: is free after it.
-            only_marks: whether the gradients were added before.
+            right: is free to be reused afterwards.
+            only_marks: whether the gradients are summed already.
         """
         for number, (kept, added) in enumerate(zip(left.flats, right.flats, strict=True)):
             begin = self._groups[number].num_elements if only_marks else 0
@@ -275,7 +275,7 @@ class FlatGradients:
         return left
 
     def agree(self, reducer: TreeReducer) -> None:
-        """Check once that all processes train the same parameters.
+        """Check, once, that all processes train the same parameters.
 
         Raises:
             UsageError: if they do not.
@@ -287,12 +287,12 @@ class FlatGradients:
     def reduce(
         self, sums: Mapping[range, FlatBuffer], reducer: TreeReducer, *, only_marks: bool = False
     ) -> FlatBuffer:
-        """Add the buffers of all processes; all of them call it, once a window.
+        """Add the buffers of all processes. All of them call it, once per window.
 
         Args:
             sums: the buffer of each subtree of this process, from its TreeStack.
             reducer: adds over processes.
-            only_marks: whether the gradients were added before.
+            only_marks: whether the gradients are summed already.
 
         Raises:
             UsageError: if the processes train different parameters.
@@ -313,9 +313,9 @@ class FlatGradients:
         return [f"{name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in pairs]
 
     def show(self, total: FlatBuffer) -> None:
-        """Let ``.grad`` be views of a sum; None where no replica of any process has a gradient.
+        """Set ``.grad`` to views of a sum, or to None if no replica has a gradient.
 
-        The views hold until the next ``collect``, which uses the buffer again.
+        The views are valid until the next ``collect``, which reuses the buffer.
         """
         nowhere = self._missing_everywhere(total) if total.missing else ()
         for number, view in total.views.items():

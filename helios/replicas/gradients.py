@@ -1,8 +1,8 @@
-"""Gradients, from a replica's micro-batch to the sum over all replicas.
+"""Accumulates the gradients of micro-batches and sums them over all replicas.
 
-A replica's gradients of a window are added in the order of its micro-batches; the result is a leaf
-of the tree, and goes onto its stack at once, so that few buffers are alive (DESIGN section 5). With
-one replica they stay where backward has put them.
+A replica's gradients of an accumulation window are added in the order of its micro-batches. The
+result is a leaf of the summation tree and is added at once, so that few buffers are alive. With a
+single replica the gradients stay where backward has put them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FindNetworks: TypeAlias = Callable[[], Mapping[str, nn.Module]]
 
 
 class Gradients:
-    """The gradients of a window of one replica: ``.grad`` holds their sum all the time.
+    """The gradients of a single replica: ``.grad`` always holds their sum over the window.
 
     Attributes:
         is_open: whether gradients were collected in this window.
@@ -37,42 +37,42 @@ class Gradients:
     is_open: bool = False
 
     def drop_old(self, optimizer: Optimizer) -> None:
-        """Drop what parameters had of gradients when the optimizer got them, or a run begins.
+        """Drop the gradients that parameters had when a run begins or the optimizer received them.
 
-        Each process has summed these up over the replicas that it carries, so they would depend on
-        the number of processes.
+        Each process has summed them over the replicas that it runs, so they would depend on the
+        number of processes.
         """
 
     def sending(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
     ) -> AbstractContextManager[None]:
-        """Let gradients leave while the last backward of a window goes on, in a ``with`` statement.
+        """Return a context manager that sends gradients during the last backward of a window.
 
         Args:
-            optimizer: whose parameters have them.
+            optimizer: the optimizer of the parameters.
             replica: number of the replica.
             find_networks: as in :meth:`collect`.
-            num_bytes: what goes together, at least.
+            num_bytes: the minimum size of a bucket.
         """
         return nullcontext()
 
     def collect(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, *, ends_window: bool
     ) -> None:
-        """Take the gradients of a replica's backward, so that the next one begins anew.
+        """Take the gradients of a replica's backward, so that the next one starts from zero.
 
         Args:
-            optimizer: whose parameters have them.
+            optimizer: the optimizer of the parameters.
             replica: number of the replica.
             find_networks: returns the networks by path, to name parameters in messages.
-            ends_window: whether it is the replica's last micro-batch of the window.
+            ends_window: whether this is the replica's last micro-batch of the window.
 
         Raises:
-            UsageError: if the optimizer has got or lost parameters inside of the window.
+            UsageError: if parameters were added to or removed from the optimizer within the window.
         """
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Add over all replicas; ``.grad`` holds the sum, the same on all processes."""
+        """Add over all replicas. ``.grad`` then holds the sum, the same on all processes."""
 
     def close_window(self) -> None:
         """Drop what was collected and not used."""
@@ -83,7 +83,7 @@ class SharedGradients(Gradients):
     """The gradients of several replicas, added along the tree.
 
     Args:
-        replicas: what is summed over.
+        replicas: the replicas to sum over.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -92,7 +92,7 @@ class SharedGradients(Gradients):
         self._num_parameters: dict[int, int] = {}
 
     def drop_old(self, optimizer: Optimizer) -> None:
-        """Set the gradients to None where parameters have come."""
+        """Set the gradients to None if the optimizer has new parameters."""
         size = len(parameters_of(optimizer))
         if size != self._num_parameters.get(id(optimizer)):
             self._num_parameters[id(optimizer)] = size
@@ -107,7 +107,7 @@ class SharedGradients(Gradients):
     def sending(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks, num_bytes: int
     ) -> AbstractContextManager[None]:
-        """Let them leave in buckets."""
+        """Send them in buckets."""
         return self._find(optimizer, find_networks).sending(replica, num_bytes)
 
     def _find(self, optimizer: Optimizer, find_networks: FindNetworks) -> GradientSum:
@@ -117,8 +117,8 @@ class SharedGradients(Gradients):
         if known is None or len(held) != len(present) or not all(map(operator.is_, held, present)):
             if known is not None and known.is_open:
                 raise UsageError(
-                    f"{type(optimizer).__name__} must get or lose parameters between two steps, "
-                    "and did so inside of one. Call add_param_group in on_training_step_start."
+                    f"{type(optimizer).__name__} gained or lost parameters within an accumulation "
+                    "window. Call add_param_group in on_training_step_start."
                 )
             known = GradientSum(optimizer, self._replicas, find_networks())
             self._sums[id(optimizer)] = known
@@ -131,13 +131,13 @@ class SharedGradients(Gradients):
             known.finish()
 
     def close_window(self) -> None:
-        """Forget the sums that wait for an update which nobody has made."""
+        """Drop the sums of a window that ended without an update."""
         self.is_open = False
         self._sums = {key: known for key, known in self._sums.items() if not known.is_open}
 
 
 def make_gradients(replicas: Replicas) -> Gradients:
-    """Return how gradients are added; chosen once, at the start of a run."""
+    """Return the gradients of a run, chosen once, when it starts."""
     return Gradients() if replicas.is_lone else SharedGradients(replicas)
 
 
@@ -146,13 +146,13 @@ class GradientSum:
     """Adds the gradients of an optimizer's parameters over micro-batches and replicas.
 
     Args:
-        optimizer: whose parameters.
-        replicas: what is summed over.
+        optimizer: the optimizer of the parameters.
+        replicas: the replicas to sum over.
         networks: by path, to name their parameters in messages.
 
     Attributes:
-        parameters: whose gradients.
-        is_open: whether gradients wait for the window's end.
+        parameters: the parameters whose gradients are summed.
+        is_open: whether gradients are collected that are not summed yet.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class GradientSum:
         self._may_send: dict[tuple[int, ...], bool] = {}
 
     def collect(self, replica: int, *, ends_window: bool) -> None:
-        """Take the gradients of a replica's micro-batch; ``.grad`` is None after it.
+        """Take the gradients of a replica's micro-batch. ``.grad`` is None afterwards.
 
         Args:
             replica: number of the replica.
-            ends_window: whether it is the replica's last micro-batch of the window.
+            ends_window: whether this is the replica's last micro-batch of the window.
         """
         self.is_open = True
         if self._sending is not None:
@@ -194,14 +194,14 @@ class GradientSum:
 
     @contextmanager
     def sending(self, replica: int, num_bytes: int) -> Iterator[None]:
-        """Let gradients leave while the last backward of a window goes on, in a ``with`` statement.
+        """Send gradients during the last backward of a window, in a ``with`` statement.
 
         Args:
-            replica: the last one of this process.
-            num_bytes: what goes together, at least.
+            replica: the last replica of this process.
+            num_bytes: the minimum size of a bucket.
 
         Raises:
-            UsageError: if a parameter is reached twice.
+            UsageError: if backward reaches a parameter twice.
         """
         self.is_open = True
         buckets = self._flat.buckets(num_bytes)
@@ -216,7 +216,7 @@ class GradientSum:
             yield
 
     def _agree_on_hooks(self) -> bool:
-        """Whether nobody else hears of gradients one by one; asked once for each set of them."""
+        """Whether no parameter has other hooks; agreed once for each set of parameters."""
         trained = self._flat.trained()
         known = tuple(number for number, _ in trained)
         if known not in self._may_send:
@@ -226,7 +226,7 @@ class GradientSum:
         return self._may_send[known]
 
     def _add_slice(self, group: int, part: slice) -> None:
-        """Add a slice of the leaf that is being filled, over the replicas and processes."""
+        """Add a slice of the leaf being filled, over the replicas and processes."""
         assert self._sending is not None
         reducer = self._replicas.reducer
         left, beside = self._stack.preview()
@@ -237,7 +237,7 @@ class GradientSum:
         reducer.all_reduce({**sums, reducer.nodes[-1]: total})
 
     def finish(self) -> None:
-        """Add over all replicas; ``.grad`` holds the sum, the same on all processes."""
+        """Add over all replicas. ``.grad`` then holds the sum, the same on all processes."""
         is_sent, self._sending = self._sending is not None, None
         sums, reducer = self._stack.take(), self._replicas.reducer
         total = self._flat.reduce(sums, reducer, only_marks=is_sent)

@@ -1,7 +1,7 @@
-"""Buffers of networks, such as BatchNorm's averages, where several replicas are trained.
+"""Exchanges buffers of networks, such as BatchNorm's averages, between several replicas.
 
-Every replica begins a window with the buffers of replica 0 as they were committed, and carries its
-own through it; at the window's end those of replica 0 are committed everywhere (DESIGN R3).
+Every replica begins an accumulation window with the committed buffers of replica 0 and updates its
+own copy during the window. At the window's end those of replica 0 are committed everywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReplicaBuffers:
         replicas: the replicas of the run.
 
     Attributes:
-        is_exchanged: whether there are buffers, and several replicas of this process.
+        is_exchanged: whether there are buffers, and this process runs several replicas.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -38,41 +38,41 @@ class ReplicaBuffers:
         self._shapes: list[_Shape] = []
 
     def find(self, networks: Iterable[nn.Module]) -> None:
-        """Look for buffers in networks, those that are not saved too."""
+        """Find the buffers of networks, including those that are not saved."""
         seen: dict[int, nn.Module] = {}
         for network in networks:
             seen.update((id(module), module) for module in network.modules())
-        # named_buffers() leaves out those that are None, and may hold a tensor later on.
+        # named_buffers() leaves out buffers that are None, which may hold a tensor later.
         self._places = [
             (module, name) for module in seen.values() for name in vars(module)["_buffers"]
         ]
         self.is_exchanged = len(self._replicas.block) > 1 and bool(self._places)
 
     def begin_window(self) -> None:
-        """Remember what was committed; before the first replica's first micro-batch."""
+        """Copy the committed buffers, before the first replica's first micro-batch."""
         self._own.clear()
         self._committed = self._copies() if self.is_exchanged else None
 
     def enter(self, replica: int) -> None:
-        """Give a replica its buffers: those of the window so far, or what was committed."""
+        """Put a replica's buffers of the window in place, or else the committed ones."""
         values = self._own.get(replica, self._committed)
         if values is not None:
             self._put(values)
 
     def leave(self, replica: int) -> None:
-        """Keep the buffers of a replica, whose turn is over."""
+        """Keep the buffers of a replica at the end of its turn."""
         if self.is_exchanged:
             self._own[replica] = self._copies()
 
     def commit(self) -> None:
-        """Put replica 0's buffers in place, if this process carries it; at a window's end."""
+        """Put replica 0's buffers in place at a window's end, if this process runs it."""
         if 0 in self._own:
             self._put(self._own[0])
         self._own.clear()
         self._committed = None
 
     def exchange(self) -> None:
-        """Take over the buffers of rank 0 in a message of their own; after :meth:`commit`."""
+        """Receive the buffers of rank 0 in a separate message, after :meth:`commit`."""
         if self._replicas.is_whole:
             return
         has_changed, content = self.write()
@@ -81,11 +81,12 @@ class ReplicaBuffers:
         self.read(heard.content, has_changed=heard.flags[0])
 
     def write(self) -> tuple[bool, Tensor]:
-        """Return what :meth:`read` needs in all processes; after :meth:`commit`.
+        """Return what :meth:`read` needs on all processes, after :meth:`commit`.
 
         Returns:
-            Whether the shapes are not those that all know of, and the bytes of the buffers. Only
-            those of rank 0, which carries replica 0, count: others give room of the same size.
+            Whether the shapes differ from those that all processes know, and the bytes of the
+            buffers. Only those of rank 0, which runs replica 0, count: others return a buffer of
+            the same size.
         """
         has_changed = list(map(_shape_of, self._present())) != self._shapes
         if not self._travels:
@@ -95,11 +96,11 @@ class ReplicaBuffers:
         return has_changed, join_bytes(self._tensors())
 
     def read(self, content: Tensor, *, has_changed: bool) -> None:
-        """Take over the buffers of rank 0; after a window's last backward.
+        """Copy the buffers of rank 0 into those of this process, after a window's last backward.
 
         Args:
-            content: its bytes.
-            has_changed: whether any process has shapes that not all know of.
+            content: the bytes of rank 0.
+            has_changed: whether any process has shapes that the others do not know.
         """
         replicas = self._replicas
         if has_changed:
@@ -111,7 +112,7 @@ class ReplicaBuffers:
 
     @property
     def _travels(self) -> bool:
-        """Whether the bytes go with a message, which lies on the CPU."""
+        """Whether the bytes are sent with the window's message, which is on the CPU."""
         return self._replicas.device.type == "cpu"
 
     def _learn_shapes(self) -> None:

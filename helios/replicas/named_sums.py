@@ -1,4 +1,4 @@
-"""Sums of a few numbers of each replica, by name, in the order of the tree (R3)."""
+"""Sums a few numbers of each replica by name, in the order of the summation tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Scores: TypeAlias = dict[str, tuple[float, float]]
 
 
 def _add_scores(left: _Scores, right: _Scores) -> _Scores:
-    """Return sums and weights by name; a name that one side lacks keeps those of the other."""
+    """Return sums and weights by name; a name in only one of the two keeps its values."""
     total = dict(left)
     for name, (value, weight) in right.items():
         known = total.get(name)
@@ -27,7 +27,7 @@ def _add_scores(left: _Scores, right: _Scores) -> _Scores:
 
 
 def _add_up(tables: list[_Scores]) -> _Scores:
-    """Add tables along the tree; the names come in order."""
+    """Add tables along the tree, with names in sorted order."""
     sums, found = tree_sum(tables, _add_scores), {}
     for name in sorted(sums):
         found[name] = sums[name]
@@ -35,7 +35,7 @@ def _add_up(tables: list[_Scores]) -> _Scores:
 
 
 def _as_scores(tables: Sequence[Mapping[str, Any]]) -> list[_Scores]:
-    """Return losses as sums of one."""
+    """Return losses as sums with weight 1."""
     scores: list[_Scores] = []
     for table in tables:
         scores.append({})
@@ -54,15 +54,15 @@ def _means(sums: _Scores) -> dict[str, Tensor]:
 class NumberReducer:
     """Adds a few numbers of each replica, by name, in the order of the tree.
 
-    The names are known from the last call, so a call is one small exchange as long as no process
-    has a new one. Use one object for each kind of table.
+    The names are known from the last call, so a call needs one small exchange unless a process has
+    a new name. Use one object for each kind of table.
 
     Args:
         num_replicas: leaves of the tree.
-        num_processes: processes that carry them.
+        num_processes: processes that run them.
         rank: number of this process in the group, from 0.
         group: the process group; ``None`` for that of all processes.
-        device: where the group's backend wants tensors.
+        device: the device that the group's backend needs.
 
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
@@ -84,10 +84,10 @@ class NumberReducer:
         self._names: list[str] = []
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the rows of all replicas in their order, exactly.
+        """Return the rows of all replicas in order, exactly.
 
         Args:
-            rows: one row for each replica of this process; as long on all processes.
+            rows: one row for each replica of this process, of the same length on all processes.
         """
         if not self._ranks.others:
             return rows
@@ -97,19 +97,19 @@ class NumberReducer:
         return self._cut(found)
 
     def _pad(self, rows: Tensor) -> Tensor:
-        """Return the rows of this process, followed by zeros where others have more."""
+        """Return the rows of this process, padded with zeros to the largest block."""
         padded = rows.new_zeros((max(self._sizes), *rows.shape[1:]))
         padded[: len(rows)] = rows
         return padded
 
     def _cut(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the rows of all replicas from what each process has padded."""
+        """Return the rows of all replicas from the padded rows of each process."""
         return torch.cat([part[:size] for part, size in zip(parts, self._sizes, strict=True)])
 
     def sum_scores(
         self, tables: Sequence[Mapping[str, tuple[Any, Any]]]
     ) -> dict[str, tuple[float, float]]:
-        """Return sum and weight of each name over all replicas, in the order of names.
+        """Return sum and weight of each name over all replicas, in sorted order.
 
         Args:
             tables: ``{name: (sum, weight)}`` of each replica of this process, in order. A replica
@@ -125,7 +125,7 @@ class NumberReducer:
         return _add_up(self._exchange(numbers))
 
     def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the mean of each name over the replicas that have it, in the order of names.
+        """Return the mean of each name over the replicas that have it, in sorted order.
 
         Args:
             tables: losses of each replica of this process by name: numbers, or tensors of one
@@ -137,7 +137,7 @@ class NumberReducer:
         return _means(_add_up(self._exchange(_as_scores(tables))))
 
     def write_losses(self, tables: Sequence[Mapping[str, Any]]) -> Tensor:
-        """Return losses as a row of numbers, for a message; all processes write one as long.
+        """Return losses as a row of numbers for a message, of the same length on all processes.
 
         Args:
             tables: as in :meth:`mean_losses`.
@@ -145,17 +145,17 @@ class NumberReducer:
         return self._pad(self._as_rows(_as_scores(tables))).flatten()
 
     def read_losses(self, tables: Sequence[Mapping[str, Any]], rows: Tensor) -> dict[str, Tensor]:
-        """Return what :meth:`mean_losses` does, from what all processes have written.
+        """Return what :meth:`mean_losses` returns, from the rows that all processes have written.
 
         Args:
-            tables: those that this process has written.
+            tables: the tables that this process has written.
             rows: the row of each process, in the order of ranks.
         """
         parts = rows.view(len(self._sizes), max(self._sizes), -1)
         return _means(_add_up(self._read(_as_scores(tables), self._cut(parts))))
 
     def _exchange(self, tables: list[_Scores]) -> list[_Scores]:
-        """Return the tables of all replicas.
+        """Return the tables of all replicas in order.
 
         Raises:
             UsageError: unless there is one for each replica of this process.
@@ -170,7 +170,7 @@ class NumberReducer:
         return self._read(tables, self.gather(self._as_rows(tables)))
 
     def _read(self, tables: list[_Scores], rows: Tensor) -> list[_Scores]:
-        """Return the tables of all replicas; learn the names that another process has."""
+        """Return the tables of all replicas, and add the names that other processes have."""
         if rows[:, 0].any():
             names = {name for table in tables for name in table}
             found = self._ranks.gather_objects(sorted(names))
@@ -179,7 +179,7 @@ class NumberReducer:
         return [self._as_table(row) for row in rows.tolist()]
 
     def _as_rows(self, tables: list[_Scores]) -> Tensor:
-        """Return "is a name unknown?", then "is it there?", sum and weight for each known name."""
+        """Return "has unknown names", then "is present", sum and weight of each known name."""
         rows = []
         known = set(self._names)
         for table in tables:

@@ -1,8 +1,8 @@
-"""What processes say to each other along the exchanges of a sum, so that it costs no round.
+"""Sends a message between processes in the exchanges of a sum, without extra rounds.
 
-Two to the k processes talk to partners at distances 1, 2, 4, ...: each time everybody passes on
-what it has heard so far, and twice as many know it. Others send to all at once. ``reduce.py`` adds
-the gradients in the same rounds.
+2^k processes send to partners at distances 1, 2, 4, ...: each time every process passes on what it
+has received so far, and twice as many know it. Otherwise each process sends to all others at once.
+``tree_reducer`` adds the gradients in the same rounds.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from helios.replicas.point_to_point import PointToPoint, Transfer
 
 @final
 class Message:
-    """A row of numbers of each process for all, and a content of rank 0 for all.
+    """A row of numbers from each process to all others, and bytes from rank 0 to all others.
 
     Args:
-        ranks: the processes, in the group in which the message goes.
-        row: what this process says; of one dimension, and as long on all processes.
-        content: in rank 0 what it sends; in the others the room for it, of the same size.
+        ranks: the processes of the group that the message is sent in.
+        row: what this process sends; 1-D, of the same length on all processes.
+        content: on rank 0 what it sends; on the others the buffer for it, of the same size.
 
     Attributes:
-        rows: what each process says; whole after the last round.
-        content: as given; of rank 0 after the last round.
+        rows: what each process sends; complete after the last round.
+        content: as given; that of rank 0 after the last round.
     """
 
     def __init__(self, ranks: PointToPoint, row: Tensor, content: Tensor) -> None:
@@ -48,7 +48,7 @@ class Message:
         return self._ranks.start(sends, receives)
 
     def send_to_all(self) -> Transfer:
-        """Begin the one round of processes whose number is no power of two."""
+        """Begin the only round, for a number of processes that is not a power of two."""
         ranks = self._ranks
         sends = [(self.rows[ranks.rank], other) for other in ranks.others]
         receives = [(self.rows[other], other) for other in ranks.others]

@@ -1,4 +1,4 @@
-"""This process among those of the run: what it sends to single others, and gets from them."""
+"""Sends tensors to single processes of the run and receives tensors from them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 Part: TypeAlias = tuple[Tensor, int]
-"""A tensor, and the rank that it goes to or comes from."""
+"""A tensor, and the rank to send it to or receive it from."""
 
 
 @final
 class Transfer:
-    """Tensors on their way.
+    """Tensors that are being sent and received.
 
     Args:
-        works: what is under way.
+        works: the pending operations.
     """
 
     def __init__(self, works: Iterable[dist.Work | None]) -> None:
         self._works = list(works)
 
     def wait(self) -> None:
-        """Wait until all of them are there."""
+        """Wait until all operations are complete."""
         for work in filter(None, self._works):
             work.wait()
 
 
 @final
 class PointToPoint:
-    """This process among those of the run, by their ranks in the group.
+    """The processes of the run, by their ranks in the group, as seen from one of them.
 
     Args:
-        num_processes: how many there are.
+        num_processes: number of processes.
         rank: number of this process in the group, from 0.
         group: the process group; ``None`` for that of all processes.
 
@@ -54,7 +54,7 @@ class PointToPoint:
 
         Several tensors between the same two ranks arrive in the order of the lists.
         """
-        # Receives first: what arrives before its receive is copied once more.
+        # Receives first: a tensor that arrives before its receive is copied once more.
         plans = ((dist.irecv, receives), (dist.isend, sends))
         parts = [
             (operation, tensor, self._peer(rank))
@@ -66,11 +66,11 @@ class PointToPoint:
             return Transfer(
                 operation(tensor, peer, self.group) for operation, tensor, peer in parts
             )
-        # On accelerators, ranks that all wait to send would wait for ever.
+        # On accelerators, ranks that all wait to send would deadlock.
         return Transfer(dist.batch_isend_irecv([dist.P2POp(*part, self.group) for part in parts]))
 
     def exchange(self, sends: Iterable[Part], receives: Iterable[Part]) -> None:
-        """Send and receive tensors; returns when all are there."""
+        """Send and receive tensors, and wait until all operations are complete."""
         self.start(sends, receives).wait()
 
     def _peer(self, rank: int) -> int:

@@ -1,8 +1,8 @@
-"""The order in which replicas are added: a binary tree over replicas 0 … V-1 (DESIGN R3).
+"""The order in which replicas are added: a binary tree over replicas 0 … V-1.
 
 A node is the range of its replicas; one of n leaves splits after the first ceil(n / 2). Every sum
-of a run follows this tree, whichever process holds which replica, so its bits depend on V only.
-A process adds the subtrees inside of its block of replicas; the rest is added over processes.
+of a run follows this tree, whichever process runs which replica, so its bits depend on V only.
+A process adds the subtrees within its block of replicas; the rest is added over processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def children(node: range) -> tuple[range, range]:
 
 
 def subtrees(block: range, num_replicas: int) -> list[range]:
-    """Return the largest nodes inside of a block of replicas, in their order.
+    """Return the largest nodes within a block of replicas, in order.
 
     >>> subtrees(range(1, 4), 4)
     [range(1, 2), range(2, 4)]
@@ -48,7 +48,7 @@ def add_values(left: Any, right: Any) -> Any:
     """Return left + right: numbers, tensors, and lists, tuples or dicts of them.
 
     A tensor is added in place into the left one; a tensor without dimensions counts as a number.
-    Of dicts, a name that one side lacks keeps the value of the other.
+    If only one of two dicts has a name, its value is kept.
     """
     if isinstance(left, Tensor) and left.dim() > 0:
         return left.add_(right)
@@ -61,14 +61,14 @@ def add_values(left: Any, right: Any) -> Any:
 
 
 class TreeStack(Generic[T]):
-    """Adds the leaves of a block of replicas as soon as both children of a node are there.
+    """Adds the leaves of a block of replicas as soon as both children of a node are present.
 
-    At most log2 of the leaves (and one for each subtree) are alive at any time.
+    At most log2 of the leaves (plus one for each subtree) are alive at any time.
 
     Args:
-        block: the replicas whose leaves come, in order.
+        block: the replicas whose leaves are pushed, in order.
         num_replicas: leaves of the whole tree.
-        add: returns left + right; may change the left value, and may take the right one.
+        add: returns left + right; may change the left value and keep the right one.
     """
 
     def __init__(
@@ -89,25 +89,25 @@ class TreeStack(Generic[T]):
                 self._count_sums(child)
 
     def preview(self) -> tuple[list[T], dict[range, T]]:
-        """Return what the next leaf will be added to, nearest first, and the sums beside them."""
+        """Return what the next leaf will be added to, nearest first, and all other sums."""
         place = len(self._values) - self._sums_after.get(self._next, 0)
         left = [value for _, value in reversed(self._values[place:])]
         return left, dict(self._values[:place])
 
     def push(self, leaf: T, add: Callable[[T, T], T] | None = None) -> None:
-        """Take the leaf of the next replica, and add what is complete with it.
+        """Push the leaf of the next replica, and add the nodes that it completes.
 
         Args:
-            leaf: of the next replica.
-            add: in the place of the usual one, where elements were added before.
+            leaf: the leaf of the next replica.
+            add: replaces the usual function, for elements that are added already.
 
         Raises:
-            UsageError: if all leaves of the block are there already.
+            UsageError: if the stack has all leaves of the block already.
         """
         if self._next not in self._block:
             raise UsageError(
-                f"The tree has the leaves of all replicas of {self._block}. Take its sums before "
-                "the first leaf of the next step."
+                f"The tree has the leaves of all replicas of {self._block} already. Call take() "
+                "before the first leaf of the next step."
             )
         self._values.append((range(self._next, self._next + 1), leaf))
         for _ in range(self._sums_after[self._next]):
@@ -117,14 +117,14 @@ class TreeStack(Generic[T]):
         self._next += 1
 
     def take(self) -> dict[range, T]:
-        """Return the sum of each subtree of the block, and begin anew.
+        """Return the sum of each subtree of the block, and clear the stack.
 
         Raises:
             UsageError: if leaves are missing.
         """
         if self._next != self._block.stop:
             raise UsageError(
-                f"The tree waits for the leaf of replica {self._next} of {self._block}. Push one "
+                f"The tree is missing the leaf of replica {self._next} of {self._block}. Push one "
                 "leaf for each replica."
             )
         sums = dict(self._values)

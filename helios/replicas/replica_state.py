@@ -1,9 +1,8 @@
-"""Whose turn it is: each replica of a process trains in turn, as if it were alone (DESIGN R2, R3).
+"""Runs the replicas of a process one after another, each with its own random numbers and buffers.
 
-What is random in a turn depends on the seed, the iteration and the replica; its buffers are its
-own. What comes before the turns and after them is the same on all processes, so that it does not
-depend on who carries what. With one replica there is nothing to take turns for: it has one key an
-iteration, and nothing is copied.
+The random numbers of a turn depend on the seed, the iteration and the replica. What runs before
+and after the turns is the same on all processes, so it does not depend on which process runs which
+replica. With a single replica there is one key per iteration, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ Seed = Callable[[int | None], None]
 
 
 class Turns(ABC):
-    """The turns of the replicas of this process, iteration by iteration.
+    """The turns of the replicas that this process runs, iteration by iteration.
 
     Attributes:
-        replica: whose turn it is, or was last.
-        is_first: whether it is the turn of the first replica of this process.
-        is_last: whether it is the turn of the last one.
-        begins_window: whether it is the first turn of a window whose gradients are collected.
-        is_over: whether the last turn of several replicas has ended in this iteration.
-        is_telling: whether something is on its way that :meth:`hear` reads.
+        replica: the replica that is running, or ran last.
+        is_first: whether it is the first replica of this process.
+        is_last: whether it is the last replica of this process.
+        begins_window: whether this is the first turn of an accumulation window whose gradients are
+            collected.
+        is_over: whether the last of several replicas has finished this iteration.
+        is_telling: whether a message is pending that :meth:`hear` reads.
     """
 
     replica: int = 0
@@ -45,37 +45,37 @@ class Turns(ABC):
     is_telling: bool = False
 
     def begin_epoch(self) -> None:
-        """Begin an epoch; hooks may have changed the networks."""
+        """Begin an epoch. Hooks may have changed the networks."""
 
     @abstractmethod
     def begin_iteration(self, iteration: int) -> None:
-        """Set the random numbers of what comes before the turns of an iteration."""
+        """Set the random numbers for what runs before the turns of an iteration."""
 
     def begin(self, replica: int, *, opens_window: bool) -> None:
         """Begin the turn of a replica.
 
         Args:
             replica: its number.
-            opens_window: whether this iteration is the first of a window.
+            opens_window: whether this iteration is the first of an accumulation window.
         """
 
     def begin_step(self) -> StepWatcher | None:
-        """Begin a step of the present turn; a batch may have several.
+        """Begin a step of the current turn. A batch may have several steps.
 
         Returns:
-            What watches the changes that the step makes; ``None`` where nobody does.
+            The watcher of the changes that the step makes, or ``None`` if it is not watched.
 
         Raises:
-            UsageError: for a second one where the turns of other replicas are to follow.
+            UsageError: for a second step if other replicas of this process are still to run.
         """
         return None
 
     def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Send gradients while the last backward of a window goes on, in a ``with`` statement.
+        """Return a context manager that sends gradients during the last backward of a window.
 
         Args:
-            engine: sends them.
-            optimizer: whose parameters have them.
+            engine: sends the gradients.
+            optimizer: the optimizer of the parameters.
         """
         return nullcontext()
 
@@ -88,24 +88,24 @@ class Turns(ABC):
         ends_window: bool,
         updates: bool = False,
     ) -> None:
-        """Keep what a backward has brought, before another turn or an update.
+        """Collect what a backward has produced, before another turn or an update.
 
-        Where the window's one update follows, what comes is the same on all processes, and what all
-        are to know goes with the gradients; :meth:`hear` reads it.
+        If the window's only update follows, all processes run the same code from here on, and the
+        window's message is sent with the gradients. :meth:`hear` reads it.
 
         Args:
             engine: collects the gradients.
-            optimizer: whose parameters have them.
+            optimizer: the optimizer of the parameters.
             shown: the losses that Helios has put into the model's table, which are its own copies.
             ends_window: whether the iteration is the last of its window.
-            updates: whether the window's one update follows.
+            updates: whether the window's only update follows.
         """
 
     def hear(self) -> None:
-        """Read what the processes have told each other with the gradients."""
+        """Read the messages that the processes have sent with the gradients."""
 
     def end(self, *, ends_window: bool) -> None:
-        """End the turn of a replica; after the last one the table holds the mean losses.
+        """End the turn of a replica. After the last one the table holds the mean losses.
 
         Args:
             ends_window: whether the iteration is the last of its window.
@@ -121,13 +121,13 @@ class Turns(ABC):
         """Check that a hook may end the epoch.
 
         Args:
-            error: what the hook has raised.
+            error: what the hook raised.
 
         Returns:
-            What binds the run to its number of processes from now on; empty for nothing.
+            What ties the run to its number of processes from now on, or an empty string.
 
         Raises:
-            UsageError: where others would wait for this process.
+            UsageError: if other processes would wait for this one.
         """
         return ""
 
@@ -136,11 +136,11 @@ class Turns(ABC):
 
         Args:
             replica: its number.
-            seed: sets the random numbers of a replica; with ``None`` those of the hooks.
+            seed: sets the random numbers of a replica, or those of the hooks if it gets ``None``.
         """
 
     def end_shares(self, seed: Seed) -> None:
-        """End the turns of an iteration of an evaluation, or of the whole pass.
+        """End the turns of an iteration of an evaluation, or of the whole evaluation.
 
         Args:
             seed: as in :meth:`begin_share`.
@@ -149,7 +149,7 @@ class Turns(ABC):
 
 @final
 class LoneTurns(Turns):
-    """One replica: its turn is the whole iteration, and there is nothing to exchange.
+    """A single replica: its turn is the whole iteration, and nothing is exchanged.
 
     Args:
         seed: the run's seed.
@@ -165,14 +165,14 @@ class LoneTurns(Turns):
 
 @final
 class SharedTurns(Turns):
-    """Several replicas, of which this process carries a block.
+    """Several replicas, of which this process runs a block.
 
     Args:
         replicas: the replicas of the run.
         seed: the run's seed.
         model: the model.
-        watch: sees what steps change.
-        speaker: says what all processes are to know.
+        watch: watches what steps change.
+        speaker: provides and receives the flags of the window's message.
     """
 
     def __init__(
@@ -205,18 +205,18 @@ class SharedTurns(Turns):
         self.is_first, self.is_last = replica == self._first, replica == self._last
 
     def begin_epoch(self) -> None:
-        """Look for buffers anew when the next window opens."""
+        """Search for buffers again when the next window opens."""
         self._knows_buffers = False
 
     def begin_iteration(self, iteration: int) -> None:
-        """Set the random numbers of the hooks before the turns."""
+        """Set the random numbers of the hooks that run before the turns."""
         self._iteration = iteration
         self._num_reopened = 0
         self.is_over = False
         rng.reseed(self._before.at(iteration))
 
     def begin(self, replica: int, *, opens_window: bool) -> None:
-        """Begin a turn on random numbers and buffers of its own, with an empty table of losses."""
+        """Begin a turn with its own random numbers and buffers and an empty table of losses."""
         self._turn_to(replica)
         self._has_stepped = False
         self.begins_window = opens_window and self.is_first
@@ -231,11 +231,11 @@ class SharedTurns(Turns):
         self._model.loss_items.clear()
 
     def begin_step(self) -> StepWatcher | None:
-        """Seed anew for a further step: what was drawn before the last one is not drawn again."""
+        """Seed again for a further step, which must not repeat what the last one has drawn."""
         if self._has_stepped and self._first != self._last:
             raise UsageError(
-                "A batch loop that runs its optimizer loop several times a batch needs a process "
-                f"for each replica, but this one carries {len(self._replicas.block)}. Start "
+                "A batch loop that runs its optimizer loop several times per batch needs one "
+                f"process per replica, but this one runs {len(self._replicas.block)}. Start "
                 f"{self._replicas.num_replicas} processes."
             )
         self._has_stepped = True
@@ -248,7 +248,7 @@ class SharedTurns(Turns):
         return self._watch.begin()
 
     def sending(self, engine: Collector, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Send those of the last replica, along with what is added to them."""
+        """Send the gradients of the last replica, together with what is added to them."""
         return engine.sending_gradients(optimizer, self.replica, self._find_networks)
 
     def end_backward(
@@ -260,7 +260,7 @@ class SharedTurns(Turns):
         ends_window: bool,
         updates: bool = False,
     ) -> None:
-        """Copy the model's own losses, which an update could change; collect the gradients."""
+        """Copy the model's own losses, which an update could change, and collect the gradients."""
         table = self._model.loss_items
         for name, loss in table.items():
             if isinstance(loss, Tensor) and loss is not shown.get(name):
@@ -272,12 +272,12 @@ class SharedTurns(Turns):
             self._end_last(table, ends_window=True, is_before_update=True)
 
     def hear(self) -> None:
-        """Read what was told with the gradients; the buffers of replica 0 are in place then."""
+        """Read the messages and put the buffers of replica 0 in place."""
         self.is_telling = False
         self._sharing.hear()
 
     def end(self, *, ends_window: bool) -> None:
-        """Keep the losses and the buffers of a turn; after the last one put the means in place."""
+        """Keep the losses and buffers of a turn. After the last one put the means in place."""
         table = self._model.loss_items
         if not self.is_last:
             self._sharing.keep_losses(table)
@@ -313,36 +313,36 @@ class SharedTurns(Turns):
         self._sharing.drop_window()
 
     def check_stop(self, error: StopIteration) -> str:
-        """Refuse it on several processes, which do not know of each other's hooks."""
+        """Refuse it with several processes, because the others do not know of it."""
         if self._replicas.is_whole:
             return "a hook ends epochs by StopIteration"
         raise UsageError(
-            "StopIteration must not be raised in a hook where several processes train: the others "
-            "would wait for this one. End the run with Context.request_stop(...), on which they "
-            "agree, or train in one process."
+            "A hook must not raise StopIteration when several processes train: the others would "
+            "wait for this one. End the run with Context.request_stop(...), which takes effect on "
+            "all processes, or train in one process."
         ) from error
 
     def begin_share(self, replica: int, seed: Seed) -> None:
-        """Begin a turn on random numbers of its own."""
+        """Begin a turn with its own random numbers."""
         self._turn_to(replica)
         seed(replica)
 
     def end_shares(self, seed: Seed) -> None:
-        """Go on with the numbers of the hooks: a process may have had fewer turns than others."""
+        """Restore the random numbers of the hooks: other processes may have run more turns."""
         seed(None)
 
 
 def make_turns(
     replicas: Replicas, seed: int, model: TrainedModel, watch: ReplicaWatcher, speaker: Announcer
 ) -> Turns:
-    """Return the turns of a run; chosen once, at its start.
+    """Return the turns of a run, chosen once, when it starts.
 
     Args:
         replicas: the replicas of the run.
         seed: the run's seed.
         model: the model.
-        watch: sees what steps change that is no replica's own.
-        speaker: says what all processes are to know.
+        watch: watches what steps change apart from the state that each replica has of its own.
+        speaker: provides and receives the flags of the window's message.
     """
     if replicas.is_lone:
         return LoneTurns(seed)

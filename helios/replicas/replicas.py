@@ -1,7 +1,7 @@
-"""The replicas of a run, which of them this process carries, and what all of them agree on.
+"""The replicas of a run, which of them this process runs, and what all processes agree on.
 
-A run is defined over its replicas; processes only carry them (DESIGN R3). Everything that is summed
-over replicas follows one tree, so its bits do not depend on the number of processes.
+A run is defined over its replicas; processes only run them. Everything that is summed over replicas
+follows one tree, so its bits do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class WindowResult:
-    """What all processes have told each other in front of a window's gradients.
+    """The messages of all processes, sent before a window's gradients.
 
     Attributes:
         flags: for each flag whether any process raises it.
-        means: the mean of each loss; ``None`` where none were told.
+        means: the mean of each loss; ``None`` if no losses were sent.
         content: the bytes of rank 0.
     """
 
@@ -43,19 +43,19 @@ class WindowResult:
 
 @final
 class Replicas:
-    """The replicas of a run, and the block of them that this process carries.
+    """The replicas of a run, and the block of them that this process runs.
 
     Args:
         num_replicas: logical data-parallel workers of the run (V).
-        info: where this process stands among all that carry them (P).
-        device: where this process computes.
+        info: rank of this process and number of processes (P).
+        device: the device of this process.
 
     Attributes:
         num_replicas: as given.
         num_processes: P.
         is_lone: whether there is one replica, so that nothing is shared or summed.
-        is_whole: whether this process carries all replicas.
-        has_one_each: whether each process carries one replica.
+        is_whole: whether this process runs all replicas.
+        has_one_each: whether each process runs one replica.
         rank: number of this process, from 0.
         block: the replicas of this process.
         reducer: adds gradients over replicas.
@@ -92,7 +92,7 @@ class Replicas:
         self._told: tuple[Sequence[bool], Sequence[Mapping[str, Any]] | None] = ((), None)
 
     def agree(self, *flags: bool) -> tuple[bool, ...]:
-        """Return for each flag whether any process raises it; all processes ask at once."""
+        """Return for each flag whether any process raises it; a collective call."""
         if self.is_whole:
             return flags
         raised = torch.tensor(flags, dtype=torch.uint8)
@@ -103,12 +103,12 @@ class Replicas:
     def tell(
         self, flags: Sequence[bool], losses: Sequence[Mapping[str, Any]] | None, content: Tensor
     ) -> None:
-        """Tell something to all processes with the next sum of gradients; all do so at one place.
+        """Send a message with the next sum of gradients; all processes call it at one point.
 
         Args:
             flags: as in :meth:`agree`.
-            losses: as in :meth:`mean_losses`; ``None`` in all processes for none.
-            content: bytes of rank 0, or the room for them.
+            losses: as in :meth:`mean_losses`; ``None`` on all processes for none.
+            content: the bytes of rank 0; on other ranks the buffer for them.
         """
         self._told = (flags, losses)
         if self.is_whole:
@@ -120,7 +120,7 @@ class Replicas:
         self.reducer.attach(self._message)
 
     def hear(self) -> WindowResult:
-        """Return what all processes have told; without gradients between, it is sent now."""
+        """Return the messages of all processes; if no gradients were summed, send them now."""
         (flags, losses), self._told = self._told, ((), None)
         message, self._message = self._message, None
         if message is None:
@@ -135,7 +135,7 @@ class Replicas:
     def gather_objects(self, value: Any) -> list[Any]:
         """Return a small value of every process, in the order of ranks.
 
-        What shares memory in a value does so again; tensors of other processes lie on the CPU.
+        Values that share memory share it afterwards too; tensors of other processes are on the CPU.
         """
         if self.is_whole:
             return [value]
@@ -145,7 +145,7 @@ class Replicas:
         return [pickling.loads(data) for data in found]
 
     def compare(self, check: Callable[[Callable[[Any], list[Any]]], None]) -> None:
-        """Run a check over all processes; with one there is nothing to compare.
+        """Run a check over all processes, or do nothing if there is only one.
 
         Args:
             check: is called with :meth:`gather_objects`.
@@ -154,24 +154,25 @@ class Replicas:
             check(self.gather_objects)
 
     def require_one_each(self, who: str, *, why: str = "", remedy: str = "") -> None:
-        """Check that each process carries one replica.
+        """Check that each process runs one replica.
 
         Args:
             who: what needs it.
             why: the reason, for the message.
-            remedy: what else can be done than to start more processes.
+            remedy: an alternative to starting more processes.
 
         Raises:
-            UsageError: if a process carries several.
+            UsageError: if a process runs several replicas.
         """
         if not self.has_one_each:
             raise UsageError(
-                f"{who} trains with one process for each replica{why}, but {self.num_processes} "
-                f"carry {self.num_replicas} replicas. Start {self.num_replicas} processes{remedy}."
+                f"{who} needs one process per replica{why}, but num_replicas is "
+                f"{self.num_replicas} and the number of processes is {self.num_processes}. Start "
+                f"{self.num_replicas} processes{remedy}."
             )
 
     def barrier(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have reached this call."""
         if not self.is_whole:
             with collective("Replicas.barrier"):
                 dist.barrier(group=control_group())
@@ -203,16 +204,16 @@ class Replicas:
             return self._scores.sum_scores(tables)
 
     def close(self) -> None:
-        """Let go of the process group, so that nothing keeps it alive after the run."""
+        """Release the process group, so that nothing keeps it alive after the run."""
         self._losses, self._scores = NumberReducer(1), NumberReducer(1)
         self._ranks, self._message = PointToPoint(1, 0, None), None
 
     def make_empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a tensor without content, where this process computes."""
+        """Return an uninitialized tensor on the device of this process."""
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite tensors with those of replica 0, which rank 0 carries, in one exchange.
+        """Overwrite tensors with those of replica 0, which rank 0 runs, in one exchange.
 
         Args:
             tensors: the same number of tensors, of the same shapes and types, on all processes.
@@ -227,7 +228,7 @@ class Replicas:
 
 
 def join_bytes(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the bytes of tensors, one behind the other."""
+    """Return the bytes of tensors, concatenated."""
     parts = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
     return torch.cat(parts) if parts else NOTHING
 

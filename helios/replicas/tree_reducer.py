@@ -1,8 +1,8 @@
-"""Sums over all replicas of a run that are equal bit for bit on any number of processes (R3).
+"""Sums tensors over all replicas of a run, bit for bit the same on any number of processes.
 
-Each process brings the sums of the subtrees of its block (``tree.py``); here the rest of the tree
-is added over processes. What is exchanged depends on their number, the order of additions of an
-element does not. Without other processes nothing here touches ``torch.distributed``.
+Each process provides the sums of the subtrees of its block (``reduction_tree``); the rest of the
+tree is added over processes. Their number decides which messages are sent, but not the order in
+which an element is added. A single process does not use ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from helios.replicas.piggyback import Message
 from helios.replicas.point_to_point import PointToPoint
 from helios.replicas.reduction_tree import finish, subtrees
 
-# Measured with scripts/bench/reduce.py over gloo, on 2 and 4 ranks: up to here whole parts are
-# faster than halves, with any partner and with the last one.
+# Measured with scripts/bench/reduce.py over gloo, on 2 and 4 ranks: up to these sizes sending whole
+# parts is faster than sending halves, to any partner and to the last one.
 _WHOLE_BYTES = 2**19
 _LAST_WHOLE_BYTES = 2**23
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Return a view in real numbers: backends send no complex ones; sums are the same."""
+    """Return a view as real numbers: backends do not send complex ones, and sums are the same."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
@@ -43,13 +43,13 @@ def _halving_distances(num_processes: int) -> list[int] | None:
 class TreeReducer:
     """Adds large tensors of all replicas, in the order of the tree.
 
-    Two to the k processes add by recursive halving and doubling, nearest rank first, since each
-    of their blocks is one subtree. Others send chunks to the process that finishes them. Buffers
-    for what comes in are kept between calls.
+    With 2^k processes it adds by recursive halving and doubling, nearest rank first, because each
+    of their blocks is one subtree. Otherwise each process finishes one chunk, which the others
+    send to it. Buffers for received tensors are kept between calls.
 
     Args:
         num_replicas: leaves of the tree.
-        num_processes: processes that carry them.
+        num_processes: processes that run them.
         rank: number of this process in the group, from 0.
         group: the process group; ``None`` for that of all processes.
 
@@ -81,11 +81,11 @@ class TreeReducer:
         self._message: Message | None = None
 
     def attach(self, message: Message) -> None:
-        """Let the next sum carry a message; all processes attach one at the same place."""
+        """Send a message with the next sum. All processes attach one at the same point."""
         self._message = message
 
     def deliver(self) -> None:
-        """Send the message that is attached alone, if no sum has carried it."""
+        """Send the attached message by itself, unless a sum has sent it already."""
         message = self._take_message()
         if message is None:
             return
@@ -100,16 +100,16 @@ class TreeReducer:
         return message
 
     def all_reduce(self, sums: Mapping[range, Tensor]) -> Tensor:
-        """Return the sum over all replicas; all processes call it with tensors of one size.
+        """Return the sum over all replicas. All processes call it with tensors of one size.
 
         Args:
-            sums: the sum of each of ``nodes``, contiguous, of one dimension; all are overwritten.
+            sums: the 1-D contiguous sum of each of ``nodes``; all are overwritten.
 
         Returns:
             The first node's tensor, which holds the sum.
 
         Raises:
-            UsageError: if these are not tensors of one size and type, one for each of ``nodes``.
+            UsageError: unless there is one tensor for each of ``nodes``, of one size and type.
         """
         tensors = [sums[node] for node in self.nodes if node in sums]
         kinds = {(tensor.shape, tensor.dtype) for tensor in tensors}
@@ -129,17 +129,17 @@ class TreeReducer:
         return tensors[0]
 
     def _reserve(self, like: Tensor, size: int) -> Tensor:
-        """Return room for what comes in, the same at each call."""
+        """Return a receive buffer, the same at each call."""
         kind = (like.dtype, like.device)
         if kind not in self._received or self._received[kind].numel() < size:
             self._received[kind] = like.new_empty(size)
         return self._received[kind]
 
     def _halve_and_double(self, own: Tensor, distances: Sequence[int]) -> None:
-        """Add half of what is left with each partner, then give back the finished parts.
+        """Add half of what is left with each partner, then send back the finished parts.
 
-        A small part is exchanged and added as a whole by both: the fewer messages win. With the
-        last partner that costs no more bytes, so the limit is higher there.
+        Both partners exchange and add small parts as a whole, because fewer messages are faster.
+        With the last partner this sends no more bytes, so the limit is higher there.
         """
         part, halves, message = own, [], self._take_message()
         for distance in distances:
@@ -163,7 +163,7 @@ class TreeReducer:
             self._ranks.exchange([(mine, partner)], [(theirs, partner)])
 
     def _send_chunks(self, own: Sequence[Tensor]) -> None:
-        """Send each process its chunk of all nodes, finish the own one, and gather the results."""
+        """Send the chunks of other processes, add the own one and gather the results."""
         total, size = own[0], own[0].numel()
         count = len(self._nodes)
         chunks = [slice(size * r // count, size * (r + 1) // count) for r in range(count)]
@@ -187,7 +187,7 @@ class TreeReducer:
         )
 
     def _cut_room(self, chunk: Tensor) -> list[tuple[int, range, Tensor]]:
-        """Return room for a chunk of every node of every other process."""
+        """Return receive buffers for a chunk of every node of every other process."""
         places = [(rank, node) for rank in self._ranks.others for node in self._nodes[rank]]
         size = chunk.numel()
         room = self._reserve(chunk, size * len(places))
@@ -197,13 +197,13 @@ class TreeReducer:
         ]
 
     def check_equal(self, what: str, lines: Sequence[str]) -> None:
-        """Check that a description is the same on all processes; all of them call it.
+        """Check that a description is the same on all processes. All of them call it.
 
-        Sizes that differ between processes make a backend hang, end the process, or give wrong
-        numbers, so this is asked before the first exchange.
+        Sizes that differ between processes make a backend hang, abort the process, or return wrong
+        numbers, so call this before the first exchange.
 
         Raises:
-            UsageError: if a process has another description than rank 0; the same on all.
+            UsageError: on all processes, if the description of one differs from that of rank 0.
         """
         first, *others = self._ranks.gather_objects(list(lines))
         for rank, found in enumerate(others, 1):
@@ -217,5 +217,5 @@ def _describe_difference(what: str, rank: int, found: list[str], first: list[str
     here, there = next(pair for pair in zip(*padded, strict=True) if pair[0] != pair[1])
     return (
         f"All processes must have the same {what}, but rank {rank} has {here} where rank 0 has "
-        f"{there}. Build the model from nothing that differs between processes."
+        f"{there}. Build the model from values that are the same on all processes."
     )

@@ -1,4 +1,4 @@
-"""What the turns of replicas ask of a model, of an engine and of who watches their steps."""
+"""What running replicas in turn needs of a model, an engine and a watcher of steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Networks(Protocol):
 
 
 class TrainedModel(Protocol):
-    """What turns see of a model: its losses of the present batch, and its networks, by name."""
+    """What turns read of a model: its losses of the current batch, and its networks, by name."""
 
     @property
     def loss_items(self) -> dict[str, Any]: ...  # noqa: D102
@@ -25,22 +25,22 @@ class TrainedModel(Protocol):
 
 
 class StepWatcher(Protocol):
-    """Sees what one step changes."""
+    """Watches what one step changes."""
 
     def conclude(self, *, is_manual: bool) -> None:
-        """Note what has changed."""
+        """Record what has changed."""
         ...
 
 
 class ReplicaWatcher(Protocol):
-    """Sees what the steps of replicas change that is no replica's own."""
+    """Watches what steps change apart from the state that each replica has of its own."""
 
     def begin(self) -> StepWatcher | None:
-        """Begin to watch a step; ``None`` where it is not watched."""
+        """Begin to watch a step, or return ``None`` if it is not watched."""
         ...
 
     def report(self) -> None:
-        """Say what was found in this iteration."""
+        """Report what was found in this iteration."""
         ...
 
 
@@ -61,5 +61,5 @@ class Collector(Protocol):
     def sending_gradients(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = ...
     ) -> AbstractContextManager[None]:
-        """Send gradients while the last backward of a window goes on."""
+        """Send gradients during the last backward of a window."""
         ...

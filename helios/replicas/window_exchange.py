@@ -1,7 +1,7 @@
-"""What processes tell each other once a window: one message, in front of its first gradients.
+"""Exchanges one message per accumulation window between processes, before its first gradients.
 
-It holds the losses of all replicas, the buffers of replica 0, and flags of the run. What may still
-change behind the gradients is not in it, and is asked for later on.
+The message holds the losses of all replicas, the buffers of replica 0, and flags of the run. What
+may still change after the gradients is not in it and is exchanged later.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from helios.replicas.replicas import NOTHING, Replicas
 
 
 class Announcer(Protocol):
-    """Says what all processes are to know at a window's end, and takes what all have said."""
+    """Provides the flags that this process sends at the end of a window, and receives all flags."""
 
     @property
     def keeps_losses(self) -> bool:
-        """Whether nobody changes the losses between the last backward and the end."""
+        """Whether nothing changes the losses between the last backward and the end."""
         ...
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
-        """Return what this process says."""
+        """Return the flags of this process."""
         ...
 
     def listen(self, flags: Sequence[bool]) -> None:
-        """Take what any process has said."""
+        """Receive the flags that any process has raised."""
         ...
 
 
 @final
 class WindowExchange:
-    """Tells other processes of a window, and hears of theirs.
+    """Sends and receives the message of a window.
 
     Args:
         replicas: the replicas of the run.
-        speaker: says what concerns the run.
+        speaker: provides and receives the flags of the run.
 
     Attributes:
-        buffers: those of the replicas.
+        buffers: the buffers of the replicas.
     """
 
     def __init__(self, replicas: Replicas, speaker: Announcer) -> None:
@@ -55,12 +55,12 @@ class WindowExchange:
         self._shown: dict[str, Any] = {}
 
     def keep_losses(self, table: Mapping[str, Any]) -> None:
-        """Keep the losses of a turn as they are now.
+        """Keep a copy of the losses of a turn.
 
         Raises:
             UsageError: if they cannot be averaged.
         """
-        # What follows may change a tensor that the table holds: another turn, or a commit.
+        # Another turn or a commit may change a tensor that the table holds.
         kept: dict[str, Any] = {}
         for name, loss in table.items():
             is_tensor = isinstance(loss, Tensor)
@@ -70,18 +70,18 @@ class WindowExchange:
         self._tables.append(kept)
 
     def reopen(self) -> None:
-        """Begin the last turn of an iteration once more: its losses are not what was told."""
+        """Begin the last turn of an iteration again: its losses differ from those sent."""
         del self._tables[len(self._replicas.block) - 1 :]
         self._means = None
 
     def tell(self, table: Mapping[str, Any], *, is_before_update: bool) -> None:
-        """End a window: tell all processes of it, with the next sum of gradients.
+        """End a window and send its message with the next sum of gradients.
 
         Args:
             table: the losses of the last turn.
-            is_before_update: whether an update follows, and hooks that could change the losses.
+            is_before_update: whether an update follows, with hooks that could change the losses.
         """
-        # From an accelerator losses come late: the gradients must not wait for them.
+        # Losses arrive late from an accelerator, and the gradients must not wait for them.
         is_near = self._replicas.device.type == "cpu"
         has_losses = not is_before_update or self._speaker.keeps_losses
         if has_losses:
@@ -95,7 +95,7 @@ class WindowExchange:
         self._replicas.tell((has_changed, *flags), losses, content)
 
     def hear(self) -> None:
-        """Hear of all processes; the buffers of replica 0 are in place then."""
+        """Receive the messages of all processes and put the buffers of replica 0 in place."""
         heard = self._replicas.hear()
         has_changed, *flags = heard.flags
         if not self._replicas.is_whole:
@@ -103,11 +103,11 @@ class WindowExchange:
         self._speaker.listen(flags)
         self._means = heard.means
         if not self._is_final and not self._speaker.keeps_losses:
-            # A loop is new, so that losses may change: they are asked for at the end.
+            # A new loop may change the losses: they are exchanged at the end.
             self.reopen()
 
     def drop_window(self) -> None:
-        """End a window without an update, behind its last iteration."""
+        """End a window without an update, after its last iteration."""
         self.buffers.commit()
         self.buffers.exchange()
 
@@ -118,7 +118,7 @@ class WindowExchange:
             table: the losses of the last turn, unless they were kept.
 
         Raises:
-            UsageError: if they were told, and changed since.
+            UsageError: if the losses have changed since they were sent.
         """
         means, shown = self._means, self._shown
         if means is not None:
@@ -136,16 +136,16 @@ class WindowExchange:
 def _make_change_error(table: Mapping[str, Any], shown: Mapping[str, Any]) -> UsageError:
     names = sorted(x for x in {**table, **shown} if table.get(x) is not shown.get(x))
     return UsageError(
-        "Model._loss_items must hold its losses before the gradients are added, or get them in an "
-        f"event, but {names} changed behind them in code that nobody expects to do so: in the step "
-        "of an optimizer or a scheduler, say, or in a method that is marked @asks_nothing. Change "
-        "them in on_optimizer_step_end, and take the mark away."
+        f"{names} in Model._loss_items changed after the losses of the window were sent with its "
+        "gradients, outside of an event: in the step of an optimizer or a scheduler, or in a "
+        "method marked with @asks_nothing. Change them in on_optimizer_step_end, and remove the "
+        "@asks_nothing mark."
     )
 
 
 def _make_loss_error(name: str, loss: Any) -> UsageError:
     shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
     return UsageError(
-        f"Model._loss_items[{name!r}] must be a number or a tensor of one element with several "
-        f"replicas, whose mean stands there, got {shown}. Keep it in an attribute of another name."
+        f"Model._loss_items[{name!r}] must be a number or a tensor of one element, because it is "
+        f"averaged over replicas, got {shown}. Keep it in an attribute of another name."
     )

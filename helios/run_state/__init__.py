@@ -1,5 +1,5 @@
-"""What of a run is state: one walk over what an owner reaches, and what is made of it.
+"""Finds, saves and compares the state of a run: one walk over an owner, and its consumers.
 
-Saved, changed since setup, changed by one replica only, equal on all processes: each question is a
-module beside the walk.
+A module each determines what is saved, what has changed since setup, what a replica changes
+independently, and what must be equal on all processes.
 """

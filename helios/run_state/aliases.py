@@ -1,4 +1,4 @@
-"""Which object a place names, and the order of keys: state too, where training changes it."""
+"""Saves references to objects, and the order of keys, where training has changed them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import nn
 from helios.run_state.object_names import KeyedByObjects
 from helios.run_state.walk_result import Container, SlotKey, WalkResult, path_of
 
-IN_NEW = "in a list, dict or object that setup() does not make: create that in setup()"
+IN_NEW = "in a list, dict or object that setup() does not create: create that in setup()"
 _OF_TUPLE = "another object in a tuple: keep objects that change in a list"
 
 
 def changed_aliases(
     before: Mapping[SlotKey, str], found: WalkResult, new: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Compare which objects places name with what they named after setup.
+    """Return references to objects that differ from those after setup.
 
     Args:
-        before: the names after setup, by place.
-        found: what is there now.
-        new: the paths of containers that setup does not make.
+        before: the names of objects after setup, by slot.
+        found: what the owner holds now.
+        new: the paths of containers that setup does not create.
 
     Returns:
-        ``set``: names of objects by the path of the container and by key, ``deleted``: keys that
-        are gone by that path, ``lengths``: those of lists with changed members; and the places
-        that cannot be restored, with the reason.
+        ``set``: names of objects by the path of the container and by key, ``deleted``: removed
+        keys by that path, ``lengths``: those of lists with changed members; and the paths that
+        cannot be restored, with the reason.
     """
     changed: dict[str, dict[Any, str]] = {}
     lost: dict[str, str] = {}
@@ -51,12 +51,12 @@ def changed_aliases(
 
 
 def _is_primary(parent: str, key: Any, name: str, before: Mapping[SlotKey, str]) -> bool:
-    """Return whether a place that is new gives an object its path: a loss of its own, not here."""
+    """Return whether a new slot gives an object its path, which is reported elsewhere."""
     return (parent, key) not in before and path_of(parent, key) == name
 
 
 def _deleted(before: Mapping[SlotKey, str], found: WalkResult) -> dict[str, list[Any]]:
-    """Return the places that named an object and are gone."""
+    """Return the slots that referred to an object and no longer exist."""
     deleted: dict[str, list[Any]] = {}
     for parent, key in before:
         container = found.containers.get(parent)
@@ -67,11 +67,11 @@ def _deleted(before: Mapping[SlotKey, str], found: WalkResult) -> dict[str, list
 
 
 def homes_of_generators(found: WalkResult, new: Collection[str]) -> dict[str, SlotKey]:
-    """Return a place for each generator where a resume can put one, by path.
+    """Return, by path, a slot of each generator that a resume can restore.
 
     Args:
-        found: what is there now.
-        new: the paths of containers that setup does not make.
+        found: what the owner holds now.
+        new: the paths of containers that setup does not create.
     """
     homes: dict[str, SlotKey] = {}
     for (parent, key), name in found.aliases.items():
@@ -82,7 +82,7 @@ def homes_of_generators(found: WalkResult, new: Collection[str]) -> dict[str, Sl
 
 
 def changed_orders(before: Mapping[str, list[Any]], found: WalkResult) -> dict[str, list[Any]]:
-    """Return the keys of dicts and ``ModuleDict`` whose order is not that after setup."""
+    """Return the keys of dicts and ``ModuleDict`` whose order has changed since setup."""
     return {path: keys for path, keys in found.orders.items() if before.get(path) != keys}
 
 
@@ -91,12 +91,12 @@ def restore_aliases(
     containers: Mapping[str, Container],
     find: Callable[[str], object | None],
 ) -> None:
-    """Let places name the objects that they named when the state was saved.
+    """Restore the saved references to objects.
 
     Args:
         aliases: what :func:`changed_aliases` returned.
-        containers: the containers that are there now, by path.
-        find: returns the present object of a name.
+        containers: the current containers, by path.
+        find: returns the current object of a name.
     """
     for parent, members in aliases["set"].items():
         for key, name in sorted(members.items(), key=lambda item: str(item[0]).zfill(20)):
@@ -115,7 +115,7 @@ def restore_aliases(
 
 
 def restore_orders(orders: Mapping[str, list[Any]], containers: Mapping[str, Container]) -> None:
-    """Bring the keys of dicts and ``ModuleDict`` into their saved order."""
+    """Restore the saved order of keys of dicts and ``ModuleDict``."""
     for path, keys in orders.items():
         container = containers.get(path)
         if isinstance(container, nn.ModuleDict):
@@ -134,11 +134,11 @@ def _reorder(table: dict[Any, Any], keys: list[Any]) -> None:
 
 
 def put(container: Container, key: Any, value: Any) -> None:
-    """Set a member of a container; one beyond the end of a list is appended."""
+    """Set a member of a container. One beyond the end of a list is appended."""
     if isinstance(container, nn.Module):
         setattr(container, key, value)
     elif isinstance(container, list) and key >= len(container):
-        # What lies before it may be an object, which is put there later.
+        # The members before it may be objects, which are put there later.
         container += [None] * (key - len(container))
         container.append(value)
     else:

@@ -1,4 +1,4 @@
-"""Which attributes of an object count as state beside its ``state_dict``, by what kind it is."""
+"""Selects the attributes of an object that count as state beside its ``state_dict``, by type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {
     *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
     *("_load_hook", "_initialize_hook"),
 }
-"""Attributes of modules that torch itself looks after: of all, of recurrent and of lazy ones."""
+"""Attributes of modules that torch handles itself: of all, of recurrent and of lazy modules."""
 
 _OF_OTHERS: dict[type, frozenset[str]] = {
     Optimizer: frozenset(
@@ -35,10 +35,10 @@ _OF_OTHERS: dict[type, frozenset[str]] = {
         )
     ),
 }
-"""The same of optimizers (LBFGS keeps two more), of schedulers and of scalers."""
+"""The same for optimizers (LBFGS has two more), schedulers and scalers."""
 
 _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "torch.distributed")
-"""Where torch defines modules around modules, whose own attributes are machinery."""
+"""Modules of torch that wrap modules, and whose own attributes are not state."""
 
 
 def tells_too_little(module: nn.Module) -> bool:
@@ -64,7 +64,7 @@ def _left_out_of_module(module: nn.Module) -> list[tuple[str, Any]]:
         *(
             (key, table[key])
             for key in sorted(table.keys() - _OF_MODULES)
-            # Pruning and the older norms compute such a weight from what is saved.
+            # Pruning and the older norms compute this weight from saved ones.
             if f"{key}_orig" not in parameters and f"{key}_v" not in parameters
         ),
     ]
@@ -79,5 +79,5 @@ _HOUSE = (
 
 
 def is_of_the_house(value: object) -> bool:
-    """Return whether a value is a part of Helios that an owner refers to, such as its trainer."""
+    """Return whether a value is part of Helios, such as the trainer that an owner refers to."""
     return any(base.__module__.startswith(_HOUSE) for base in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""What an owner held when nothing had been trained: what has changed since is state."""
+"""What an owner holds after setup, before training: whatever changes afterwards is state."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Baseline:
     Attributes:
         paths: paths of objects and loose parameters.
         inner: paths of objects that only other objects hold.
-        shapes: what a state must fit, by path of the object.
+        shapes: what a state must match, by path of the object.
         forms: types, shapes and memory formats of tensors.
-        roster: which parameters optimizers moved.
-        ties: which tensors were one.
-        settled: members of modules that can change by being replaced only.
-        aliases: which object a place named.
+        roster: which parameters optimizers update.
+        ties: which tensors are the same or share memory.
+        settled: members of modules that can only change by being replaced.
+        aliases: which object a slot refers to.
         orders: keys of containers that hold objects.
         marks: digests of the states of objects that only other objects hold, or that the owner's
             own ``state_dict`` may leave out.
@@ -46,11 +46,11 @@ class Baseline:
         classes: marks of the attributes of classes.
         scripts: marks of the attributes of scripted networks.
         generators: kinds of generators, by path.
-        blocks: marks of memory that several look at.
+        blocks: marks of memory that several tensors or values view.
         crossings: which tensors share memory with those of other owners.
         started: marks of what start events have created.
-        extra: marks of what modules tell by ``get_extra_state``.
-        containers: whether what may hold others is a list, by path.
+        extra: marks of what modules return from ``get_extra_state``.
+        containers: whether a container is a list, by path.
     """
 
     paths: frozenset[str]
@@ -75,16 +75,16 @@ class Baseline:
     _known: list[tuple[int, Callable[[], object | None], str]] = field(default_factory=list)
 
     def known(self) -> dict[int, str]:
-        """Return the paths of the objects of setup that still live, by identity."""
+        """Return the paths of the objects of setup that are still alive, by id."""
         return {number: path for number, refer, path in self._known if refer() is not None}
 
     def earlier(self) -> dict[str, object]:
-        """Return the objects of setup that still live, by path, without inner ones."""
+        """Return the objects of setup that are still alive, by path, without inner ones."""
         found = ((path, refer()) for _, refer, path in self._known if path in self.paths)
         return {path: part for path, part in found if part is not None}
 
     def new_containers(self, found: WalkResult) -> set[str]:
-        """Return the paths of containers that setup does not make, or makes of another kind."""
+        """Return the paths of containers that setup does not create, or not of this kind."""
         return {
             path
             for path, part in found.containers.items()
@@ -98,12 +98,12 @@ class Baseline:
         return {path: part for path, part in parts.items() if path not in known}
 
     def distrust(self, places: Iterable[SlotKey]) -> None:
-        """Look at places again, though what they hold can only be replaced."""
+        """Compare slots again, even though their values can only change by being replaced."""
         for parent, key in places:
             self.settled.get(parent, {}).pop(key, None)
 
     def distrust_blocks(self, blocks: Mapping[str, Any]) -> None:
-        """Take memory that was restored for changed."""
+        """Treat memory that was restored as changed."""
         for anchor, block in blocks.items():
             if block["memory"] is not None:
                 self.blocks.pop(anchor, None)
@@ -117,12 +117,12 @@ def take_baseline(
     *,
     states_too: bool,
 ) -> Baseline:
-    """Remember what an owner holds.
+    """Record what an owner holds.
 
     Args:
         owner: the owner.
-        scene: a look at it.
-        identities: numbers for what cannot be pickled.
+        scene: a scan of it.
+        identities: numbers for values that cannot be pickled.
         reached: storages of which plain values see more than what is saved with a tensor.
         states_too: whether to digest the states of all objects, for an owner whose own
             ``state_dict`` may leave some out.
@@ -153,7 +153,7 @@ def take_baseline(
 
 
 def mark_of_object(part: Any, identities: Identities) -> bytes:
-    """Return the mark of an object's state; empty where it cannot give one yet."""
+    """Return the mark of an object's state; empty if it cannot return one yet."""
     try:
         state = part.state_dict()
     except Exception:  # user code, which may need a first step

@@ -1,7 +1,7 @@
-"""Which plain values training has changed since setup, and how they are put back.
+"""Finds plain values that training has changed since setup, and restores them.
 
-All values that are saved lie in one payload, so that two attributes that name one list still do
-after a resume; what is an alias of a saved value is therefore saved too.
+All saved values are in one payload, so that two attributes that refer to one list still do after a
+resume. Aliases of a saved value are therefore saved too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNLIKE_ANY = Digest(is_plain=False, mark=b"", size=0)
 
 
 class _Value(NamedTuple):
-    """A plain value and what was found in it."""
+    """A plain value and its scan."""
 
     slot: Slot
     look: Look
@@ -48,14 +48,14 @@ class Changes:
     Attributes:
         values: what is saved: ``changed`` values by the path of their container and by key,
             ``deleted`` keys by that path, and ``devices``, the device types of the tensors among
-            them where not all lie on the CPU.
-        missing: why the state lacks what else training has changed, by path.
+            them unless all are on the CPU.
+        missing: the reason why anything else that training has changed is not saved, by path.
         large: plain values beyond the limit.
-        costly: attributes and modules that take too long to be looked at.
+        costly: attributes and modules that take too long to compare.
         others: what no checkpoint can hold.
         reached: storages of which plain values see more than what is saved with a tensor, and
-            the places of these.
-        room: bytes that more plain values may have.
+            the paths of these values.
+        room: bytes that further plain values may have.
     """
 
     values: dict[str, Any]
@@ -67,7 +67,7 @@ class Changes:
     room: int = 0
 
     def refuse(self, slots: Iterable[Slot], limit: int) -> None:
-        """Name places that are too large, and leave them out of what is saved."""
+        """Report values that are too large, and leave them out."""
         for slot in slots:
             self.drop([(slot.parent, slot.key)])
             if slot.path not in self.missing:
@@ -75,7 +75,7 @@ class Changes:
                 self.missing[slot.path] = unsupported_values.TOO_LARGE.format(size_text(limit))
 
     def drop(self, wheres: Iterable[SlotKey]) -> None:
-        """Leave out places of what is saved."""
+        """Leave out slots."""
         changed = self.values["changed"]
         for parent, key in wheres:
             changed.get(parent, {}).pop(key, None)
@@ -83,7 +83,7 @@ class Changes:
                 del changed[parent]
 
     def leave_out(self, new: Collection[str]) -> list[SlotKey]:
-        """Leave out what lies in containers that setup does not make; return these places."""
+        """Leave out slots of containers that setup does not create, and return these slots."""
         changed = self.values["changed"]
         return [(parent, key) for parent in changed.keys() & new for key in changed.pop(parent)]
 
@@ -99,16 +99,16 @@ class _Made:
 
 @final
 class PlainValues:
-    """Remembers what setup made of an owner's values, and finds what training has changed.
+    """Records what setup made of an owner's values, and finds what training has changed.
 
     Args:
-        identities: numbers for what cannot be pickled.
-        clock: the time in seconds, by which costs are measured.
+        identities: numbers for values that cannot be pickled.
+        clock: returns the time in seconds, to measure costs.
 
     Attributes:
-        costs: which places take too long, and what they take.
-        meters: what counts how long a value of the last capture takes to be encoded, by address.
-        limit: bytes of plain values that a state holds at most.
+        costs: which paths take too long, and how long.
+        meters: the meters of the time that values of the last capture take to encode, by id.
+        limit: maximum bytes of plain values in a state.
         safe_types: types that loading may build besides those of the values that setup made.
     """
 
@@ -123,7 +123,7 @@ class PlainValues:
         self.safe_types: tuple[Any, ...] = ()
 
     def remember(self, found: WalkResult, surroundings: Surroundings) -> set[int]:
-        """Take what there is now as made by setup; return the storages that values reach."""
+        """Record the current values as made by setup; return the storages that values reach."""
         self.costs = Costs(self._clock)
         self._lost = {}
         digests: dict[SlotKey, Digest] = {}
@@ -135,7 +135,7 @@ class PlainValues:
             types |= look.types
             reached |= look.reached
             if look.parts:
-                # Networks have thousands of numbers, of which nothing else is kept.
+                # Networks have thousands of numbers, of which nothing else is needed.
                 shared[where] = look
         self.costs.end()
         self._made = _Made(digests, links_of(shared), types)
@@ -144,12 +144,12 @@ class PlainValues:
     def renew_unsaved(
         self, found: WalkResult, surroundings: Surroundings, new: Collection[str] = ()
     ) -> None:
-        """Take what no checkpoint can hold for unchanged: the start of a run makes it anew.
+        """Treat values that cannot be saved as unchanged: each start of a run creates them again.
 
         Args:
-            found: what is there now.
-            surroundings: what is saved on its own account.
-            new: the paths of containers that setup does not make.
+            found: what the owner holds now.
+            surroundings: what is saved elsewhere.
+            new: the paths of containers that setup does not create.
         """
         for where, look in self._look(found.slots, surroundings):
             if look.obstacle or where[0] in new:
@@ -158,20 +158,20 @@ class PlainValues:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes a state will hold if training changes all that setup made."""
+        """Bytes that a state will have if training changes everything that setup made."""
         sizes = (digest.size for digest in self._made.digests.values() if digest.is_plain)
         return min(sum(sizes), self.limit)
 
     def distrust(self, places: Iterable[SlotKey]) -> None:
-        """Take places for changed, whatever they hold; a place that is gone for deleted."""
+        """Treat slots as changed, whatever they hold, or as deleted if they no longer exist."""
         self._made.digests.update(dict.fromkeys(places, _UNLIKE_ANY))
 
     def changes(self, found: WalkResult, surroundings: Surroundings) -> Changes:
         """Compare with what setup made.
 
         Args:
-            found: what is there now.
-            surroundings: what is saved on its own account.
+            found: what the owner holds now.
+            surroundings: what is saved elsewhere.
         """
         left_out = self.costs.begin()
         places = {place_of(slot) for slot in found.slots.values()} if left_out else set()
@@ -179,7 +179,7 @@ class PlainValues:
         others = {
             where: slot
             for where, slot in found.slots.items()
-            # Once it is known to be lost, nothing is gained by reading it again.
+            # A value that is known to be lost need not be read again.
             if self._is_lost(where, slot) and place_of(slot) not in costly
         }
         slots = {
@@ -208,16 +208,16 @@ class PlainValues:
         surroundings: Surroundings,
         may_set: Callable[[str, Any], bool],
     ) -> None:
-        """Put back copies of saved values, and remove what training had removed.
+        """Restore copies of saved values, and remove what training had removed.
 
         Args:
             values: :attr:`Changes.values`.
-            found: what is there now.
-            surroundings: what is saved on its own account.
-            may_set: whether a key of the container at a path may get a value.
+            found: what the owner holds now.
+            surroundings: what is saved elsewhere.
+            may_set: whether a key of the container at a path may be set.
 
         Raises:
-            StateError: for a type or a tensor that is not there; then nothing is changed.
+            StateError: for an unknown type or tensor; then nothing is changed.
         """
         present = {where: slot.value for where, slot in found.slots.items()}
         resolver = Resolver(present, surroundings, self.safe_types)
@@ -291,7 +291,7 @@ class PlainValues:
         return changes
 
     def _share_out(self, kept: list[_Value], seconds: float) -> None:
-        """Count the time of copies, which are made together, for the values by their sizes."""
+        """Distribute the time of copies, which are made together, over values by size."""
         copied = [value for value in kept if value.look.records or value.look.aliases]
         whole = sum(value.look.size for value in copied)
         for value in copied if whole else ():
@@ -299,7 +299,7 @@ class PlainValues:
 
 
 def place_of(slot: Slot) -> str:
-    """Return the attribute or module that a slot lies in, whose cost is measured as one."""
+    """Return the attribute or module of a slot, whose cost is measured as a whole."""
     return _place_of(slot.parent, slot.key)
 
 
@@ -327,7 +327,7 @@ def _with_aliases(changed: list[_Value], unchanged: list[_Value]) -> list[_Value
 
 
 def _within_limit(values: list[_Value], limit: int) -> tuple[list[_Value], list[Slot], int]:
-    """Return what is saved, what is too large, and the room left; the smallest come first."""
+    """Return what is saved, what is too large, and the remaining room; the smallest come first."""
     kept: list[_Value] = []
     large: list[Slot] = []
     counted: set[int] = set()
@@ -346,7 +346,7 @@ def _within_limit(values: list[_Value], limit: int) -> tuple[list[_Value], list[
 
 
 def _order(slot: Slot) -> tuple[str, int, str]:
-    """Order slots by path, those of a list by number: they are restored in this order."""
+    """Return a key to sort slots by path, those of a list by index, in which they are restored."""
     return slot.parent, slot.key if isinstance(slot.key, int) else 0, slot.path
 
 
@@ -356,7 +356,7 @@ def _payload(kept: list[_Value], deleted: dict[str, list[Any]]) -> dict[str, Any
         values.setdefault(slot.parent, {})[slot.key] = slot.value
     named = [value for value in kept if value.look.records or value.look.aliases]
     if named:
-        # Together with what shares parts with them, so that it still does.
+        # Together with values that share parts with them, so that they still do.
         known = set(map(id, named))
         group = _with_aliases(named, [value for value in kept if id(value) not in known])
         table: Values = {}
@@ -370,7 +370,7 @@ def _payload(kept: list[_Value], deleted: dict[str, list[Any]]) -> dict[str, Any
 
 
 def _deleted(found: WalkResult, made: dict[SlotKey, Digest]) -> dict[str, list[Any]]:
-    """Return the keys that containers no longer have, in the order in which setup made them."""
+    """Return the keys that were removed from containers, in the order in which setup made them."""
     deleted: dict[str, list[Any]] = {}
     for parent, key in made:
         container = found.containers.get(parent)
@@ -382,7 +382,7 @@ def _deleted(found: WalkResult, made: dict[SlotKey, Digest]) -> dict[str, list[A
 
 
 def places_in(values: dict[str, Any]) -> list[SlotKey]:
-    """Return the places that saved values are of, those that were deleted too."""
+    """Return the slots of saved values, including deleted ones."""
     return [
         (parent, key)
         for kind in ("changed", "deleted")

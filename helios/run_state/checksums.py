@@ -1,9 +1,9 @@
-"""Numbers for the bits of a tensor or array, to see changes without a digest's cost.
+"""Checksums of the bits of a tensor or array, which show changes at less cost than a digest.
 
-Of 200 MB, blake2b takes 0.31 s, ``zlib.crc32`` 0.07 s. Weighted sums of 64-bit words in torch or
-NumPy are faster by another factor of three, but miss the signs of two float64 numbers that flip
-together. A cyclic redundancy check sees every change that lies within 32 bits, and any other, such
-as exchanged elements or flipped signs, but for one in four billion.
+For 200 MB blake2b takes 0.31 s, ``zlib.crc32`` 0.07 s. Weighted sums of 64-bit words in torch or
+NumPy are three times faster still, but miss that the signs of two float64 numbers flip together.
+A cyclic redundancy check detects every change within 32 bits, and of any others, such as exchanged
+elements or flipped signs, all but one in four billion.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORDS = 1 << 22
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as integers, on its device: fast, and no digest."""
+    """Return the sum of a tensor's bits as integers, on its device; fast, but not a digest."""
     flat = tensor.detach().reshape(-1).contiguous()
     if flat.numel() == 0 or flat.dtype is torch.bool:
         return flat.sum(dtype=torch.int64)
@@ -29,13 +29,13 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def array_sum(array: np.ndarray[Any, Any]) -> int:
-    """Return a checksum of the elements of an array without objects, in their order."""
+    """Return a checksum of the elements of an array without objects, in order."""
     whole = np.ascontiguousarray(array)
     return zlib.crc32(whole.reshape(-1).view(np.uint8).data)
 
 
 def tensor_sum(tensor: Tensor) -> int:
-    """Return a checksum of the elements of a dense tensor; a large one is read on its device."""
+    """Return a checksum of a dense tensor's elements; a large one is read on its device."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         return zlib.crc32(flat.numpy().data)
@@ -45,9 +45,9 @@ def tensor_sum(tensor: Tensor) -> int:
 
 
 def weighted_sum(flat: Tensor) -> int:
-    """Return the sum of 32-bit words by weights that depend on their place, on their device.
+    """Return the sum of 32-bit words, weighted by position, on their device.
 
-    Words of 64 bits would let the signs of two float64 numbers flip together unseen.
+    With 64-bit words the signs of two float64 numbers could flip together unnoticed.
 
     Args:
         flat: bytes.
@@ -63,7 +63,7 @@ def weighted_sum(flat: Tensor) -> int:
 
 
 def _weights(places: Tensor) -> Tensor:
-    """Return odd 64-bit numbers that look random (splitmix64, Steele et al. 2014)."""
+    """Return odd 64-bit pseudorandom numbers (splitmix64, Steele et al. 2014)."""
     mixed = (places + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
     mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685

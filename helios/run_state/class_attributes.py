@@ -1,4 +1,4 @@
-"""Attributes of the classes that users write: training may change them, and no checkpoint can."""
+"""Detects changes to attributes of user classes, which no checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _DATA = (
 _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LARGEST = 1 << 16
-"""Members of a container, or elements of a tensor, up to which a class attribute is looked at."""
+"""Maximum members of a container, or elements of a tensor, that is compared."""
 
 
 def class_marks(
     owner: object, found: WalkResult, surroundings: Surroundings, identities: Identities
 ) -> dict[str, bytes]:
-    """Return a mark of each attribute of the classes that an owner's objects are of.
+    """Return a mark of each attribute of the classes of an owner's objects.
 
     Args:
-        owner: whose class counts, too.
+        owner: the owner, whose class counts too.
         found: what it holds; classes of Helios and of libraries do not count.
         surroundings: what is saved elsewhere.
-        identities: numbers for what cannot be pickled.
+        identities: numbers for values that cannot be pickled.
     """
     marks: dict[str, bytes] = {}
     for kind in _user_classes(owner, found):

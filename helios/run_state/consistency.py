@@ -1,4 +1,4 @@
-"""Whether all processes have the same weights: what differs would go its own way in silence."""
+"""Checks that all processes have the same weights, which would otherwise diverge unnoticed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helios.run_state.checksums import bit_sum
 from helios.run_state.discovery import Discovery
 
 Costs: TypeAlias = Mapping[str, Mapping[str, float]]
-"""Seconds by owner and place."""
+"""Seconds by owner and path."""
 
 
 def check_alike(
@@ -31,13 +31,13 @@ def check_alike(
         discovery: finds the networks, loose parameters and optimizers of the model.
         gather: returns the values of all processes, in the order of ranks.
         too_slow: the seconds of what this process would leave out of a checkpoint, by owner.
-        ignored: what is known to differ, by path.
+        ignored: paths that are known to differ.
 
     Returns:
         What rank 0 would leave out of a checkpoint.
 
     Raises:
-        UsageError: if they are not; the same on all processes.
+        UsageError: on all processes, if something differs.
     """
     loose, members = discovery.moved()
     orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
@@ -57,7 +57,7 @@ def _compare_orders(
         for here, there in zip_longest(found[path], first[path], fillvalue="nothing"):
             if here != there:
                 raise UsageError(
-                    f"All processes must give {path} its parameters in the same order, but rank "
+                    f"All processes must pass parameters to {path} in the same order, but rank "
                     f"{rank} has {here} where rank 0 has {there}. Build optimizers in setup() in "
                     "a fixed order: sort what comes from a set, whose order differs between "
                     "processes."
@@ -74,13 +74,13 @@ def _compare_marks(
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise UsageError(
             f"All processes must have the same weights, but {', '.join(names[:3])}{more} "
-            f"of rank {rank} differ from rank 0's. Load weights on every rank, let hooks do "
-            "the same on all of them, and in manual steps wrap networks by engine.wrap(...)."
+            f"of rank {rank} differ from rank 0's. Load weights on every rank, do the same in "
+            "hooks on all ranks, and in manual steps wrap networks with engine.wrap(...)."
         )
 
 
 def _marks_of(discovery: Discovery, loose: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return by name what is the same where numbers are the same, and differs where they do not."""
+    """Return marks by name that differ if the numbers differ."""
     tensors = dict(loose)
     for path, network in discovery.modules().items():
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):

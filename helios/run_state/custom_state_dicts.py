@@ -1,8 +1,8 @@
-"""What the ``state_dict`` of a network leaves out, where its class or a hook decides what is in it.
+"""Saves what the ``state_dict`` of a network leaves out, if its class or a hook redefines it.
 
-Such a ``state_dict`` drops a frozen backbone, say, or hands out a part under another name. A tensor
-counts as saved if the state holds it under the name that loading looks for; where code of the
-user's loads, anywhere in the state. What is lacking and training has changed is saved beside it.
+Such a ``state_dict`` may leave out a frozen backbone, or return a part under another name. A tensor
+counts as saved if the state contains it under the name that loading expects; if user code loads,
+anywhere in the state. Anything missing that training has changed is saved separately.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from helios.run_state.walk_result import WalkResult
 
 
 class _Piece(NamedTuple):
-    """What a network consists of, as its state names it.
+    """A part of a network, as its state names it.
 
     Attributes:
         name: the bare name.
         module: the submodule that holds it.
         value: a parameter, a persistent buffer, or what ``get_extra_state`` returns.
-        is_translated: whether code of the user's loads it, under names that may be others.
+        is_translated: whether user code loads it, possibly under other names.
     """
 
     name: str
@@ -49,11 +49,11 @@ class _Piece(NamedTuple):
 
 @final
 class Omissions:
-    """Remembers what the states of networks lacked after setup, and finds what has changed of it.
+    """Records what the states of networks lack after setup, and finds what has changed of it.
 
     Args:
-        identities: numbers for what cannot be pickled.
-        values: whose costs are counted together with these.
+        identities: numbers for values that cannot be pickled.
+        values: plain values, whose costs are counted together with these.
     """
 
     def __init__(self, identities: Identities, values: PlainValues) -> None:
@@ -62,7 +62,7 @@ class Omissions:
         self._before: dict[str, dict[str, bytes]] = {}
 
     def remember(self, found: WalkResult) -> None:
-        """Take what there is now as made by setup."""
+        """Record the current values as those of setup."""
         for path, module in _odd_networks(found).items():
             begin = self._values.costs.time()
             lacking, _ = _lacking(module, _early_state(module))
@@ -71,7 +71,7 @@ class Omissions:
         self._values.costs.end()
 
     def forget(self, state: Mapping[str, Any]) -> None:
-        """Take what was restored for changed: the next checkpoint needs it, too."""
+        """Treat restored values as changed: the next checkpoint needs them too."""
         for path, saved in state.items():
             for name in saved["values"]:
                 self._before.get(path, {}).pop(name, None)
@@ -82,13 +82,13 @@ class Omissions:
         """Return what training has changed and the states of networks lack; before plain values.
 
         Args:
-            found: what is there now.
+            found: what the owner holds now.
             states: what objects returned, by path.
 
         Returns:
-            By path of the network: ``values``, what is lacking by its name; ``absent`` and
-            ``unknown``, the names that torch's loading will not find and will not know. And
-            networks for which that takes too long to find out, with the reason.
+            By path of the network: ``values``, what is missing by its name; ``absent`` and
+            ``unknown``, the names that torch's loading will miss and will not know. And networks
+            that take too long to compare, with the reason.
         """
         left_out = self._values.costs.begin()
         omitted: dict[str, Any] = {}
@@ -117,7 +117,7 @@ class Omissions:
 
 
 def restore_omitted(omitted: Mapping[str, Any], found: WalkResult) -> None:
-    """Fill networks with what their states lacked; to be called once these are loaded.
+    """Fill networks with what their states lack, after these are loaded.
 
     Raises:
         StateError: if a network no longer has what was saved.
@@ -128,8 +128,8 @@ def restore_omitted(omitted: Mapping[str, Any], found: WalkResult) -> None:
         for name, saved in values.items():
             if name not in pieces:
                 raise StateError(
-                    f"{path}.{name} was saved beside the state_dict of {path}, which has no such "
-                    "part now. Build it in setup() as it was when the state was saved."
+                    f"{path}.{name} was saved separately from the state_dict of {path}, which has "
+                    "no such part now. Build it in setup() as it was when the state was saved."
                 )
             _fill(f"{path}.{name}", pieces[name], saved)
 
@@ -140,7 +140,7 @@ def _fill(name: str, piece: _Piece, saved: Any) -> None:
         return
     if piece.value.shape != saved.shape:
         raise StateError(
-            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the present one "
+            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the current one "
             f"{tuple(piece.value.shape)}. Build it in setup() as it was when the state was saved."
         )
     with torch.no_grad():
@@ -164,7 +164,7 @@ def _modules(found: WalkResult) -> dict[str, nn.Module]:
 
 
 def _odd_networks(found: WalkResult) -> dict[str, nn.Module]:
-    """Return the networks of whose state the class of a part, or a hook, decides."""
+    """Return the networks whose state the class of a part, or a hook, redefines."""
     return {
         path: module
         for path, module in _modules(found).items()
@@ -188,13 +188,13 @@ def _translates(part: nn.Module) -> bool:
 
 
 def _pieces_of(module: nn.Module) -> Iterator[_Piece]:
-    """Yield the parts that torch's loading looks for, a shared one under each of its names."""
+    """Yield the parts that torch's loading expects, a shared one under each of its names."""
     bare = BareNames(module)
     translated = [""] if not is_loaded_by_torch(module) else []
     for place, part in module.named_modules(remove_duplicate=False):
         table = vars(part)
         if not isinstance(table.get("_buffers"), dict):
-            # What is not built by torch.nn may be without tables, as compiled scripts are.
+            # Modules that torch.nn did not build, such as compiled scripts, may have no tables.
             continue
         prefix = f"{place}." if place else ""
         if _translates(part):
@@ -213,11 +213,11 @@ def _pieces_of(module: nn.Module) -> Iterator[_Piece]:
 def _lacking(
     module: nn.Module, state: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return what a state lacks by name, and the names that loading will not find or not know."""
+    """Return by name what a state lacks, and the names that loading will miss or not know."""
     pieces = list(_pieces_of(module))
     held = _Held(state)
     kept = {_key(piece) for piece in pieces if held.has(piece)}
-    # A shared tensor is there if it is under one of its names.
+    # A shared tensor is present if it is under one of its names.
     lacking = {piece.name: piece.value for piece in pieces if _key(piece) not in kept}
     if not is_loaded_by_torch(module):
         return lacking, {"absent": [], "unknown": []}
@@ -243,11 +243,11 @@ class _Held:
         self._sizes: Counter[int] = Counter()
         for _, part in parts_of(state):
             if isinstance(part, Tensor):
-                # A slice does not hold all of what it was cut from.
+                # A slice does not contain the whole tensor that it was taken from.
                 self._sizes[storage_of(part)] += part.numel()
 
     def has(self, piece: _Piece) -> bool:
-        """Return whether loading the state brings a piece back."""
+        """Return whether loading the state restores a part."""
         part, value = self._state.get(piece.name), piece.value
         if not isinstance(value, Tensor):
             return piece.name in self._state
@@ -259,7 +259,7 @@ class _Held:
 
 
 def _is_same(part: Tensor, value: Tensor) -> bool:
-    """Return whether a tensor is another one, or an equal copy of it."""
+    """Return whether two tensors are the same one, or equal copies."""
     if (part.dtype, part.shape) != (value.dtype, value.shape):
         return False
     if part.layout is not torch.strided or value.layout is not torch.strided:

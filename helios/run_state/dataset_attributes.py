@@ -1,6 +1,6 @@
-"""What of a data set or a collate function is looked at: generators and small plain values.
+"""Selects the attributes of a data set or collate function that count: generators, small values.
 
-The data itself is not read, and what else such an object holds is a cache or an open file.
+The data itself is not read; anything else in such an object is a cache or an open file.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from helios.run_state.plain_values import ATOMS
 from helios.run_state.walk_result import WalkResult
 
 _SMALL = 1 << 16
-"""Bytes of a member up to which it is looked at."""
+"""Maximum bytes of a member that is compared."""
 
 _GROWN = (
-    f"a member of a data set that has changed and grown beyond {size_text(_SMALL)}: keep it in an "
-    "attribute of the data module, or declare it in the class of the data set: unsaved = (...,)"
+    f"an attribute of a data set that has changed and grown beyond {size_text(_SMALL)}: keep it in "
+    "the data module, or declare it in the class of the data set: unsaved = (...,)"
 )
 
 _PLAIN = (*ATOMS, list, tuple, dict, set, frozenset, deque, np.ndarray, np.generic, Tensor)
 
 
 def large_members(part: object) -> frozenset[str]:
-    """Return the attributes that are data."""
+    """Return the attributes that hold data."""
     return frozenset(name for name, value in vars(part).items() if _is_large(value))
 
 
 def keep_data_only(found: WalkResult) -> None:
-    """Drop everything but generators and plain values from what was found."""
+    """Remove everything but generators and plain values from what was found."""
     for table in (found.objects, found.inner, found.orders):
         table.clear()
     found.aliases = {
@@ -74,15 +74,15 @@ def generators_in(part: object) -> list[str]:
 
 @final
 class Grown:
-    """Knows which members checkpoints have held, and names those that are too large by now."""
+    """Records which members checkpoints have held, and reports those that have grown too large."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def note(self, paths: Iterable[str]) -> None:
-        """Take the members that paths lie in as changed by training."""
+        """Record that training has changed the members that contain these paths."""
         self._known |= {path.partition(".")[0] for path in paths}
 
     def losses(self, large: Iterable[str]) -> dict[str, str]:
-        """Return what checkpoints hold no longer, with the reason."""
+        """Return what checkpoints no longer hold, with the reason."""
         return dict.fromkeys(sorted(self._known.intersection(large)), _GROWN)

@@ -1,8 +1,8 @@
-"""What of an owner is state, found without a word of the user's.
+"""Finds, captures and restores the state of an owner without declarations by the user.
 
-Objects with a ``state_dict`` are always saved. Of plain values those are saved that training has
-changed since ``setup``; what ``setup`` made is configuration and may be edited between two starts.
-Whatever else has changed is named, since a resumed run would not have it.
+Objects with a ``state_dict`` are always saved. Plain values are saved if training has changed them
+since ``setup``; what ``setup`` made is configuration, which may be edited between two starts.
+Anything else that has changed is reported, since a resumed run would lack it.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class Discovery:
     """Finds, captures and restores the state of an owner's attributes.
 
     Args:
-        owner: the object whose attributes are looked through, usually a model.
+        owner: the object whose attributes are searched, usually a model.
         exclude: names of attributes that never count.
-        unsaved: names of attributes, or paths such as ``"stuff.count"``, that are declared as not
-            to be saved: neither saved nor warned of, whatever they hold.
-        name: how messages call the owner.
+        unsaved: names of attributes, or paths such as ``"stuff.count"``, that are neither saved nor
+            warned about, whatever they hold.
+        name: the name of the owner in messages.
         outside: returns the objects that other owners save, by name.
-        is_strict: whether all objects must be created in ``setup``; what else is created in an
-            event of the start is created by every start.
-        is_data: whether only generators and plain values count, as in a data set: what else it
-            holds is data, caches and open files.
+        is_strict: whether all objects must be created in ``setup``; otherwise an object may also be
+            created in a start event, which every start repeats.
+        is_data: whether only generators and plain values count, as in a data set, whose other
+            attributes are data, caches and open files.
 
     Raises:
         ArgumentTypeError: if ``unsaved`` is a single string.
@@ -99,11 +99,11 @@ class Discovery:
         self._grown = Grown()
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return the networks by path, each once, with those that are declared as unsaved."""
+        """Return the networks by path, each once, including those declared as unsaved."""
         return self._all().modules()
 
     def optimizers(self) -> dict[str, Optimizer]:
-        """Return the optimizers by path, each once, with those that are declared as unsaved."""
+        """Return the optimizers by path, each once, including those declared as unsaved."""
         return self._all_of(Optimizer)
 
     def schedulers(self) -> dict[str, LRScheduler]:
@@ -111,7 +111,7 @@ class Discovery:
         return self._all_of(LRScheduler)
 
     def moved(self) -> tuple[dict[str, Tensor], dict[str, Members]]:
-        """Return parameters that no network holds, and the names of each optimizer's, in order."""
+        """Return parameters outside of networks, and the parameter names of each optimizer."""
         scene = self._look()
         return scene.parameters.loose, roster_of(scene.found, scene.parameters).members
 
@@ -120,16 +120,16 @@ class Discovery:
         return self._look().names.objects()
 
     def watch(self, *, reads_weights: bool = True) -> StepWatch:
-        """Begin to look for what a step changes."""
+        """Begin to watch what a step changes."""
         return StepWatch(self._owner, self._look, self._identities, reads_weights=reads_weights)
 
     @property
     def has_attributes(self) -> bool:
-        """Whether there is anything to look at besides what never counts."""
+        """Whether there are attributes that count."""
         return bool(vars(self._owner).keys() - self._exclude)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what counts in this process only: what setup made, told by identity."""
+        """Leave out what is only valid in this process: the baseline compares by identity."""
         identities = Identities()
         values = PlainValues(identities)
         values.limit, values.safe_types = self.values.limit, self.values.safe_types
@@ -138,11 +138,11 @@ class Discovery:
 
     @collector_at_rest()
     def take_baseline(self, *, states_too: bool = False) -> None:
-        """Remember what setup made; to be called right after it.
+        """Record what setup made; call it right after setup.
 
         Args:
-            states_too: whether the owner has a ``state_dict`` of its own, which may leave out
-                objects: their states are then compared, too.
+            states_too: whether the owner has its own ``state_dict``, which may leave out objects;
+                then their states are compared too.
         """
         self._named = set()
         scene = self._look()
@@ -156,7 +156,7 @@ class Discovery:
     def begin_training(self) -> None:
         """Forget changes of the start events, which every start repeats.
 
-        What they change and a checkpoint can hold is saved all the same.
+        Changes that a checkpoint can hold are still saved.
         """
         baseline = self._require_baseline()
         scene = self._look()
@@ -174,7 +174,7 @@ class Discovery:
         renew_unsavable(baseline, self._owner, scene, self._identities)
 
     def note_named(self, places: Iterable[str]) -> None:
-        """Take places as named to the user already in this start."""
+        """Treat paths as already reported to the user in this start."""
         places = set(places)
         self._named |= places
         self._grown.note(places)
@@ -184,27 +184,27 @@ class Discovery:
         """Return the state, by reference: nothing is cloned.
 
         Args:
-            own: what the owner's own ``state_dict`` returned: nothing of it is captured twice;
-                ``None`` for an owner without one.
+            own: what the owner's own ``state_dict`` returned, which is not captured twice; ``None``
+                for an owner without one.
 
         Returns:
             ``objects``: state dictionaries by path; ``kinds``: names of their classes;
             ``members``, ``built``, ``drivers``: see :func:`changes_of_optimizers`; ``forms``: see
-            :func:`changed_forms`; ``misfits``: what no resume could make again; ``parameters``:
-            tensors that an optimizer moves and no module holds; ``flags``: frozen parameters and
-            submodules in evaluation mode, by module; ``grads``: open gradients by module and
-            parameter; ``values``: plain values that training changed, by the path of what holds
-            them (that of an object ends with a slash) and by key; ``inner``: states of objects
-            that only other objects hold and whose ``state_dict`` leaves them out; ``omitted``: see
-            :meth:`Omissions.find`; ``tables``: see :func:`optimizer_tables`; ``ties``: see
-            :func:`changed_ties`; ``blocks``: see :func:`find_blocks`; ``generators``: states of
-            generators; ``aliases``, ``orders``: which object a place names, and the order of keys,
-            where training changed it; ``missing``: what training changed and this state lacks, with
-            the reason, by path; ``is_partial``: whether objects may be absent. Before
-            :meth:`take_baseline` no value; ``{}`` where nothing else is there.
+            :func:`changed_forms`; ``misfits``: what a resume cannot rebuild; ``parameters``:
+            tensors that an optimizer updates and no module holds; ``flags``: frozen parameters and
+            submodules in evaluation mode, by module; ``grads``: gradients of an open window, by
+            module and parameter; ``values``: plain values that training changed, by the path of
+            their container (with a slash after that of an object) and by key; ``inner``: states of
+            objects that only other objects hold and whose ``state_dict`` leaves them out;
+            ``omitted``: see :meth:`Omissions.find`; ``tables``: see :func:`optimizer_tables`;
+            ``ties``: see :func:`changed_ties`; ``blocks``: see :func:`find_blocks`; ``generators``:
+            states of generators; ``aliases``, ``orders``: references to objects and orders of keys
+            that training changed; ``missing``: what training changed and this state lacks, with the
+            reason, by path; ``is_partial``: whether objects may be absent. Before
+            :meth:`take_baseline` there are no values; ``{}`` if nothing else is there.
 
         Raises:
-            StateError: if an object fails to give its state.
+            StateError: if an object fails to return its state.
         """
         if self._baseline is None:
             unchanged = copy.copy(self)
@@ -231,7 +231,7 @@ class Discovery:
         kept = covered.without(inner, baseline.marks)
         for path in inner.keys() - kept.keys():
             if not covered.has(path, inner[path]):
-                # Nobody has used such an optimizer, so that setup may build it otherwise.
+                # Nothing has used such an optimizer, so setup may build it differently.
                 moved["members"].pop(path, None)
         inner = kept
         if own is not None:
@@ -268,23 +268,22 @@ class Discovery:
         }
 
     def restore(self, state: dict[str, Any], *, is_inference: bool = False) -> None:
-        """Take back what :meth:`capture` returned, of which no part is kept.
+        """Restore what :meth:`capture` returned. No part of it is kept.
 
-        To be called on what ``setup`` has made and nothing has changed since: an unchanged value
-        is not in the state.
+        Call it on the unchanged result of ``setup``, because unchanged values are not in the state.
 
         Args:
-            state: the state; its tensors may lie on another device.
-            is_inference: only what inference needs: networks and other objects that exist on both
-                sides, and plain values. No optimizer, scheduler, scaler, flag or gradient.
+            state: the state, whose tensors may be on another device.
+            is_inference: restore only what inference needs: networks and other objects that exist
+                on both sides, and plain values. No optimizer, scheduler, scaler, flag or gradient.
 
         Raises:
             StateError: if the state is of other objects than those found (then nothing is changed),
-                or if an object refuses its state.
+                or if an object rejects its state.
         """
         self._restoring().run(state, is_inference=is_inference)
         if not is_inference and self._baseline is not None:
-            # A model that was trained before in this process may hold these values since before
+            # A model that was trained before in this process may have had these values before
             # setup(). A new process would not: the next checkpoint needs them too.
             self._omissions.forget(state.get("omitted", {}))
             places = places_in(state["values"])
@@ -299,9 +298,9 @@ class Discovery:
                 self._baseline.marks.pop(path, None)
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Bring optimizers into the order in which they were saved.
+        """Reorder the parameters of optimizers as they were saved.
 
-        To be called before the owner's own ``load_state_dict``, which loads them by position.
+        Call it before the owner's own ``load_state_dict``, which loads them by position.
 
         Args:
             state: what :meth:`capture` returned.
@@ -314,13 +313,13 @@ class Discovery:
     def _require_baseline(self) -> Baseline:
         if self._baseline is None:
             raise UsageError(
-                f"The state of the {self._name} cannot be captured before take_baseline() was "
-                "called: what training has changed is known by comparing with what setup() made."
+                f"The state of the {self._name} cannot be captured before take_baseline() is "
+                "called: changes by training are found by comparison with what setup() made."
             )
         return self._baseline
 
     def _all(self) -> WalkResult:
-        # What needs no checkpoint takes part in the training all the same.
+        # What no checkpoint needs still takes part in the training.
         return walk(self._owner, Rules(self._exclude, known=self._known()))
 
     def _all_of(self, kind: type[_Kind]) -> dict[str, _Kind]:
@@ -344,12 +343,12 @@ class Discovery:
     def _leave_out_late(
         self, tables: Sequence[dict[str, Any]], changes: Changes, scene: OwnerScan
     ) -> dict[str, str]:
-        """Leave out what was created after setup; return what has changed of it, with the reason.
+        """Leave out what was created after setup, and return what it has changed, with the reason.
 
         Args:
             tables: states of objects and loose parameters, by path.
             changes: of plain values.
-            scene: what is there now.
+            scene: what the owner holds now.
         """
         baseline, lost = self._require_baseline(), dict[str, str]()
         late = {path for table in tables for path in table} & baseline.late(scene).keys()
@@ -361,7 +360,7 @@ class Discovery:
         return lost
 
     def _generators(self, seen: WalkResult, new: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the states of generators, and why some could not be put anywhere, by path."""
+        """Return the states of generators by path, and the reason for those not restorable."""
         baseline = self._require_baseline()
         homes = homes_of_generators(seen, new)
         states: dict[str, Any] = {}
@@ -377,7 +376,7 @@ class Discovery:
     def _name_losses(
         self, changes: Changes, misfits: dict[str, str], lost: dict[str, str], scene: OwnerScan
     ) -> MissingState:
-        """Return what a resumed run will not have; name it in one warning, each place once."""
+        """Return what a resumed run will lack, and report each path once, in one warning."""
         if self._is_data:
             grown = self._grown.losses(large_members(self._owner) - self._unsaved)
             self._grown.note(parent or key for parent, key in places_in(changes.values))

@@ -1,4 +1,4 @@
-"""What modules tell by ``get_extra_state``: it is neither saved twice nor missing."""
+"""Handles what modules return from ``get_extra_state``: neither saved twice nor missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from helios.run_state.walk_result import WalkResult
 
 
 def extra_marks(found: WalkResult, identities: Identities) -> dict[str, bytes]:
-    """Return marks of what modules tell now, by the path that their attributes have."""
+    """Return marks of the current extra states of modules, by the path of their attributes."""
     marks: dict[str, bytes] = {}
     for parent, module in _tellers(found):
         try:
@@ -26,15 +26,16 @@ def extra_marks(found: WalkResult, identities: Identities) -> dict[str, bytes]:
 def leave_to_extra_states(
     changes: Changes, found: WalkResult, before: Mapping[str, bytes], identities: Identities
 ) -> None:
-    """Leave what no checkpoint holds to a module whose extra state has changed along with it.
+    """Leave values that no checkpoint can hold to a module whose extra state changed with them.
 
-    Nobody knows in which form it tells of it; one that stays the same tells nothing of it.
+    The form in which the extra state contains them is unknown. If it did not change, it does not
+    contain them.
 
     Args:
-        changes: of plain values; what is left to a module is taken out.
-        found: what is there now.
+        changes: of plain values; those that are left to a module are removed.
+        found: what the owner holds now.
         before: marks of extra states after setup.
-        identities: numbers for what cannot be pickled.
+        identities: numbers for values that cannot be pickled.
     """
     lacking = {slot.parent for slot in (*changes.others, *changes.large)}
     lacking |= {f"{place}/" for place in changes.costly}

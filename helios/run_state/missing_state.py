@@ -1,4 +1,4 @@
-"""What training has changed and a checkpoint lacks: each place with the reason, and the remedy."""
+"""What training has changed and a checkpoint lacks: each path with the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from helios.run_state.walk_result import Slot
 @final
 @dataclass(frozen=True)
 class MissingState:
-    """What a resumed run will not have.
+    """State that a resumed run will lack.
 
     Attributes:
         changes: of plain values.
-        misfits: objects that came, went or changed their structure, with what differs.
-        lost: other places, with the reason.
+        misfits: objects that were added, removed or changed in structure, with what differs.
+        lost: other paths, with the reason.
     """
 
     changes: Changes
@@ -26,7 +26,7 @@ class MissingState:
     lost: dict[str, str] = field(default_factory=dict)
 
     def without(self, known: Collection[str]) -> MissingState:
-        """Return what was not named before."""
+        """Return what was not reported before."""
         changes = self.changes
         new = Changes(
             changes.values,
@@ -40,26 +40,26 @@ class MissingState:
         return MissingState(new, misfits, lost)
 
     def __bool__(self) -> bool:
-        """Return whether there is anything."""
+        """Return whether anything is missing."""
         return bool(self.changes.missing or self.misfits or self.lost)
 
     def reasons(self) -> dict[str, str]:
-        """Return the reason for each place."""
+        """Return the reason for each path."""
         return {
             **self.changes.missing,
             **{
-                path: f"came, went or changed its structure after setup(){text and f', {text}'}: "
-                "create it there"
+                path: "was added, removed or changed in structure after "
+                f"setup(){text and f', {text}'}: create it there"
                 for path, text in self.misfits.items()
             },
             **self.lost,
         }
 
     def text(self, name: str) -> str:
-        """Return what a warning says.
+        """Return the text of a warning.
 
         Args:
-            name: how it calls the owner.
+            name: the name of the owner in the text.
         """
         return " ".join(self._texts(name))
 
@@ -69,33 +69,33 @@ class MissingState:
             names = ", ".join(f'"{slot.path}"' for slot in changes.others)
             yield (
                 f"Training changed {_listed(changes.others)}, which cannot be saved as plain "
-                f"values ({_reasons(changes)}). A resumed run finds there what setup() makes. "
+                f"values ({_reasons(changes)}). A resumed run starts with what setup() makes. "
                 f"Declare what need not be saved: unsaved = ({names},) of the {name}."
             )
         if changes.large:
             yield (
                 f"Training changed {_listed(changes.large)}, but "
-                f"{changes.missing[changes.large[0].path]}. A resumed run finds there what "
+                f"{changes.missing[changes.large[0].path]}. A resumed run starts with what "
                 "setup() makes."
             )
         if changes.costly:
             reasons = ", ".join(f"{path} ({changes.missing[path]})" for path in changes.costly)
             yield (
-                f"Whether training changed these is not known: {reasons}. A resumed run finds "
-                "there what setup() makes."
+                f"It is not known whether training changed these: {reasons}. A resumed run "
+                "starts with what setup() makes."
             )
         if self.misfits:
             names = ", ".join(
                 f"{path}{text and f' ({text})'}" for path, text in sorted(self.misfits.items())
             )
             yield (
-                "Networks, optimizers or parameters came, went or changed their structure after "
-                f"setup(): {names}. A resume from this state will be refused, or finds what "
+                "Networks, optimizers or parameters were added, removed or changed in structure "
+                f"after setup(): {names}. A resume from this state fails, or starts with what "
                 "setup() makes: create all of them in setup()."
             )
         if self.lost:
             names = "; ".join(f"{path} ({text})" for path, text in self.lost.items())
-            yield f"Training changed what no checkpoint holds: {names}."
+            yield f"Training changed what no checkpoint can hold: {names}."
 
 
 def _listed(slots: Iterable[Slot]) -> str:
@@ -103,7 +103,7 @@ def _listed(slots: Iterable[Slot]) -> str:
 
 
 def _reasons(changes: Changes) -> str:
-    """Return the reasons, each once, with the places that it is that of if there are several."""
+    """Return the reasons, each once, with the paths of each if there are several reasons."""
     groups: dict[str, list[str]] = {}
     for slot in changes.others:
         groups.setdefault(changes.missing[slot.path], []).append(slot.path)

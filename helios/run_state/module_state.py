@@ -1,7 +1,7 @@
-"""What ``state_dict`` of torch leaves out: frozen parameters, modes, open gradients, loose tensors.
+"""Saves what torch's ``state_dict`` leaves out: frozen parameters, modes, gradients, loose tensors.
 
-Names are those of the module itself, whether it is compiled or not, so that a checkpoint of the
-one loads into the other.
+Names are those of the module itself, whether it is compiled or not, so that a checkpoint of one
+loads into the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from helios.run_state.walk import unwrap
 from helios.run_state.walk_result import WalkResult
 
 Shape: TypeAlias = dict[str, object]
-"""What must be there for a state to fit, by name; the class under the empty name."""
+"""What a state needs to fit, by name, with the class under the empty name."""
 
 _SHOWN = 3
 
@@ -36,8 +36,8 @@ _SHOWN = 3
 def state_of(value: Stateful) -> dict[str, Any]:
     """Return the state of an object.
 
-    That of a module comes under bare names, that of a scheduler of torch without what its
-    ``state_dict`` takes only because it is an attribute.
+    The state of a module has bare names; that of a torch scheduler leaves out what its
+    ``state_dict`` includes only because it is an attribute.
     """
     state = value.state_dict()
     if isinstance(value, LRScheduler):
@@ -46,7 +46,7 @@ def state_of(value: Stateful) -> dict[str, Any]:
 
 
 def complete(optimizers: Iterable[Optimizer]) -> None:
-    """Make what torch's methods rely on; published wrappers never call ``super().__init__()``."""
+    """Create what torch's methods need; published wrappers do not call ``super().__init__()``."""
     for table in map(vars, optimizers):
         for name in OF_OPTIMIZERS:
             table.setdefault(name, OrderedDict())
@@ -54,9 +54,9 @@ def complete(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _without_odd_attributes(scheduler: LRScheduler, state: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what PyTorch's ``state_dict`` of schedulers takes just because it is there.
+    """Leave out what PyTorch's ``state_dict`` of schedulers includes only because it exists.
 
-    Attributes that users add may be objects or generators, which are looked at by themselves.
+    Attributes that users add may be objects or generators, which are searched separately.
     """
     attributes = vars(scheduler)
     is_stock = type(scheduler).state_dict.__module__.startswith("torch.")
@@ -77,19 +77,19 @@ def is_simple(value: Any) -> bool:
 
 
 def method_of(part: object, name: str) -> Any:
-    """Return a method as it is called: that of the object itself, or of its class."""
+    """Return the method that a call would use: that of the object itself, or of its class."""
     return vars(part).get(name) or getattr(type(part), name)
 
 
 def is_loaded_by_torch(module: nn.Module) -> bool:
-    """Return whether nobody has replaced ``load_state_dict`` of a network."""
+    """Return whether ``load_state_dict`` of a network is torch's own."""
     return is_known(method_of(module, "load_state_dict"))
 
 
 def load_state(
     value: Stateful, state: dict[str, Any], omitted: Mapping[str, Any] | None = None
 ) -> None:
-    """Give an object its state, of which it may keep no part: the state stays as it is.
+    """Load the state of an object, which keeps no part of it: the state is not changed.
 
     Args:
         value: the object.
@@ -99,7 +99,7 @@ def load_state(
     if not isinstance(value, nn.Module):
         if isinstance(value, Optimizer):
             complete([value])
-        # Optimizers and schedulers go on working in the very tensors and lists that they load.
+        # Optimizers and schedulers continue to use the tensors and lists that they load.
         value.load_state_dict(copy.deepcopy(state))
         if isinstance(value, Optimizer):
             _restore_types(value, state)
@@ -116,7 +116,7 @@ def load_state(
     }
     _load_network(value, _module_state(entries, versions), bare, omitted)
     if _places(value.state_dict()) & _places(entries):
-        # A module that takes tensors instead of copying them, as metrics do.
+        # A module that keeps tensors instead of copying them, as metrics do.
         entries = copy.deepcopy(entries)
         _load_network(value, _module_state(entries, versions), bare, omitted)
 
@@ -154,7 +154,7 @@ def _restore_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _typed(loaded: Any, saved: Any) -> Any:
-    """Return loaded state with the types of tensors that it was saved with, at any depth."""
+    """Return loaded state with the types of tensors as they were saved, at any depth."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         fits = loaded.dtype == saved.dtype
         return loaded if fits else saved.detach().to(loaded.device, copy=True)
@@ -166,7 +166,7 @@ def _typed(loaded: Any, saved: Any) -> Any:
 
 
 def kind_of(part: object) -> str:
-    """Return the name of an object's class, of that inside for a compiled module."""
+    """Return the name of an object's class; for a compiled module, that of the inner one."""
     return type(unwrap(part)).__name__
 
 
@@ -190,7 +190,7 @@ def shape_of(part: Stateful, networks: Networks) -> Shape:
 
 
 def difference(before: Shape, now: Shape) -> str:
-    """Say what differs between two shapes; the empty string where nothing does."""
+    """Describe how two shapes differ; empty if they are equal."""
     texts = [
         f"{key or 'class'}: {before.get(key, 'none')}, now {now.get(key, 'none')}"
         for key in {**before, **now}
@@ -201,7 +201,7 @@ def difference(before: Shape, now: Shape) -> str:
 
 
 def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of one module, without its submodules, that its state has."""
+    """Yield the saved buffers of one module, without its submodules."""
     hidden = vars(module).get("_non_persistent_buffers_set", ())
     for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if key not in hidden:
@@ -209,11 +209,11 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def structure_since(before: dict[str, Shape], found: WalkResult) -> dict[str, str]:
-    """Say what no longer has the shape that it had after setup, by path.
+    """Describe what no longer has its shape after setup, by path.
 
     Args:
         before: results of :func:`shape_of` by path.
-        found: what is there now.
+        found: what the owner holds now.
     """
     misfits: dict[str, str] = {}
     for path, part in found.objects.items():
@@ -224,7 +224,7 @@ def structure_since(before: dict[str, Shape], found: WalkResult) -> dict[str, st
 
 
 def _versions(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the versions of the classes that wrote a module's state; torch migrates by them."""
+    """Return the versions of the classes that wrote a module's state, which torch migrates by."""
     versions = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
     return dict(versions or {})
 
@@ -238,13 +238,13 @@ def _module_state(entries: dict[str, Any], versions: dict[str, Any]) -> OrderedD
 
 @dataclass(frozen=True)
 class Parameters:
-    """The tensors that training moves, each once.
+    """The tensors that training updates, each once.
 
     Attributes:
         of_modules: parameters by module path and name.
         loose: those in no discovered module: ``nn.Parameter`` among the attributes, by path, and
-            what a discovered optimizer moves besides, as ``<optimizer>.<group>.<index>`` where no
-            attribute holds it.
+            others that a discovered optimizer updates, as ``<optimizer>.<group>.<index>`` if no
+            attribute holds them.
         leaves: leaf tensors among the attributes, by path.
     """
 
@@ -266,7 +266,7 @@ class Parameters:
 
 
 def parameters_of(found: WalkResult, others: Collection[Tensor] = ()) -> Parameters:
-    """Sort the tensors of what was found.
+    """Return the tensors that training updates, among those found.
 
     Args:
         found: what was found.
@@ -322,7 +322,7 @@ def storages_of(
 def flags_of(found: WalkResult, parameters: Parameters) -> dict[str, dict[str, list[str]]]:
     """Return the names of frozen parameters and of submodules in evaluation mode."""
     submodules = {
-        # A wrapper counts as what it wraps does.
+        # A wrapper has the modes of the module that it wraps.
         path: dict(found.networks.of(module).modules).items()
         for path, module in found.modules().items()
     }
@@ -339,7 +339,7 @@ def flags_of(found: WalkResult, parameters: Parameters) -> dict[str, dict[str, l
 def load_flags(
     flags: dict[str, dict[str, list[str]]], found: WalkResult, parameters: Parameters
 ) -> None:
-    """Freeze and unfreeze parameters and set modes as :func:`flags_of` found them."""
+    """Freeze and unfreeze parameters and set modes as recorded by :func:`flags_of`."""
     places = places_of(found, parameters)
     saved = {path: table["frozen"] for path, table in flags.items()}
     frozen = {id(places.get((path, name))) for path, names in saved.items() for name in names}
@@ -348,7 +348,7 @@ def load_flags(
             tensor.requires_grad_(id(tensor) not in frozen)
     for path, module in found.modules().items():
         if path not in flags:
-            # Of a plugin, say, that has come to hold another network.
+            # For example a plugin that now holds another network.
             continue
         resting = set(flags[path]["eval"])
         bare = BareNames(module)
@@ -357,7 +357,7 @@ def load_flags(
 
 
 def places_of(found: WalkResult, parameters: Parameters) -> dict[tuple[str, str], Tensor]:
-    """Return the tensors by module and name; a shared one may have been saved under any name."""
+    """Return the tensors by module and name; a shared one may be saved under any of its names."""
     places = {("", name): tensor for name, tensor in parameters.tables()[""].items()}
     for path, module in found.modules().items():
         bare = BareNames(module)
@@ -367,7 +367,7 @@ def places_of(found: WalkResult, parameters: Parameters) -> dict[tuple[str, str]
 
 
 def grads_of(parameters: Parameters) -> dict[str, dict[str, Tensor]]:
-    """Return the open gradients, where there are any."""
+    """Return the gradients of an open window, if there are any."""
     grads = {
         path: {name: part.grad for name, part in table.items() if part.grad is not None}
         for path, table in parameters.tables().items()
@@ -378,7 +378,7 @@ def grads_of(parameters: Parameters) -> dict[str, dict[str, Tensor]]:
 def load_grads(
     grads: dict[str, dict[str, Tensor]], found: WalkResult, parameters: Parameters
 ) -> None:
-    """Set gradients as :func:`grads_of` found them; a parameter without one gets none."""
+    """Set gradients as recorded by :func:`grads_of`; other parameters get none."""
     places = places_of(found, parameters)
     saved = {
         id(places.get((path, name))): grad

@@ -1,4 +1,4 @@
-"""The parts of a network under their bare names, walked once for all that asks for them."""
+"""The parts of a network under their bare names, from a single walk for all consumers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from helios.core.wrappers import BareNames
 
 @final
 class Network:
-    """One walk through a network, as it is now.
+    """The parts of a network as it is now.
 
     Args:
-        module: the network, with or without wrappers around it and inside.
+        module: the network, which may be wrapped and contain wrappers.
 
     Attributes:
         modules: all submodules, each once, with their bare names; the module itself comes first,
-            under the empty name. A wrapper has the name of what it wraps.
+            under the empty name. A wrapper has the name of the module that it wraps.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,14 +35,14 @@ class Network:
 
 
 class Networks:
-    """The networks of one look, each walked when it is first asked for."""
+    """The networks of one scan, each walked on first use."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[nn.Module, Network]] = {}
 
     def of(self, module: nn.Module) -> Network:
         """Return the parts of a network."""
-        # The module is kept beside its parts: an id is only its own while it lives.
+        # The module is kept with its parts: an id is only unique while it lives.
         known = self._known.get(id(module))
         if known is None:
             known = self._known[id(module)] = module, Network(module)

@@ -1,4 +1,4 @@
-"""Names for the objects that an owner reaches, so that a checkpoint can say which one is meant."""
+"""Names the objects that an owner reaches, so that a checkpoint can refer to them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from helios.run_state.plain_values import ATOMS
 class Names:
     """Names of objects, of the parts and parameters of networks, and of what others save.
 
-    They are collected when the first one is asked for: most owners never need them.
+    They are collected on first use, because most owners never need them.
 
     Args:
         objects: objects with state by path; one that is added later has a name too.
-        name_outside: returns the name of what another owner saves.
-        find_outside: returns what another owner saves, by name.
+        name_outside: returns the name of an object that another owner saves.
+        find_outside: returns an object that another owner saves, by name.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Names:
         return ids
 
     def ids(self) -> Mapping[int, str]:
-        """Return the names by identity, without those of other owners."""
+        """Return the names by id, without those of other owners."""
         return self._ids
 
     def of(self, value: object) -> str | None:
-        """Return the name of an object; ``None`` if it has none."""
+        """Return the name of an object, or ``None``."""
         return self._ids.get(id(value)) or self._name_outside(value)
 
     def objects(self) -> Mapping[str, object]:
@@ -67,17 +67,17 @@ class Names:
         return self._table
 
     def find(self, name: str) -> object | None:
-        """Return the object, of this owner or of another one, that has a name."""
+        """Return the object with a name, of this owner or of another one."""
         found = self._table.get(name)
         return self._find_outside(name) if found is None else found
 
 
 def as_written(name: str, objects: Mapping[str, object]) -> str:
-    """Return the name of a tensor as users write it, where only an optimizer holds that.
+    """Return the name of a tensor as users write it, if only an optimizer holds the tensor.
 
     Args:
         name: a path; in a checkpoint, ``<optimizer>.<group>.<index>`` for such a tensor.
-        objects: by path.
+        objects: objects by path.
 
     Example:
         >>> optimizer = Optimizer([nn.Parameter()], {})
@@ -91,18 +91,18 @@ def as_written(name: str, objects: Mapping[str, object]) -> str:
 
 
 def has_odd_keys(table: Mapping[Any, Any]) -> bool:
-    """Return whether a dict has tensors or networks for keys, which have no text of their own."""
+    """Return whether a dict has tensors or networks as keys, which cannot be written as text."""
     kinds = set(map(type, table)) - ATOMS
     return any(issubclass(kind, Tensor | nn.Module) for kind in kinds)
 
 
 @final
 class KeyedByObjects(MutableMapping[Any, Any]):
-    """A dict with parameters or networks for keys, under the names of these.
+    """A dict with parameters or networks as keys, accessed by their names.
 
     Args:
         table: the dict.
-        names: names of the keys; a key without one counts by its place in the dict.
+        names: names of the keys; a key without one is named by its position in the dict.
     """
 
     def __init__(self, table: dict[Any, Any], names: Names) -> None:

@@ -1,8 +1,8 @@
-"""What optimizers keep beside a ``state_dict`` of their own, and who shares their tables.
+"""Saves what optimizers hold beside a custom ``state_dict``, and which objects share their tables.
 
-A ``state_dict`` that the class or a hook decides may leave out momentum or slow weights, or hand
-them out by the address of a parameter, as published wrappers do. The ``state`` and the settings of
-groups are therefore saved by the names of parameters and put back once such a state is loaded.
+A ``state_dict`` that the class or a hook redefines may leave out momentum or slow weights, or key
+them by the address of a parameter, as published wrappers do. The ``state`` and the settings of
+groups are therefore saved by names of parameters and restored after such a state is loaded.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from helios.run_state.state_dict_coverage import parts_of
 from helios.run_state.walk_result import WalkResult
 
 _Entry: TypeAlias = tuple[Any, Any, Any]
-"""The key in ``state``, the key in the dict that is there (``None`` for another value), and it."""
+"""The key in ``state``, the key in a dict there (``None`` for another value), and the value."""
 
-_ODD = "an entry that the optimizer's state_dict leaves out and no checkpoint can hold"
+_ODD = "an entry that the optimizer's state_dict leaves out and that no checkpoint can hold"
 
 
 def optimizer_tables(
     found: WalkResult, parameters: Parameters, states: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what optimizers with a ``state_dict`` of their own keep.
+    """Return the tables of optimizers with a custom ``state_dict``.
 
     Args:
-        found: what is there now.
-        parameters: of these.
+        found: what the owner holds now.
+        parameters: its parameters.
         states: what objects returned, by path.
 
     Returns:
         By path of the optimizer: ``entries`` of its ``state``, as name of the parameter, key, value
-        and whether it lies on the CPU; ``odd``, names and keys of entries that are not among them;
-        ``groups``, their settings. And what is lost, with the reason, by place.
+        and whether it is on the CPU; ``odd``, names and keys of entries that are not among them;
+        ``groups``, their settings. And what is lost, with the reason, by path.
     """
     tables: dict[str, Any] = {}
     lost: dict[str, str] = {}
@@ -67,7 +67,7 @@ def optimizer_tables(
 
 
 def restore_tables(tables: Mapping[str, Any], found: WalkResult, parameters: Parameters) -> None:
-    """Put back what :func:`optimizer_tables` returned; to be called once states are loaded."""
+    """Restore what :func:`optimizer_tables` returned, after states are loaded."""
     tensors = tensors_of(found, parameters)
     for path, optimizer in optimizers_of(found).items():
         if path in tables:
@@ -85,7 +85,7 @@ def _restore(optimizer: Optimizer, saved: Mapping[str, Any], tensors: dict[str, 
         parameter = _key(name, tensors)
         table = optimizer.state if key is None else optimizer.state[parameter]
         place = parameter if key is None else key
-        # What is right stays the object that it is: others may refer to it.
+        # A correct entry stays the same object: others may refer to it.
         if not _is_same(table.get(place), value):
             table[place] = _placed(value, parameter, is_on_host=is_on_host)
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=False):
@@ -117,7 +117,7 @@ def _drop(state: dict[Any, Any], parameter: Any, key: Any) -> None:
 
 
 def _name(parameter: Any, names: Mapping[int, str]) -> Any:
-    """Return what stands for a key of ``state`` in a file; ``None`` for a tensor without a name."""
+    """Return the key of ``state`` in a file, or ``None`` for a tensor without a name."""
     if not isinstance(parameter, Tensor):
         return parameter
     return f"<{names[id(parameter)]}>" if id(parameter) in names else None
@@ -146,7 +146,7 @@ def _is_same(present: Any, saved: Any) -> bool:
         fits = (present.dtype, present.shape) == (saved.dtype, saved.shape)
         return fits and torch.equal(present, saved.to(present.device))
     if isinstance(saved, list | tuple | dict):
-        # They may hold tensors; nobody else is likely to refer to them.
+        # They may hold tensors, and hardly anything else refers to them.
         return False
     return type(present) is type(saved) and present == saved
 
@@ -158,7 +158,7 @@ def _placed(value: Any, parameter: Any, *, is_on_host: bool) -> Any:
 
 
 class _View(NamedTuple):
-    """An attribute that is a table of an optimizer."""
+    """An attribute that is the table of an optimizer."""
 
     holder: dict[str, Any]
     attribute: str
@@ -167,7 +167,7 @@ class _View(NamedTuple):
 
 
 def shared_tables(objects: Mapping[str, object]) -> list[_View]:
-    """Return the attributes of objects that are a table of an optimizer among them."""
+    """Return the attributes of objects that are tables of an optimizer among them."""
     views: list[_View] = []
     optimizers = [part for part in objects.values() if isinstance(part, Optimizer)]
     owners: dict[int, tuple[Optimizer, str]] = {}
@@ -184,6 +184,6 @@ def shared_tables(objects: Mapping[str, object]) -> list[_View]:
 
 
 def share_tables(views: list[_View]) -> None:
-    """Let attributes be tables of optimizers again: loading gave each one of its own."""
+    """Let attributes share the tables of optimizers again: loading has replaced each table."""
     for view in views:
         view.holder[view.attribute] = getattr(view.optimizer, view.table)

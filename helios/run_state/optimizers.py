@@ -1,8 +1,8 @@
-"""Which parameters an optimizer moves, by name and in order.
+"""Tracks which parameters an optimizer updates, by name and in order.
 
 torch saves the state of an optimizer by position, and gradients are clipped in that order. A set of
-names in ``setup`` orders parameters anew at every start, so positions are saved with names, and a
-resume brings the groups into the order that was saved.
+names in ``setup`` orders parameters differently at every start, so positions are saved with names,
+and a resume brings the groups into the saved order.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Roster:
-    """Who moves what at a moment.
+    """Which optimizer updates which parameters at one time.
 
     Attributes:
         members: names of the parameters of each optimizer, by path.
         strangers: those of them that no attribute of the model holds, by path of the optimizer.
-        abandoned: names of parameters of whom an optimizer has state, and that it moves no more.
+        abandoned: names of parameters that an optimizer has state of but no longer updates.
         drivers: the path of the optimizer whose learning rates a scheduler sets, by its path.
     """
 
@@ -49,7 +49,7 @@ class Roster:
 
 
 def roster_of(found: WalkResult, parameters: Parameters) -> Roster:
-    """Return who moves what now."""
+    """Return which optimizer updates which parameters now."""
     nameless = _nameless(found, parameters)
     names = names_of(found, parameters)
     optimizers = optimizers_of(found)
@@ -75,26 +75,26 @@ def roster_of(found: WalkResult, parameters: Parameters) -> Roster:
 def _abandoned(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return []
-    # That of torch fails with the bare address of such a parameter.
+    # torch's own error shows only the address of such a parameter.
     moved = {id(part) for group in optimizer.param_groups for part in group["params"]}
     held = [id(part) for part in optimizer.state if isinstance(part, Tensor)]
-    return sorted(names.get(part, "one without a name") for part in held if part not in moved)
+    return sorted(names.get(part, "an unnamed one") for part in held if part not in moved)
 
 
 def changes_of_optimizers(
     before: Roster, found: WalkResult, parameters: Parameters
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what a state says of optimizers besides their own, and what no resume can make.
+    """Return what is saved of optimizers besides their own state, and what a resume cannot rebuild.
 
     Args:
-        before: who moved what after ``setup``.
-        found: what is there now.
-        parameters: of these.
+        before: the roster after ``setup``.
+        found: what the owner holds now.
+        parameters: its parameters.
 
     Returns:
-        ``members``: the names of parameters by group; ``built``: those that setup had given to
-        optimizers that training has changed since, which a resume recognises; ``drivers``: the
-        optimizer that each scheduler moves. And what does not fit what setup makes, by path.
+        ``members``: the names of parameters by group; ``built``: those that setup gave to
+        optimizers that training has changed since, to recognize them in a resume; ``drivers``: the
+        optimizer of each scheduler. And what does not match setup, by path.
 
     Raises:
         StateError: if an optimizer has state that its ``state_dict`` cannot return.
@@ -103,8 +103,8 @@ def changes_of_optimizers(
     for path, left in now.abandoned.items():
         if left:
             raise StateError(
-                f"{path} must move all parameters that it has state of, to give its state_dict, "
-                f"but these are in none of its groups: {_some(left)}. Delete their state when "
+                f"{path} must have all parameters in its groups that it has state of, to return "
+                f"its state_dict, but it has none of these: {_some(left)}. Delete their state when "
                 "they leave a group: del optimizer.state[parameter]."
             )
     built: dict[str, Members] = {}
@@ -114,18 +114,18 @@ def changes_of_optimizers(
             built[path] = before.members[path]
         if new := sorted(now.strangers[path] - before.strangers[path]):
             shown = [as_written(name, optimizers_of(found)) for name in new]
-            misfits[path] = f"moves what no attribute of the model holds: {_some(shown)}"
+            misfits[path] = f"updates what no attribute of the model holds: {_some(shown)}"
     for path in sorted(before.drivers.keys() & found.objects.keys()):
         if before.drivers[path] != (driven := now.drivers.get(path, "another optimizer")):
-            misfits[path] = f"moved {before.drivers[path]}, now {driven}"
+            misfits[path] = f"set the learning rates of {before.drivers[path]}, now {driven}"
     return {"members": now.members, "built": built, "drivers": now.drivers}, misfits
 
 
 def arrange(found: WalkResult, state: dict[str, Any], parameters: Parameters) -> None:
-    """Bring the parameters of optimizers into the groups and the order that were saved.
+    """Bring the parameters of optimizers into the saved groups and order.
 
-    A state of format 1 has no names: its positions are taken for those of now, and only groups that
-    the optimizers got in training are added.
+    A state of format 1 has no names: its positions are taken as the current ones, and only groups
+    that training added to the optimizers are added.
 
     Raises:
         StateError: if an optimizer has other parameters, or they cannot be brought into that order;
@@ -159,9 +159,9 @@ def arrange(found: WalkResult, state: dict[str, Any], parameters: Parameters) ->
 
 
 def arrange_covered(found: WalkResult, state: dict[str, Any], parameters: Parameters) -> None:
-    """Bring optimizers whose state somebody else's ``state_dict`` holds into the saved order.
+    """Bring optimizers whose state another ``state_dict`` contains into the saved order.
 
-    That loads by position. One that has other groups now is left to who loads it, and looked at by
+    Its loading is by position. An optimizer with other groups now is left to it, and checked by
     :func:`check_covered`.
     """
     tensors = tensors_of(found, parameters)
@@ -175,10 +175,10 @@ def arrange_covered(found: WalkResult, state: dict[str, Any], parameters: Parame
 
 
 def check_covered(found: WalkResult, state: dict[str, Any], parameters: Parameters) -> None:
-    """Refuse optimizers whose state somebody else has loaded for other parameters.
+    """Reject optimizers whose state user code has loaded for other parameters.
 
     Raises:
-        StateError: if one does not move what it moved, in the same order.
+        StateError: if an optimizer does not have the saved parameters in the saved order.
     """
     tensors = tensors_of(found, parameters)
     for path, part, saved in _covered(found, state):
@@ -196,20 +196,20 @@ def _covered(found: WalkResult, state: dict[str, Any]) -> Iterator[tuple[str, Op
 
 
 def names_of(found: WalkResult, parameters: Parameters) -> dict[int, str]:
-    """Return the name of each tensor that an optimizer may move, by identity."""
+    """Return the name of each tensor that an optimizer may update, by id."""
     named = parameters.named() | parameters.loose | _nameless(found, parameters)
     return {id(part): name for name, part in named.items()}
 
 
 def tensors_of(found: WalkResult, parameters: Parameters) -> dict[str, Tensor]:
-    """Return the tensors that an optimizer may move, by each of their names."""
+    """Return the tensors that an optimizer may update, by each of their names."""
     places = places_of(found, parameters)
     named = {f"{path}.{name}" if path else name: part for (path, name), part in places.items()}
     return _nameless(found, parameters) | named
 
 
 def optimizers_of(found: WalkResult) -> dict[str, Optimizer]:
-    """Return the optimizers by path, those inside of other objects first."""
+    """Return the optimizers by path, with those within other objects first."""
     parts = {**found.inner, **found.objects}
     return {path: part for path, part in parts.items() if isinstance(part, Optimizer)}
 
@@ -219,7 +219,7 @@ def _unordered(groups: Members) -> Members:
 
 
 def _nameless(found: WalkResult, parameters: Parameters) -> dict[str, Tensor]:
-    """Return, by place, what optimizers inside of other objects move and nothing else holds."""
+    """Return, by position, parameters of inner optimizers that nothing else holds."""
     known = set(map(id, (parameters.named() | parameters.loose).values()))
     return {
         f"{path}.{number}.{index}": tensor
@@ -252,9 +252,9 @@ def _plan(
     """Return the tensors of each group as they were saved.
 
     Args:
-        path: of the optimizer.
-        optimizer: as ``setup`` made it.
-        known: the names that were saved, and those that setup had given it then.
+        path: path of the optimizer.
+        optimizer: the optimizer as ``setup`` made it.
+        known: the saved names, and those that setup gave it when it was saved.
         tensors: all parameters, by each of their names.
     """
     saved, _ = known
@@ -273,7 +273,7 @@ def _plan(
 
 
 def _keys(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, ...]]:
-    """Return the groups without any order, to be compared."""
+    """Return the groups without order, for comparison."""
     return sorted(tuple(sorted(map(id, group))) for group in groups)
 
 
@@ -286,18 +286,18 @@ def _refuse(path: str, optimizer: Optimizer, known: Members, tensors: dict[str, 
         f"Saved, but not in it now: {_some(missing) or 'nothing'}. In it now, but not saved: "
         f"{_some(left_over) or 'nothing'}."
         if missing or left_over
-        else f"Saved were the groups {known}, and the same parameters lie in other groups now, or "
+        else f"The saved groups were {known}, and the same parameters are in other groups now, or "
         "in another order."
     )
     raise StateError(
-        f"{path} must move the parameters that it moved when the state was saved, since its state "
-        f"belongs to them. {found} Give it the same parameters in setup(); where their order comes "
+        f"{path} must have the parameters that it had when the state was saved, since its state "
+        f"belongs to them. {found} Give it the same parameters in setup(); if their order comes "
         "from a set, sort it."
     )
 
 
 def _check_functions(path: str, optimizer: Optimizer, plan: _Tensors, found: WalkResult) -> None:
-    """Refuse another order of groups where a scheduler has a function for each of them."""
+    """Reject another order of groups if a scheduler has a function for each group."""
     order = [sorted(map(id, group)) for group in plan]
     now = [sorted(map(id, group["params"])) for group in optimizer.param_groups]
     if order[: len(now)] == now:
@@ -305,9 +305,9 @@ def _check_functions(path: str, optimizer: Optimizer, plan: _Tensors, found: Wal
     for name, part in found.objects.items():
         if isinstance(part, LRScheduler) and part.optimizer is optimizer and _tells_groups(part):
             raise StateError(
-                f"The groups of {path} must stand in the order in which they were saved, since "
-                f"{name} has a function for each of them; they come in another one now. Build them "
-                "in setup() in a fixed order: sort what comes from a set."
+                f"The groups of {path} must be in the order in which they were saved, since "
+                f"{name} has a function for each of them, but their order is different now. Build "
+                "them in setup() in a fixed order: sort what comes from a set."
             )
 
 
@@ -324,7 +324,7 @@ def _check_drivers(now: dict[str, str], saved: dict[str, str]) -> None:
         if now[path] != saved[path]:
             raise StateError(
                 f"{path} must set the learning rates of {saved[path]}, as when the state was "
-                f"saved, and sets those of {now[path]}. Build schedulers in setup() in a fixed "
+                f"saved, but sets those of {now[path]}. Build schedulers in setup() in a fixed "
                 "order: sort what comes from a set."
             )
 
@@ -348,13 +348,13 @@ def _regroup(optimizer: Optimizer, plan: _Tensors, names: dict[int, str]) -> Non
     for position, tensors in enumerate(plan):
         if chosen[position] is None:
             pairs = [(names[id(tensor)], tensor) for tensor in tensors]
-            # Its settings come with the state; only the parameters must be there.
+            # Its settings are in the state; only the parameters must exist.
             optimizer.add_param_group({"params": pairs if is_named else list(tensors)})
             groups.insert(position, groups.pop())
 
 
 def _choose(groups: list[dict[str, Any]], plan: _Tensors) -> list[dict[str, Any] | None]:
-    """Return the present group for each planned one, the one with its parameters if there is."""
+    """Return the current group for each planned one: that with its parameters if there is one."""
     alike: defaultdict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)
     for group in reversed(groups):
         alike[tuple(sorted(map(id, group["params"])))].append(group)

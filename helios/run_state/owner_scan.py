@@ -1,4 +1,4 @@
-"""One look at an owner: what it holds, and what lies around a value."""
+"""Scans an owner: what it holds, and what surrounds a value."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from helios.run_state.walk_result import Rules
 
 @final
 class OwnerScan:
-    """One look at the owner. What lies around a value is sorted only when a value asks for it.
+    """A scan of an owner. The surroundings of values are only computed on demand.
 
     Args:
-        owner: the object whose attributes are looked through.
+        owner: the object whose attributes are scanned.
         rules: what is left out.
-        settled: members of modules that need no look, as for :func:`walk_all`.
+        settled: members of modules that need no comparison, as for :func:`walk_all`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class OwnerScan:
 
     @cached_property
     def parameters(self) -> Parameters:
-        """The tensors that training moves."""
+        """The tensors that training updates."""
         return parameters_of(self.found, self.others.values())
 
     @cached_property
@@ -50,7 +50,7 @@ class OwnerScan:
 
     @cached_property
     def storages(self) -> Storages:
-        """The tensors that are saved on their own account."""
+        """The tensors that are saved elsewhere."""
         return storages_of(self.found, self.parameters, self.others)
 
     @cached_property
@@ -75,6 +75,6 @@ class OwnerScan:
         return self._names.get(id(value))
 
     def find(self, name: str) -> object | None:
-        """Return the object, of this owner or of another one, that has a name."""
+        """Return the object with a name, of this owner or of another one."""
         found = self.names.find(name)
         return self.found.generators.get(name) if found is None else found

@@ -1,7 +1,7 @@
-"""All owners of state beside the model: plugins, the data module, data sets, loops, the engine.
+"""The state of all owners besides the model: plugins, data module, data sets, loops, engine.
 
-Each is looked through as the model is. What its own ``state_dict`` holds is saved by that; what it
-leaves out and training has changed is saved here, or named.
+Each owner is searched as the model is. Its own ``state_dict`` saves what it contains; whatever it
+leaves out and training has changed is saved here, or reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def internals_of(owner: object) -> frozenset[str]:
-    """Return the attributes that Helios' own classes declare as theirs."""
+    """Return the attributes that Helios' own classes declare as internal."""
     declared = (vars(base).get("_internals", "") for base in type(owner).__mro__)
     return frozenset(" ".join(declared).split())
 
@@ -32,13 +32,13 @@ class Owner:
     """Something that may hold state.
 
     Attributes:
-        name: what messages and checkpoints call it, e.g. ``plugin 'ema'``.
+        name: its name in messages and checkpoints, e.g. ``plugin 'ema'``.
         part: the object.
-        unsaved: names that the user has declared as not to be saved.
+        unsaved: names of attributes that the user has declared as not to be saved.
         has_own_state: whether it has a ``state_dict`` of its own.
-        is_model: whether it is the model, whose objects the others name.
+        is_model: whether it is the model, whose objects the others refer to by name.
         is_data: whether it is a data set or a collate function, of which only small plain values
-            and generators are looked at.
+            and generators count.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Owner:
 
 @final
 class Owners:
-    """Captures and restores what the owners of a run hold.
+    """Captures and restores the state of the owners of a run.
 
     Args:
-        owners: all of them; their names differ.
+        owners: all of them, with different names.
         outside: returns the objects that the model saves, by name.
         safe_types: types that loading may build besides those of the values that setup made.
     """
@@ -87,46 +87,46 @@ class Owners:
             found.values.safe_types = tuple(safe_types)
 
     def limit(self, num_bytes: int) -> None:
-        """Let each owner have at most some bytes of plain values in a checkpoint."""
+        """Limit the bytes of plain values that each owner may have in a checkpoint."""
         for found in self._found.values():
             found.values.limit = num_bytes
 
     def _others(self) -> Mapping[str, object]:
-        # Found once for all owners: a walk through a large model takes its time.
+        # Computed once for all owners, because walking a large model is slow.
         if self._shared is None:
             parts = {f"<{name}>": owner.part for name, owner in self._owners.items()}
             self._shared = {**self._outside(), **parts}
         return self._shared
 
     def take_baseline(self) -> None:
-        """Remember what the owners hold right after setup."""
+        """Record what the owners hold right after setup."""
         self._shared = None
         for name, found in self._found.items():
             found.take_baseline(states_too=self._owners[name].has_own_state)
 
     def begin_training(self) -> None:
-        """Forget what start events have changed and no checkpoint can hold: every start does so."""
+        """Forget changes of start events that no checkpoint can hold: every start repeats them."""
         self._shared = None
         for found in self._found.values():
             found.begin_training()
 
     @property
     def meters(self) -> dict[int, Meter]:
-        """What counts how long values of the last capture take to be encoded, by address."""
+        """Return the meters of the time that values of the last capture take to encode, by id."""
         tables = [found.values.meters for found in self._found.values()]
         return {address: meter for table in tables for address, meter in table.items()}
 
     def too_slow(self) -> dict[str, dict[str, float]]:
-        """Return what takes too long to be saved, and how many seconds, by owner and place."""
+        """Return what takes too long to save, in seconds, by owner and path."""
         return {name: found.values.costs.too_slow() for name, found in self._found.items()}
 
     def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
-        """Leave places out of the next capture, by owner, as all processes of the run do."""
+        """Leave out of the next capture what all processes of the run leave out, by owner."""
         for name, found in self._found.items():
             found.values.costs.agree(left_out.get(name, {}))
 
     def note_named(self, places: Iterable[str]) -> None:
-        """Take places, under the names that :meth:`capture` gives them, as named to the user."""
+        """Treat paths, as named by :meth:`capture`, as already reported to the user."""
         for name, found in self._found.items():
             begin = f"{name}: "
             found.note_named(p.removeprefix(begin) for p in places if p.startswith(begin))
@@ -137,11 +137,11 @@ class Owners:
         """Return what training has changed.
 
         Args:
-            own: what the ``state_dict`` of owners returned that have one, by name.
+            own: by name, what ``state_dict`` returned, for owners that have one.
 
         Returns:
-            The states of the owners that have any, by name; and what they lack, with the reason,
-            by place.
+            The states of the owners that have any, by name, and what they lack, with the reason,
+            by path.
         """
         self._shared = None
         states = dict(self._carried)
@@ -155,29 +155,29 @@ class Owners:
         return states, missing
 
     def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Make ready for the ``load_state_dict`` of owners: see :meth:`Discovery.prepare`."""
+        """Prepare for the ``load_state_dict`` of owners; see :meth:`Discovery.prepare`."""
         self._shared = None
         for name in states.keys() & self._found.keys():
             self._found[name].prepare(states[name])
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
-        """Put back what :meth:`capture` returned; in a training, keep that of who is gone."""
+        """Restore what :meth:`capture` returned; in a training, keep that of missing owners."""
         self._shared = None
         for name, state in states.items():
             if name in self._found:
                 self._found[name].restore(state, is_inference=is_inference)
             elif not is_inference:
-                # Its tensors may lie in the file.
+                # Its tensors may be mapped from the file.
                 self._carried[name] = copy.deepcopy(state)
         if self._carried:
             _LOGGER.warning(
-                "The checkpoint holds attributes of %s, which is not there now. They are carried "
-                "along unread; register it again to use them.",
+                "The checkpoint holds attributes of %s, which is not registered now. They are kept "
+                "in later checkpoints unchanged; register it again to use them.",
                 ", ".join(self._carried),
             )
 
     def watch(self) -> list[tuple[str, StepWatch]]:
-        """Begin to look for what a step changes; data sets may move with what is fetched."""
+        """Begin to watch a step of all owners but data sets, which may change with fetching."""
         self._shared = None
         return [
             (name, found.watch(reads_weights=False))
@@ -186,15 +186,15 @@ class Owners:
         ]
 
     def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
-        """Return what is equal for equal states, by name."""
+        """Return marks by name that are equal for equal states."""
         return {name: mark_of_state(state, Identities()) for name, state in states.items()}
 
 
 def is_any(state: Mapping[str, Any]) -> bool:
-    """Return whether a captured state holds anything."""
+    """Return whether a captured state contains anything."""
     values, aliases = state["values"], state["aliases"]
     parts = (values["changed"], values["deleted"], aliases["set"], aliases["deleted"])
-    # Networks are frozen and set to evaluation mode, too.
+    # Flags include frozen networks and networks in evaluation mode.
     return any(parts) or any(state[name] for name in _TELLING) or any(state["flags"])
 
 

@@ -1,4 +1,4 @@
-"""Which values a checkpoint can hold, what they consist of, and what is only referred to."""
+"""Defines which values a checkpoint can hold, what they consist of, and what they refer to."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ATOMS: frozenset[type] = frozenset(
         *(torch.dtype, torch.device, torch.Size),
     )
 )
-"""Types of values without members; exact types, since a subclass may carry attributes."""
+"""Types of values without members; exact types, since a subclass may have attributes."""
 
 _WITH_TUPLES = ATOMS | {tuple}
 
@@ -59,7 +59,7 @@ FACTORIES = (
 
 
 class Target(NamedTuple):
-    """Where something lies in memory that is saved elsewhere.
+    """A position in memory that is saved elsewhere.
 
     Attributes:
         name: the name of the parameter, buffer or tensor that is saved.
@@ -72,10 +72,10 @@ class Target(NamedTuple):
 
 @final
 class Storages:
-    """The parameters, buffers and other tensors that are saved on their own account.
+    """The parameters, buffers and other tensors that are saved elsewhere.
 
     Args:
-        named: all of them, by name; the first one names a storage that several share.
+        named: all of them, by name; a shared storage has the name of the first one.
         others: the names of those that other owners save.
     """
 
@@ -103,7 +103,7 @@ class Storages:
         return {id(self._named[name]): name for name in reversed([*self._named])}
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of a tensor that is one of them, not just shares its storage."""
+        """Return the name of a tensor that is one of them, not one that shares its storage."""
         return self._by_identity.get(id(tensor))
 
     def tensor(self, name: str) -> Tensor | None:
@@ -111,11 +111,11 @@ class Storages:
         return self._named.get(name)
 
     def first_in(self, part: Tensor) -> Tensor | None:
-        """Return the tensor by which what lies in a storage is found; ``None`` if there is none."""
+        """Return the tensor that names the storage of a tensor, or ``None``."""
         return self._named.get(self._by_address.get(storage_of(part), ""))
 
     def find(self, part: Tensor | np.ndarray[Any, Any]) -> Target | None:
-        """Return where a tensor or array lies; ``None`` if it shares no memory with any of them."""
+        """Return the position of a tensor or array in their memory, or ``None``."""
         if isinstance(part, Tensor):
             name = self._by_address.get(storage_of(part))
             if name is None:
@@ -131,7 +131,7 @@ class Storages:
         return Target(name, address_of(part) - self._named[name].data_ptr())
 
     def find_within(self, array: np.ndarray[Any, Any]) -> str | None:
-        """Return which of them lies in a part of an array's memory; ``None`` if none does."""
+        """Return the name of one that is within an array's memory, or ``None``."""
         if not self._named or not array.size or not self._may_share(array):
             return None
         begin, end = extent_of(array)
@@ -148,13 +148,13 @@ class Storages:
         return begin + self._named[self._by_address[begin]].untyped_storage().nbytes()
 
     def _may_share(self, array: np.ndarray[Any, Any]) -> bool:
-        # Memory is NumPy's own, unless torch lent it to NumPy or borrowed it from an array.
+        # Memory is NumPy's own, unless torch shares it with an array in either direction.
         is_own = array.base is None or isinstance(root_of(array), np.ndarray | bytes)
         return self._has_foreign or not is_own
 
 
 class Surroundings(Protocol):
-    """What lies around a value and is saved on its own account."""
+    """The objects around a value that are saved elsewhere."""
 
     def name_of(self, value: object) -> str | None:
         """Return the name under which an object is saved elsewhere."""
@@ -167,12 +167,12 @@ class Surroundings(Protocol):
 
 
 def is_single(value: Any) -> bool:
-    """Return whether a value without members, of a type with variants, is plain."""
+    """Return whether a value without members is plain, if its type has variants."""
     return type(value) in (datetime.datetime, datetime.time) and type(value.tzinfo) in ATOMS
 
 
 def flags_in(member: Flag) -> list[str] | None:
-    """Return the names of the flags that are set; ``None`` if they do not say all of it."""
+    """Return the names of the set flags, or ``None`` if they do not describe the value fully."""
     kind = type(member)
     names = [part.name for part in kind if part.value and part in member]
     again = reduce(or_, (kind[name] for name in names if name), kind(0))
@@ -182,8 +182,8 @@ def flags_in(member: Flag) -> list[str] | None:
 def fields_of(kind: type) -> tuple[str, ...] | None:
     """Return the fields of a dataclass whose instances hold nothing else; ``None`` for others.
 
-    A dataclass that is also something else, as a dict or a tensor, keeps more than its fields; and
-    a field that the class itself looks after cannot be set without running code.
+    A dataclass that derives from another type, such as dict or Tensor, holds more than its fields;
+    and a field that the class itself manages cannot be set without running code.
     """
     return _fields_of(cast("Hashable", kind))
 
@@ -206,7 +206,7 @@ def _fields_of(kind: type) -> tuple[str, ...] | None:
 
 
 def contents_of(record: Any, names: Iterable[str]) -> dict[str, Any] | None:
-    """Return the fields of a dataclass' instance; ``None`` if it lacks one, or holds more."""
+    """Return the fields of a dataclass instance; ``None`` if it lacks one, or holds more."""
     try:
         contents = {name: object.__getattribute__(record, name) for name in names}
     except AttributeError:
@@ -219,7 +219,7 @@ def contents_of(record: Any, names: Iterable[str]) -> dict[str, Any] | None:
 
 
 def members_of(part: Any) -> Iterable[Any]:
-    """Return what a part of a plain value consists of."""
+    """Return the members of a part of a plain value."""
     kind = type(part)
     if kind in MEMBERS_OF:
         members = MEMBERS_OF[kind]
@@ -229,17 +229,17 @@ def members_of(part: Any) -> Iterable[Any]:
 
 
 def are_atoms(values: Iterable[Any]) -> bool:
-    """Return whether none of some values has members."""
+    """Return whether no value has members."""
     return ATOMS.issuperset(map(type, values))
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether a list, tuple or dict holds no value that has members; keys may."""
+    """Return whether no value in a list, tuple or dict has members; keys may have them."""
     return are_atoms(value.values() if isinstance(value, dict) else value)
 
 
 def are_shallow(tables: Iterable[Iterable[Any]]) -> bool:
-    """Return whether there is nothing in some containers but atoms, and tuples of atoms."""
+    """Return whether containers hold only atoms and tuples of atoms."""
     kinds: set[type] = set()
     for members in tables:
         kinds.update(map(type, members))
@@ -271,9 +271,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 @final
 class Identities:
-    """Numbers for objects that are told apart by identity; no number is given twice.
+    """Numbers for objects that are compared by identity. No number is given twice.
 
-    An address alone would not do: the next object may be built where the last one was.
+    An address alone is not enough: a new object may have the address of a deleted one.
     """
 
     def __init__(self) -> None:
@@ -281,9 +281,9 @@ class Identities:
         self._counter = count()
 
     def number(self, value: object) -> int:
-        """Return the number of an object, a new one at its first sight.
+        """Return the number of an object, which is new if the object is.
 
-        An iterator gets a new one at every sight: nothing tells how far it has come.
+        An iterator gets a new one in each call, because its position is unknown.
         """
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             return next(self._counter)

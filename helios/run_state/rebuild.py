@@ -1,7 +1,7 @@
-"""Copies of plain values as files hold them, and back: users' types, aliases and shared memory.
+"""Converts plain values to the form of files and back: users' types, aliases, shared memory.
 
-In a file, enum members and dataclasses are there by the names of their types, and what shares its
-memory with a parameter or buffer by that one's name.
+In a file, enum members and dataclasses are stored by the names of their types, and values that
+share memory with a parameter or buffer by its name.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _Memo: TypeAlias = dict[int, Any]
 
 
 def substitute(values: Values, looks: Iterable[Look]) -> Values:
-    """Return values in which names stand for users' types, and for what is saved elsewhere.
+    """Return values with names in place of users' types and of objects that are saved elsewhere.
 
     Args:
         values: plain values by the path of their container and by key.
-        looks: what was found in them.
+        looks: the scans of the values.
     """
     memo: _Memo = {}
     records: list[Any] = []
@@ -58,7 +58,7 @@ def substitute(values: Values, looks: Iterable[Look]) -> Values:
         records += look.records
     memo.update((id(record), _named(record)) for record in records)
     for part in parts_in(values):
-        # Only containers are copied; the file shall have what lies in memory now.
+        # Only containers are copied; the file must contain the current content of memory.
         if isinstance(part, Tensor | np.generic) or _is_memory(part):
             memo.setdefault(id(part), part)
     for record in records:
@@ -89,12 +89,12 @@ def rebuild(values: Values, devices: list[str], resolver: Resolver) -> Values:
     """Return copies of saved values, with the same aliases and shared memory.
 
     Args:
-        values: what :func:`substitute` returned, or a file gave back.
+        values: what :func:`substitute` returned, or was read from a file.
         devices: the types of the devices that the tensors were on; empty if all on the host.
-        resolver: builds what stands there by name.
+        resolver: builds what is stored by name.
 
     Raises:
-        StateError: for a type or a tensor that is not there.
+        StateError: for an unknown type or tensor.
     """
     memo = _moved(values, devices)
     memo |= _copied_memory(part for part in parts_in(values) if id(part) not in memo)
@@ -115,7 +115,7 @@ def _moved(values: Values, devices: list[str]) -> _Memo:
 
 
 def _copied_memory(parts: Iterable[Any]) -> _Memo:
-    """Return copies of arrays; those that share memory, also with tensors, do so again."""
+    """Return copies of arrays; those that share memory, with tensors too, share it again."""
     copies: _Memo = {}
     members = [part for part in parts if _is_memory(part) or _is_on_host(part)]
     extents = [extent_of(part) for part in members]
@@ -138,11 +138,11 @@ def _is_on_host(part: Any) -> bool:
 
 @final
 class Resolver:
-    """Builds what stands in a file by name from what the owner has.
+    """Builds what a file stores by name from what the owner has.
 
     Args:
-        present: what setup has put at the places, whose types are known.
-        surroundings: what is saved on its own account.
+        present: what setup has made at the saved paths; its types are known.
+        surroundings: what is saved elsewhere.
         safe_types: other types that may be built.
     """
 
@@ -181,8 +181,8 @@ class Resolver:
 
         Args:
             values: values by the path of their container and by key.
-            memo: copies by the address of the original, for :func:`copy.deepcopy`; the parts that
-                are built are added.
+            memo: copies by the id of the original, for :func:`copy.deepcopy`; the built parts are
+                added.
         """
         empty: list[tuple[Any, dict[str, Any]]] = []
         for parent, members in values.items():
@@ -190,7 +190,7 @@ class Resolver:
                 for part in parts_in(value):
                     if id(part) not in memo:
                         self._resolve(part, (parent, key), memo, empty)
-        # A dataclass may refer to any other. No method of theirs runs, and frozen ones are filled.
+        # A dataclass may refer to any other. None of their methods run, and frozen ones are filled.
         for record, fields in empty:
             for name, content in fields.items():
                 object.__setattr__(record, name, copy.deepcopy(content, memo))
@@ -217,8 +217,8 @@ class Resolver:
         if kind is None:
             raise StateError(
                 f"{path_of(*where)} was saved with a {name}, which is not known here: types come "
-                "from the values that setup() makes, never from a file. Let setup() put such a "
-                "value there, or return the type from types_for_safe_load()."
+                "from the values that setup() makes, never from a file. Create such a value in "
+                "setup(), or return the type from types_for_safe_load()."
             )
         return kind
 
@@ -228,7 +228,7 @@ class Resolver:
         if unknown:
             raise StateError(
                 f"{path_of(*where)} was saved as {part.type}.{unknown[0]}, which that enum no "
-                f"longer has. Give it a member {unknown[0]}."
+                f"longer has. Add the member {unknown[0]}."
             )
         members = [kind[name] for name in part.names]
         return reduce(or_, members, kind(0)) if part.is_flag else members[0]
@@ -237,8 +237,8 @@ class Resolver:
         target = self._surroundings.storages.tensor(part.target)
         if target is None:
             raise StateError(
-                f"{path_of(*where)} shared its memory with {part.target}, which is not there. "
-                "Build it in setup() as it was when the state was saved."
+                f"{path_of(*where)} shared its memory with {part.target}, which does not exist "
+                "now. Build it in setup() as it was when the state was saved."
             )
         if part.way == "itself":
             return target
@@ -246,7 +246,7 @@ class Resolver:
             return _on_target(part, target)
         except (ValueError, RuntimeError, TypeError) as error:
             raise StateError(
-                f"{path_of(*where)} looked at {part.target} in a way that no longer fits: {error}. "
+                f"{path_of(*where)} was a view of {part.target} that no longer fits: {error}. "
                 "Build it in setup() as it was when the state was saved."
             ) from error
 
@@ -256,7 +256,7 @@ def _on_target(part: Alias, target: Tensor) -> Any:
     begin = target.data_ptr() - storage.data_ptr() + part.offset
     if part.way == "array":
         if target.device.type != "cpu":
-            raise ValueError(f"a NumPy array cannot look at a tensor on {target.device}")
+            raise ValueError(f"a NumPy array cannot be a view of a tensor on {target.device}")
         dtype = np.lib.format.descr_to_dtype(part.dtype)
         memory = bytes_in((storage.data_ptr(), storage.data_ptr() + storage.nbytes()), [target])
         array = array_on(memory.numpy(), dtype, part.shape, part.strides, begin)
@@ -264,9 +264,9 @@ def _on_target(part: Alias, target: Tensor) -> Any:
         return array
     size = part.dtype.itemsize
     reach = sum((n - 1) * step for n, step in zip(part.shape, part.strides, strict=True))
-    # torch refuses a place before the storage, but would enlarge it at its end.
+    # torch refuses an offset before the storage, but would enlarge the storage at its end.
     if begin % size or (reach + 1) * size + begin > storage.nbytes():
-        raise ValueError(f"it reaches beyond the {storage.nbytes()} bytes of the storage")
+        raise ValueError(f"it extends beyond the {storage.nbytes()} bytes of the storage")
     twin = tensor_on(storage, part.dtype, part.shape, part.strides, begin // size)
     return twin.requires_grad_(part.flag)
 
@@ -276,5 +276,5 @@ def _check_fields(kind: type, part: NamedFields, where: SlotKey) -> None:
     if names != part.fields.keys():
         raise StateError(
             f"{path_of(*where)} was saved with the fields {sorted(part.fields)} of {part.type}, "
-            f"which has {sorted(names)} now. Give it the fields that it had."
+            f"which has {sorted(names)} now. Restore the fields that it had."
         )

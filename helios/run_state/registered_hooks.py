@@ -1,4 +1,4 @@
-"""Hooks that are registered on networks, parameters and optimizers: no state_dict holds them."""
+"""Finds hooks on networks, parameters and optimizers, which no state_dict holds."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ OF_OPTIMIZERS = (
 )
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _KNOWN = ("helios.", "torch.")
-"""Modules that register and remove their hooks themselves."""
+"""Modules that register and remove their own hooks."""
 
 
 def hooks_of(found: WalkResult) -> dict[str, frozenset[int]]:
-    """Return the hooks of user code by a name that messages show, as identities."""
+    """Return the ids of the hooks of user code, by the name that messages show."""
     hooks: dict[str, frozenset[int]] = {}
     for path, part in found.objects.items():
         if isinstance(part, nn.Module):
@@ -61,6 +61,6 @@ def _note(
 
 
 def is_known(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook or a method is that of torch or of Helios."""
+    """Return whether a hook or a method belongs to torch or Helios."""
     origin = getattr(hook, "__module__", None) or type(hook).__module__
     return origin.startswith(_KNOWN)

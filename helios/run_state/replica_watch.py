@@ -1,4 +1,4 @@
-"""What the steps of several replicas change that is no replica's own: it is named, once (R3)."""
+"""Reports, once, state that steps of several replicas change and that replicas do not share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class _Others(Protocol):
 
 
 class WatchedRun(Protocol):
-    """What is watched, and where the findings go.
+    """The run to watch, which also receives the findings.
 
     Attributes:
         state: the counters.
-        unshared: paths of what every replica changes in the model on its own.
+        unshared: paths of what each replica changes in the model independently.
     """
 
     state: TrainingState
@@ -48,9 +48,9 @@ class WatchedRun(Protocol):
 
 @final
 class ReplicaWatch:
-    """Watches the steps of the first iteration of a start, and of those at powers of two.
+    """Watches the steps of a start's first iteration, and of iterations at powers of two.
 
-    What a step does later on is found, too, at little cost.
+    The latter find changes that begin later, at little cost.
 
     Args:
         run: the run.
@@ -65,7 +65,7 @@ class ReplicaWatch:
         self._is_manual = False
 
     def begin(self) -> TurnWatch | None:
-        """Begin to watch the step of a replica; ``None`` where this iteration is not watched."""
+        """Begin to watch the step of a replica, or return ``None`` for an unwatched iteration."""
         number = self._run.state.global_iteration
         if self._has_reported and number & (number - 1):
             return None
@@ -76,7 +76,7 @@ class ReplicaWatch:
         self._is_manual |= is_manual
 
     def report(self) -> None:
-        """Say once what the steps of this iteration have changed; the same on all processes."""
+        """Report once what the steps of this iteration have changed; the same on all processes."""
         number = self._run.state.global_iteration
         if self._has_reported and number & (number - 1):
             return
@@ -86,14 +86,14 @@ class ReplicaWatch:
         self._found.clear()
         names = sorted({name for part in parts for name in part} - set(run.unshared))
         run.unshared = sorted({*run.unshared, *names})
-        # In manual steps and yields each replica has a process of its own in any case.
+        # With manual steps and yields each replica has its own process in any case.
         if not names or self._is_manual:
             return
         run.add_obstacle(f"train_step changes {', '.join(names)}")
         _LOGGER.warning(
-            "%s.train_step changes %s. Every replica does so on its own, so other numbers of "
-            "processes give other values there: the run is bound to its number of processes. "
-            "Change it in a hook (on_training_batch_end), or make it a buffer of a network.",
+            "%s.train_step changes %s. Each replica changes it independently, so its value depends "
+            "on the number of processes, and the run must keep that number. Change it in a hook "
+            "(on_training_batch_end), or make it a buffer of a network.",
             type(run.model).__name__,
             ", ".join(names),
         )
@@ -101,14 +101,14 @@ class ReplicaWatch:
 
 @final
 class TurnWatch:
-    """Sees what the step of one replica changes besides gradients and buffers.
+    """Watches what the step of one replica changes besides gradients and buffers.
 
     Args:
         run: the run, before the step.
-        note: takes what was found.
+        note: receives the findings.
 
     Raises:
-        UsageError: for a lazy layer, which would get other weights in each process.
+        UsageError: for a lazy layer, whose initial weights would differ between processes.
     """
 
     def __init__(self, run: WatchedRun, note: Callable[..., None]) -> None:
@@ -118,18 +118,18 @@ class TurnWatch:
             if any(map(is_lazy, (*network.parameters(), *network.buffers()))):
                 raise UsageError(
                     f"The network {path!r} has lazy layers, which draw their weights in the first "
-                    "step: with several replicas each process would draw others. Run a batch "
+                    "step: with several replicas these would differ between processes. Run a batch "
                     "through it in Model.setup()."
                 )
         self._watch = discovery.watch(reads_weights=run.state.global_iteration == 1)
         self._others = run.owner_states.watch()
 
     def conclude(self, *, is_manual: bool) -> None:
-        """Note what has changed.
+        """Record what has changed.
 
         Args:
-            is_manual: whether the step makes its updates itself, so that weights count as moved on
-                purpose.
+            is_manual: whether the step makes its updates itself, so that changed weights are
+                intended.
         """
         found = list(self._watch.changed(counts_parameters=not is_manual))
         for name, watch in self._others:

@@ -1,4 +1,4 @@
-"""How a state is put back into what ``setup`` has made."""
+"""Restores a saved state into the objects that ``setup`` has made."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _TRAINING_ONLY = (Optimizer, LRScheduler, GradScaler)
 
 @final
 class Restoring:
-    """Puts a captured state back.
+    """Restores a captured state.
 
     Args:
         look: returns what the owner holds now.
-        values: know the types of the values that setup made.
+        values: the plain values, with the types of those that setup made.
         exclude: attributes of the owner that never count.
-        unsaved: what is declared as not to be saved.
-        name: how messages call the owner.
+        unsaved: names and paths that are declared as not to be saved.
+        name: the name of the owner in messages.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Restoring:
         self._name = name
 
     def run(self, state: dict[str, Any], *, is_inference: bool) -> None:
-        """Put back everything; see ``Discovery.restore``."""
+        """Restore everything; see ``Discovery.restore``."""
         scene = self._look()
         objects = {**scene.found.objects, **scene.found.inner}
         states = {**state["objects"], **state.get("inner", {})}
@@ -82,12 +82,12 @@ class Restoring:
         restore_forms(state.get("forms", {}), scene.found, scene.parameters, state)
         restore_ties(state.get("ties", {}), scene.found)
         blocks = state.get("blocks", {})
-        # Files that were written before there were blocks do not tell which are gone.
+        # Files from before blocks existed do not say which ones are gone.
         homes = part_memory(scene.found, scene.parameters, blocks) if "blocks" in state else {}
         if not is_inference:
             self._warn_of_casts(casts(scene.found, state))
         shared = shared_tables(objects)
-        # Networks first: an object that follows one may look at its weights.
+        # Networks first: an object that tracks one may read its weights.
         for path in sorted(objects, key=lambda path: not isinstance(objects[path], nn.Module)):
             if path in states:
                 _load_state(path, objects[path], states[path], omitted.get(path))
@@ -100,7 +100,7 @@ class Restoring:
             restore_tables(state.get("tables", {}), scene.found, scene.parameters)
         self._restore_places(scene, state)
         share_tables(shared)
-        # What has its value by now may be another tensor than before.
+        # A restored value may be another tensor than before.
         parameters = self._look().parameters
         for name, tensor in {**parameters.leaves, **parameters.loose}.items():
             if name in state["parameters"]:
@@ -111,13 +111,13 @@ class Restoring:
             load_grads(state["grads"], scene.found, parameters)
 
     def prepare(self, state: dict[str, Any]) -> None:
-        """Bring optimizers into the saved order; see ``Discovery.prepare``."""
+        """Reorder the parameters of optimizers as saved; see ``Discovery.prepare``."""
         scene = self._look()
         arrange_covered(scene.found, state, scene.parameters)
 
     def _restore_places(self, scene: OwnerScan, state: dict[str, Any]) -> None:
-        """Put back values, generators, and which object a place names."""
-        # Loading may have put other lists and dicts into attributes.
+        """Restore values, generators and references to objects."""
+        # Loading may have assigned other lists and dicts to attributes.
         containers = _containers_of(self._look())
         scene.found.containers = containers
         self._values.restore(
@@ -142,7 +142,7 @@ class Restoring:
             if container is None or isinstance(container, list):
                 raise StateError(
                     f"{path} of the {self._name} was a {saved['kind']} when the state was saved, "
-                    "and there is none now. Create it in setup()."
+                    "and does not exist now. Create it in setup()."
                 )
             present = make_generator(saved["kind"])
             put(container, key, present)
@@ -150,12 +150,12 @@ class Restoring:
         load_generator(present, saved["state"])
 
     def _check(self, scene: OwnerScan, state: dict[str, Any]) -> None:
-        """Refuse a state of other objects before anything is changed."""
+        """Reject a state of other objects before anything is changed."""
         for path, part in {**scene.found.objects, **scene.found.inner}.items():
             kind = state["kinds"].get(path, kind_of(part))
             if isinstance(part, _TRAINING_ONLY) and kind != kind_of(part):
                 raise StateError(
-                    f"{path} was saved by {kind}, now it is {kind_of(part)}, which cannot load "
+                    f"{path} was saved by {kind}, but is {kind_of(part)} now, which cannot load "
                     "that state. Build it in setup() as it was when the state was saved."
                 )
         saved = self._declared({*state["objects"], *state["parameters"]})
@@ -174,21 +174,21 @@ class Restoring:
         if missing or left_over:
             raise StateError(
                 f"The saved state is not that of this {self._name}. Without saved state: "
-                f"{', '.join(missing) or 'nothing'}. Saved, but not there: "
+                f"{', '.join(missing) or 'nothing'}. Saved, but missing now: "
                 f"{', '.join(left_over) or 'nothing'}. Create all networks, optimizers and "
                 "schedulers in setup(), under the names that they had when the state was saved."
             )
 
     def _find_lost_targets(self, scene: OwnerScan, state: dict[str, Any]) -> list[str]:
-        """Return the objects that places named and that are not there."""
+        """Return the objects that attributes referred to and that do not exist now."""
         tables = state.get("aliases", {}).get("set", {}).values()
         names = {name for members in tables for name in members.values()}
-        # A generator is made again before places name it.
+        # A generator is created again before anything refers to it.
         names -= state.get("generators", {}).keys()
         return sorted(name for name in self._declared(names) if scene.find(name) is None)
 
     def _declared(self, paths: set[str]) -> set[str]:
-        """Return the paths that are not declared as unsaved, by themselves or by a parent."""
+        """Return the paths that are not declared as unsaved, directly or by a parent."""
         return {path for path in paths if not is_declared(path, self._unsaved)}
 
     def _warn_of_untrained(self, objects: dict[str, Stateful], saved: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ class Restoring:
         ]
         if untrained:
             _LOGGER.warning(
-                "The %s holds networks without saved state, which stay as setup() made them: %s.",
+                "The %s holds networks without saved state, which keep the weights of setup(): %s.",
                 self._name,
                 ", ".join(untrained),
             )
@@ -207,8 +207,8 @@ class Restoring:
     def _warn_of_casts(self, texts: list[str]) -> None:
         if texts:
             _LOGGER.warning(
-                "setup() of the %s builds tensors of another type than was saved, to which the "
-                "saved values are cast: %s. Build them as they were to resume with the same bits.",
+                "setup() of the %s builds tensors of another type than was saved, and the saved "
+                "values are cast to it: %s. Build them as they were to resume with the same bits.",
                 self._name,
                 "; ".join(texts),
             )
@@ -226,11 +226,11 @@ class Restoring:
 
 
 def _containers_of(scene: OwnerScan) -> dict[str, Container]:
-    """Return containers by path, with those that held no object after setup."""
+    """Return containers by path, including those that held no object after setup."""
     plain: dict[str, Container] = {}
     for slot in scene.found.slots.values():
         if isinstance(slot.value, dict):
-            # Its keys may be parameters by now.
+            # Its keys may be parameters now.
             plain[slot.path] = KeyedByObjects(slot.value, scene.names)
         elif isinstance(slot.value, list):
             plain[slot.path] = slot.value
@@ -241,13 +241,13 @@ def read_state(path: str, part: Stateful) -> dict[str, Any]:
     """Return the state of an object.
 
     Raises:
-        StateError: if it fails to give it.
+        StateError: if ``state_dict`` fails.
     """
     try:
         return state_of(part)
     except Exception as error:
         raise StateError(
-            f"{path} ({type(part).__name__}) failed to give its state: {error!r}. Correct its "
+            f"{path} ({type(part).__name__}) failed to return its state: {error!r}. Correct its "
             "state_dict()."
         ) from error
 
@@ -259,16 +259,16 @@ def _load_state(
         load_state(part, state, omitted)
     except Exception as error:
         raise StateError(
-            f"{path} ({type(part).__name__}) refused its saved state: {error} Build it in setup() "
+            f"{path} ({type(part).__name__}) rejected its saved state: {error} Build it in setup() "
             "as it was when the state was saved."
         ) from error
 
 
 def _fill(name: str, tensor: Tensor, saved: Tensor) -> None:
-    """Fill a loose tensor in place: optimizers know it by identity."""
+    """Fill a loose tensor in place, because optimizers know it by identity."""
     if tensor.shape != saved.shape:
         raise StateError(
-            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the present one "
+            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the current one "
             f"{tuple(tensor.shape)}. Build it in setup() as it was when the state was saved."
         )
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which plain values share lists, dicts or memory with others: they are saved together."""
+"""Finds plain values that share lists, dicts or memory, which must be saved together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from helios.run_state.walk_result import SlotKey
 
 
 def links_of(looks: dict[SlotKey, Look]) -> dict[SlotKey, frozenset[SlotKey]]:
-    """Return with which others each plain value shares mutable parts."""
+    """Return, for each plain value, the others that share mutable parts with it."""
     _join_memory(looks)
     first: dict[int, SlotKey] = {}
     links: dict[SlotKey, set[SlotKey]] = {}
@@ -22,7 +22,7 @@ def links_of(looks: dict[SlotKey, Look]) -> dict[SlotKey, frozenset[SlotKey]]:
 
 
 def _join_memory(looks: dict[SlotKey, Look]) -> None:
-    """Count arrays and tensors that lie in the same memory as one part."""
+    """Treat arrays and tensors in the same memory as one part."""
     if not any(look.lends for look in looks.values()):
         return
     holders: list[Look] = []

@@ -1,8 +1,8 @@
-"""Memory that several look at: views of one buffer or array, each with other elements.
+"""Saves and restores memory that several tensors or values view, each with other elements.
 
-Tensors that look at the very same elements are ties. Here tensors of networks overlap otherwise,
-or a plain value reaches beyond the tensor whose memory it shares. Where training has changed how
-they lie, or what is around them, such memory is saved whole; a resume lets all of them look there.
+Tensors with exactly the same elements are ties. Here tensors of networks overlap otherwise, or a
+plain value extends beyond the tensor whose memory it shares. If training has changed their layout
+or the memory around them, it is saved as a whole, and a resume restores all views of it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from helios.run_state.walk_result import WalkResult
 
 _Tensors: TypeAlias = Mapping[str, Tensor]
 _Layout: TypeAlias = dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
-"""The shape, strides and offset of each tensor that lies in some memory, by name."""
+"""The shape, strides and offset of each tensor in some memory, by name."""
 
 
 def block_marks(scene: OwnerScan, shared: Collection[int]) -> dict[str, Any]:
-    """Return what tells of changes of memory that several look at, but in the tensors there.
+    """Return marks that reveal changes of shared memory outside of the tensors in it.
 
     Args:
-        scene: what is there now.
+        scene: what the owner holds now.
         shared: as :func:`find_blocks` finds them.
 
     Returns:
-        By the name of the tensor by which plain values find the memory: its size, how tensors lie
+        By the name of the tensor through which plain values find the memory: its size, the layout
+        of tensors in it, and a checksum of what is around them.
         there, and a checksum of what is around them.
     """
     return {anchor: _mark(members) for anchor, members in _groups(scene, shared).items()}
@@ -56,19 +57,19 @@ def find_blocks(
     before: Mapping[str, Any],
     values: PlainValues,
 ) -> dict[str, Any]:
-    """Return the memory that several look at; what is too large is named in the changes instead.
+    """Return shared memory; what is too large is reported in the changes instead.
 
     Args:
-        scene: what is there now.
+        scene: what the owner holds now.
         changes: of plain values, with the storages of which they see more than a tensor.
         before: what :func:`block_marks` returned after setup.
-        values: count what it takes to read memory, and know how much of it may be saved.
+        values: measures what reading memory costs, and limits how much of it is saved.
 
     Returns:
-        By the name of the tensor by which plain values find it: ``members``, the shape, strides and
-        offset of each tensor that lies there, by name; and the whole ``memory``, with the ``tail``
-        of bytes that are no whole element, or ``None`` where training has changed nothing but
-        these tensors.
+        By the name of the tensor through which plain values find it: ``members``, the shape,
+        strides and offset of each tensor in it, by name; and the whole ``memory``, with the
+        ``tail`` of bytes that do not fill an element, or ``None`` if training has changed nothing
+        but these tensors.
     """
     blocks: dict[str, Any] = {}
     room = changes.room
@@ -98,16 +99,16 @@ def part_memory(
 ) -> dict[str, Tensor]:
     """Give tensors that overlap others, or themselves, memory of their own, so that each can load.
 
-    Those of a block that was not changed since setup stay where they are.
+    Those of a block that is unchanged since setup keep their memory.
 
     Args:
         found: what setup has made.
-        parameters: of it.
+        parameters: its parameters.
         blocks: what :func:`find_blocks` returned.
 
     Returns:
-        The tensors by which plain values find the memory that setup gave them, by the name of the
-        block that belongs there.
+        The tensors through which plain values find the memory that setup gave them, by the name
+        of the block that belongs there.
     """
     tensors = dict(_tensors(found, parameters))
     shared = ties_of(found, parameters).overlapping
@@ -127,7 +128,7 @@ def part_memory(
                 leaving = (part for part in members.values() if _key(part) != kept)
                 parted |= {id(part): part for part in leaving}
     clones = {_key(part): part.detach().clone() for part in parted.values()}
-    # What is tied stays tied.
+    # Tied tensors stay tied.
     for part, clone in [(part, clones[_key(part)]) for part in parted.values()]:
         part.data = clone
     return homes
@@ -136,12 +137,12 @@ def part_memory(
 def restore_blocks(
     blocks: Mapping[str, Any], found: WalkResult, parameters: Parameters, homes: _Tensors
 ) -> None:
-    """Let tensors look at the same memory again; to be called after they were loaded.
+    """Let tensors view the same memory again, after they were loaded.
 
     Args:
         blocks: what :func:`find_blocks` returned.
         found: what setup has made.
-        parameters: the tensors that training moves among it.
+        parameters: the tensors among it that training updates.
         homes: what :func:`part_memory` returned.
     """
     tensors = dict(_tensors(found, parameters)) if blocks else {}
@@ -154,7 +155,7 @@ def restore_blocks(
         elif anchor in homes:
             whole = _bytes_of(homes[anchor])
         else:
-            # Setup lets them lie otherwise by now.
+            # Setup gives them another layout now.
             continue
         for name, place in members.items():
             view = tensor_on(whole.untyped_storage(), tensors[name].dtype, *place)
@@ -165,7 +166,7 @@ def restore_blocks(
 
 
 def crossings(scene: OwnerScan) -> dict[str, tuple[Any, ...]]:
-    """Return the tensors that overlap one of another owner, with its name and how they lie."""
+    """Return the tensors that overlap one of another owner, with its name and their layout."""
     own = dict(_tensors(scene.found, scene.parameters))
     near: dict[int, list[tuple[str, Tensor]]] = {storage_of(part): [] for part in own.values()}
     for name, part in scene.others.items() if own else ():
@@ -188,7 +189,7 @@ def _tensors(found: WalkResult, parameters: Parameters) -> Iterator[tuple[str, T
 
 
 def _groups(scene: OwnerScan, shared: Collection[int]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors in each of some storages, by the one by which plain values find it."""
+    """Return the tensors of the storages, by the tensor through which plain values find them."""
     if not shared:
         return {}
     tensors = _tensors(scene.found, scene.parameters)
@@ -223,7 +224,7 @@ def _layout(members: _Tensors) -> _Layout:
 
 
 def _mark(members: _Tensors, before: Any = None) -> Any:
-    """Return the mark of memory; without what is around where it differs from one anyway."""
+    """Return the mark of memory, without what is around it if it differs anyway."""
     first = next(iter(members.values()))
     mark = first.dtype, first.untyped_storage().nbytes(), _layout(members)
     if before is not None and mark != before[:3]:
@@ -232,7 +233,7 @@ def _mark(members: _Tensors, before: Any = None) -> Any:
 
 
 def _around(members: _Tensors) -> Iterator[Tensor]:
-    """Yield the pieces of memory that no tensor sees; for tensors with steps in one, as zeros."""
+    """Yield the memory that no tensor sees; for strided tensors as one piece with zeros in it."""
     parts = list(members.values())
     whole = _bytes_of(parts[0])
     start = whole.data_ptr()
@@ -249,8 +250,8 @@ def _around(members: _Tensors) -> Iterator[Tensor]:
 
 
 def _without(parts: Iterable[Tensor], whole: Tensor, begin: int, end: int) -> Tensor:
-    """Return a copy of some memory with zeros where tensors are."""
-    # Elements lie on the boundaries that they lay on.
+    """Return a copy of some memory with zeros in place of tensors."""
+    # Keep the alignment of the elements.
     begin -= begin % 16
     copy = whole[begin:end].clone()
     for part in parts:
@@ -269,13 +270,13 @@ def _may_stay(block: Mapping[str, Any], members: _Tensors) -> bool:
 
 
 def _filled(block: Mapping[str, Any], offset: int, anchor: Tensor, home: Tensor | None) -> Tensor:
-    """Return memory with the content of a block: that of setup, where it fits."""
+    """Return memory with the content of a block; that of setup, if it fits."""
     memory, tail = block["memory"], block["tail"]
     if memory.dtype != anchor.dtype:
         memory, tail = memory.to(anchor.dtype), tail[:0]
     num_bytes = memory.nbytes + len(tail)
     whole = None if home is None else _bytes_of(home)
-    # What looks at it where setup let it look must find it there.
+    # Values that view the memory of setup must find the content there.
     if whole is None or home is None or len(whole) != num_bytes or home.storage_offset() != offset:
         whole = torch.empty(num_bytes, dtype=torch.uint8, device=anchor.device)
     whole[: memory.nbytes].copy_(memory.view(torch.uint8))
@@ -284,7 +285,7 @@ def _filled(block: Mapping[str, Any], offset: int, anchor: Tensor, home: Tensor 
 
 
 def _written(part: Tensor, steps: Iterable[int]) -> Tensor:
-    """Return the elements of a tensor that these strides do not expand."""
+    """Return the elements of a tensor that are not expanded by these strides."""
     return part[tuple(slice(None) if step else slice(1) for step in steps)]
 
 
@@ -294,7 +295,7 @@ def _bytes_of(part: Tensor) -> Tensor:
 
 
 def _content(part: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the memory of a tensor, as elements of its type and the bytes that are left."""
+    """Return the memory of a tensor, as elements of its type and the remaining bytes."""
     whole = _bytes_of(part)
     length, left = divmod(len(whole), part.element_size())
     memory = tensor_on(part.untyped_storage(), part.dtype, (length,), (1,), 0)

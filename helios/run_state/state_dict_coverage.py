@@ -1,4 +1,4 @@
-"""What an object's own ``state_dict`` holds, to find what it leaves out."""
+"""Determines what an object's own ``state_dict`` holds, to find what it leaves out."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from helios.run_state.plain_values import ATOMS
 from helios.run_state.walk_result import WalkResult
 
 EXTRA = "_extra_state"
-"""What torch calls the extra state of a module."""
+"""The key of a module's extra state in torch."""
 
 
 @final
 class Coverage:
-    """The content of a state: the very objects in it, and copies under their names.
+    """The content of a state: the identical objects in it, and copies under the same key.
 
     Args:
         state: what ``state_dict`` returned.
-        mark: returns what is equal for equal values.
+        mark: returns marks that are equal for equal values.
     """
 
     def __init__(self, state: Any, mark: Callable[[Any], bytes]) -> None:
@@ -41,7 +41,7 @@ class Coverage:
         return set(map(storage_of, tensors)) - {0}
 
     def has(self, key: Any, value: Any) -> bool:
-        """Return whether the state holds a value itself: under its own key, or anywhere in it."""
+        """Return whether the state holds the value itself: under its key, or anywhere else."""
         if type(value) in ATOMS:
             return key in self._state and self._state[key] is value
         if isinstance(value, Tensor) and storage_of(value) in self._storages:
@@ -51,14 +51,14 @@ class Coverage:
     def has_copy(self, key: Any, value: Any) -> bool:
         """Return whether the state holds an equal value under the same key.
 
-        An equal value under another key may be equal by chance.
+        An equal value under another key may be a coincidence.
         """
         names = {key, key.lstrip("_")} if isinstance(key, str) else {key}
         known = [self._state[name] for name in names if name in self._state]
         return any(self._mark(part) == self._mark(value) for part in known)
 
     def has_state(self, key: str, state: Any) -> bool:
-        """Return whether the state of an attribute's object is a part of this one."""
+        """Return whether the state of an attribute's object is part of this one."""
         tensors = [part for _, part in parts_of(state) if isinstance(part, Tensor)]
         if tensors and {storage_of(part) for part in tensors} <= self._storages:
             return True
@@ -67,13 +67,13 @@ class Coverage:
 
 @final
 class Coverages:
-    """What the ``state_dict`` of each object holds, beside what was found.
+    """The content of the ``state_dict`` of each object that was found.
 
     Args:
-        found: objects and places; what is covered is left out of the places.
+        found: objects and slots; slots whose values are covered are removed.
         states: what objects returned, by path.
         own: what the owner's own ``state_dict`` returned; ``None`` for an owner without one.
-        mark: returns what is equal for equal values.
+        mark: returns marks that are equal for equal values.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Coverages:
                 self._of |= _extra_states(path, state, mark)
         if own is not None:
             self._of[""] = Coverage(own, mark)
-        # What several places hold stays one object only if all of them are saved together.
+        # A value in several slots stays one object only if all slots are saved together.
         self._shared = _held_by_several(found)
 
     def leave_out(self) -> None:
-        """Drop places whose very value is in the state of what holds them."""
+        """Remove slots whose value itself is in the state of their container."""
         slots = self._found.slots
         for where, slot in list(slots.items()):
             cover = self._of.get(slot.parent)
@@ -109,7 +109,7 @@ class Coverages:
                 del slots[where]
 
     def drop_copies(self, changes: Changes) -> None:
-        """Drop changed values of which the state of what holds them has a copy."""
+        """Remove changed values that are copied in the state of their container."""
         for parent in changes.values["changed"].keys() & self._of.keys():
             members = changes.values["changed"].pop(parent)
             left = {key: part for key, part in members.items() if not self._is_copied(parent, key)}
@@ -128,7 +128,7 @@ class Coverages:
     def without(
         self, states: Mapping[str, dict[str, Any]], before: Mapping[str, bytes]
     ) -> dict[str, dict[str, Any]]:
-        """Return the states that training has changed and that no other state has in it.
+        """Return the states that training has changed and that no other state contains.
 
         Args:
             states: by path.
@@ -141,7 +141,7 @@ class Coverages:
         }
 
     def has(self, path: str, state: dict[str, Any]) -> bool:
-        """Return whether the state of another object has that of an object in it."""
+        """Return whether the state of another object contains that of an object."""
         holders = [f"{path[:end]}/" for end, mark in enumerate(path) if mark == "."]
         return any(
             self._of[holder].has_state(path[len(holder) :], state)
@@ -153,7 +153,7 @@ class Coverages:
 def _extra_states(
     path: str, state: Mapping[str, Any], mark: Callable[[Any], bytes]
 ) -> dict[str, Coverage]:
-    """Return what the modules of a network tell of themselves, by the path of their attributes."""
+    """Return the extra states of a network's modules, by the path of their attributes."""
     names = [name for name in state if name.endswith(EXTRA)]
     return {
         f"{path}.{name.removesuffix(EXTRA)}".rstrip(".") + "/": Coverage(state[name], mark)
@@ -171,7 +171,7 @@ def _held_by_several(found: WalkResult) -> set[int]:
 
 
 def parts_of(value: Any) -> Iterator[tuple[int, Any]]:
-    """Yield everything in a state that has an identity of its own, with that."""
+    """Yield every object in a state, with its id first."""
     seen: dict[int, Any] = {}
     waiting = [value]
     while waiting:

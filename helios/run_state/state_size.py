@@ -1,7 +1,7 @@
-"""How large a model's state will be, before the first step has been made.
+"""Computes the size of a model's state before the first step.
 
-Optimizers make their state in their first step. To know it earlier, a copy of each makes one on the
-``meta`` device, where tensors have shapes and no content.
+Optimizers create their state in their first step. To know its size earlier, a copy of each makes a
+step on the ``meta`` device, where tensors have shapes and no content.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-# What an optimizer keeps that cannot be tried out: two tensors for each parameter, as Adam does.
+# State of an optimizer that cannot be tried: two tensors per parameter, as in Adam.
 _USUAL_COPIES = 2
 _SWITCHES = ("foreach", "fused", "capturable")
 
 
 def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[int]:
-    """Return the bytes of each storage that a checkpoint of these parts will hold.
+    """Return the bytes of each storage that a checkpoint of these parts will contain.
 
     Args:
         modules: networks, on any device.
-        optimizers: those that have made a step, and those that have not.
+        optimizers: optimizers, whether they have made a step or not.
     """
     held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     dense = [part for tensor in held for part in _parts_of(tensor)]
@@ -40,7 +40,7 @@ def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
 def _parts_of(tensor: Tensor) -> list[Tensor]:
     """Return the tensors whose storages hold this one's values.
 
-    A lazy parameter has none before its first step, and a sparse tensor those of its parts.
+    A lazy parameter has none before its first step, a sparse tensor has those of its parts.
     """
     if is_lazy(tensor):
         return []
@@ -48,7 +48,7 @@ def _parts_of(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
-        # Also of one that is not coalesced.
+        # Also if it is not coalesced.
         return [tensor._indices(), tensor._values()]  # noqa: SLF001 - PyTorch has no public way
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
@@ -78,9 +78,9 @@ def _tensors_in(part: Any) -> Iterator[Tensor]:
 
 
 def _try_step(optimizer: Optimizer) -> Any:
-    """Return the state that a first step would make; ``None`` where that cannot be found out."""
+    """Return the state that a first step would create, or ``None`` if it cannot be tried."""
     if not type(optimizer).__module__.startswith("torch.optim."):
-        # Nobody knows what else a step of the user's would do.
+        # A user's step may do anything else.
         return None
     try:
         twin = copy.copy(optimizer)
@@ -88,7 +88,7 @@ def _try_step(optimizer: Optimizer) -> Any:
         twin.param_groups = [_on_meta(group) for group in optimizer.param_groups]
         with torch.no_grad():
             type(optimizer).step(twin)
-    except Exception:  # a few read numbers from tensors, which have none here
+    except Exception:  # a few optimizers read numbers from tensors, which have none on meta
         return None
     return twin.state
 

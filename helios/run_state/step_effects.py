@@ -1,7 +1,7 @@
-"""What a training step changes besides gradients and buffers: several replicas would each do it.
+"""Finds what a training step changes besides gradients and buffers.
 
-Gradients and buffers are summed and exchanged. Anything else that a step changes depends on how
-many replicas a process carries, so it is found once, at the first step (DESIGN R3).
+Gradients and buffers are summed and exchanged. Any other change depends on how many replicas a
+process runs, so it is searched for in the first step.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StepWatch:
     Args:
         owner: the model.
         look: returns what it holds now.
-        identities: numbers for what cannot be pickled.
-        reads_weights: whether to see what is written to ``parameter.data`` too, for which all
-            weights are read.
+        identities: numbers for values that cannot be pickled.
+        reads_weights: whether to notice writes to ``parameter.data`` too, which requires reading
+            all weights.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class StepWatch:
         self._before = self._take()
 
     def changed(self, *, counts_parameters: bool = True) -> list[str]:
-        """Return the paths of what has changed since this object was made.
+        """Return the paths of what has changed since this object was created.
 
         Args:
-            counts_parameters: whether a parameter that was written to counts.
+            counts_parameters: whether to include parameters that were written to.
         """
         before, after = (
             marks | moved if counts_parameters else marks
             for marks, moved in (self._before, self._take())
         )
         found = {path for path in before | after if before.get(path) != after.get(path)}
-        # An attribute says more than the object that it is one of.
+        # The path of an attribute is more precise than that of its object.
         holders = {path[:end] for path in found for end, mark in enumerate(path) if mark == "."}
         return sorted(found - holders)
 
@@ -70,7 +70,7 @@ class StepWatch:
         scene = self._look()
         found = scene.found
         marks = class_marks(self._owner, found, scene, self._identities)
-        # A manual step moves optimizers and schedulers, as it moves parameters.
+        # A manual step updates optimizers and schedulers, as it updates parameters.
         moved = {
             name: _mark_of(tensor, reads_bits=self._reads_weights)
             for name, tensor in (scene.parameters.named() | scene.parameters.loose).items()
@@ -79,17 +79,17 @@ class StepWatch:
         for path, part in (*found.objects.items(), *found.inner.items()):
             if not isinstance(part, nn.Module):
                 state = _state_of(part)
-                # The state of a scheduler is its attributes, so that these are named.
+                # The state of a scheduler is its attributes, so these are reported.
                 if not isinstance(part, LRScheduler):
                     covers[f"{path}/"] = Coverage(state, lambda value: self._mark_of(value, scene))
-                # What the state of an optimizer is comes of its updates.
+                # The state of an optimizer results from its updates.
                 if not isinstance(part, Optimizer):
                     table = moved if isinstance(part, LRScheduler) else marks
                     table[path] = self._mark_of(state, scene)
         for slot in found.slots.values():
             cover = covers.get(slot.parent)
             is_known = cover is not None and cover.has(slot.key, slot.value)
-            # Nothing tells how far an iterator has come: it would differ at every look.
+            # The position of an iterator is unknown: it would differ at every comparison.
             if not (is_known or _is_buffer(slot, found) or isinstance(slot.value, Iterator)):
                 table = moved if _is_of_updates(slot, found) else marks
                 table[slot.path] = self._mark_of(slot.value, scene)
@@ -109,19 +109,19 @@ def _state_of(part: Stateful) -> dict[str, Any]:
 
 
 def _is_of_updates(slot: Slot, found: WalkResult) -> bool:
-    """Return whether a place is an attribute of an optimizer or a scheduler."""
+    """Return whether a slot is an attribute of an optimizer or a scheduler."""
     holder = found.objects.get(slot.parent.rstrip("/")) if slot.parent.endswith("/") else None
     return isinstance(holder, Optimizer | LRScheduler)
 
 
 def _is_buffer(slot: Slot, found: WalkResult) -> bool:
     container = found.containers.get(slot.parent)
-    # named_buffers() leaves out those that are None, and get their first tensor in the step.
+    # named_buffers() leaves out buffers that are None, whose first tensor comes in the step.
     return isinstance(container, nn.Module) and slot.key in vars(container)["_buffers"]
 
 
 def _mark_of(parameter: Tensor, *, reads_bits: bool) -> bytes:
-    """Return what differs after a parameter was written to; ``.data`` counts no version."""
+    """Return a mark that differs after a write; writes to ``.data`` do not change the version."""
     return b"%d %d %d" % (
         parameter._version,  # noqa: SLF001 - torch has no public counter
         parameter.data_ptr(),

@@ -1,7 +1,7 @@
-"""The types, shapes and memory formats of tensors, and which buffers there are.
+"""Saves types, shapes and memory formats of tensors, and which buffers exist.
 
-``load_state_dict`` casts to the type that ``setup`` built and refuses another shape. What training
-has changed since ``setup`` is therefore saved by name, and made again before the values are loaded.
+``load_state_dict`` casts to the type that ``setup`` built and rejects another shape. What training
+has changed since ``setup`` is therefore saved by name, and recreated before values are loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Forms:
 def forms_of(found: WalkResult, parameters: Parameters) -> dict[str, Forms]:
     """Return the forms by path of the network; those of loose parameters under the empty path.
 
-    Networks with lazy modules have none: their tensors get a form from the first batch.
+    Networks with lazy modules have none: the first batch determines the form of their tensors.
     """
     loose = {name: _form(tensor) for name, tensor in parameters.loose.items()}
     forms = {"": Forms(loose, {})}
@@ -58,8 +58,8 @@ def changed_forms(before: Mapping[str, Forms], now: Mapping[str, Forms]) -> dict
     """Return what has another form than after setup, by path.
 
     Returns:
-        ``tensors``: names of parameters and buffers; ``buffers``: the kinds of those that are
-        registered otherwise, by submodule, ``None`` for one that is gone.
+        ``tensors``: names of parameters and buffers; ``buffers``: by submodule the kinds of those
+        whose registration differs, ``None`` for one that is gone.
     """
     changed: dict[str, Any] = {}
     for path in before.keys() & now.keys():
@@ -79,13 +79,13 @@ def changed_forms(before: Mapping[str, Forms], now: Mapping[str, Forms]) -> dict
 def restore_forms(
     changed: Mapping[str, Any], found: WalkResult, parameters: Parameters, state: dict[str, Any]
 ) -> None:
-    """Give tensors the forms that training had given them; parameters stay the same objects.
+    """Give tensors the forms that they had in training; parameters stay the same objects.
 
     Args:
         changed: what :func:`changed_forms` returned.
         found: what setup has made.
-        parameters: of these.
-        state: the captured state, which has the tensors.
+        parameters: its parameters.
+        state: the captured state, which contains the tensors.
     """
     if "" in changed:
         for name in changed[""]["tensors"]:
@@ -105,7 +105,7 @@ def restore_forms(
 
 
 def casts(found: WalkResult, state: dict[str, Any]) -> list[str]:
-    """Say which tensors of networks ``setup`` has built of another type than was saved."""
+    """Describe tensors of networks for which ``setup`` has built another type than was saved."""
     texts: list[str] = []
     for path, module in _modules(found).items():
         saved = _states(state).get(path, {})
@@ -135,18 +135,18 @@ def _modules(found: WalkResult) -> dict[str, nn.Module]:
 
 def _submodules(network: Network) -> Iterator[tuple[str, nn.Module]]:
     for name, part in network.modules:
-        # What is not built by torch.nn may be without these tables, as compiled scripts are.
+        # Modules that torch.nn did not build, such as compiled scripts, may have no tables.
         if isinstance(vars(part).get("_buffers"), dict):
             yield name, part
 
 
 def saved_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield what :func:`all_tensors` does, without those of lazy modules that have no form yet."""
+    """Yield what :func:`all_tensors` yields, without tensors of lazy modules without a form."""
     return (item for item in all_tensors(network) if not is_lazy(item[3]))
 
 
 def all_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield parameters and persistent buffers with their name, the module they are in and key."""
+    """Yield parameters and persistent buffers with their name, their module and key."""
     for place, part in _submodules(network):
         prefix = f"{place}." if place else ""
         table = vars(part)
@@ -161,7 +161,7 @@ def _buffers_of(network: Network) -> dict[str, dict[str, _Kind]]:
     kinds: dict[str, dict[str, _Kind]] = {}
     for place, part in _submodules(network):
         hidden = vars(part)["_non_persistent_buffers_set"]
-        # What one that is not persistent holds is saved as a plain value.
+        # The value of a non-persistent one is saved as a plain value.
         kinds[place] = {
             key: (key not in hidden, key not in hidden and buffer is None)
             for key, buffer in vars(part)["_buffers"].items()
@@ -208,6 +208,6 @@ def _empty_like(saved: Tensor, device: torch.device | None) -> Tensor:
 
 
 def _reform(tensor: Tensor, saved: Tensor) -> None:
-    # Optimizers know it by identity. Its gradient, of the old form, comes with the state.
+    # Optimizers know it by identity. Its gradient, of the old form, is in the state.
     tensor.grad = None
     tensor.data = _empty_like(saved, tensor.device)

@@ -1,7 +1,7 @@
-"""Which parameters and buffers of networks are one tensor, or lie in the same memory.
+"""Finds parameters and buffers of networks that are the same tensor or share memory.
 
-Optimizers know parameters by identity, so that one that training ties to another, or gives a tensor
-of its own, fits nothing that ``setup`` makes. Memory is shared again, and so are buffers.
+Optimizers identify parameters by identity, so if training ties a parameter to another one or unties
+it, ``setup`` cannot rebuild that. Shared memory and shared buffers are restored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from helios.run_state.tensor_formats import all_tensors
 from helios.run_state.walk_result import WalkResult
 
 _Tie: TypeAlias = tuple[str, bool]
-"""The name of the first tensor in that memory, and whether it is the same object."""
+"""The name of the first tensor in the same memory, and whether it is the same object."""
 
 
 class _Place(NamedTuple):
@@ -33,14 +33,14 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Ties:
-    """Who shares what.
+    """Which tensors share memory.
 
     Attributes:
         names: all parameters and persistent buffers.
-        tied: those that look at the very same elements as one that comes before them.
+        tied: those that have exactly the same elements as an earlier one.
         overlapping: the storages in which tensors overlap otherwise.
-        mingled: tensors whose storages overlap, with the other one and the distance in bytes:
-            arrays lent them their memory, and torch does not know.
+        mingled: tensors whose storages overlap, with the other one and the distance in bytes: they
+            were created from arrays that share memory, which torch does not know.
     """
 
     names: frozenset[str]
@@ -50,7 +50,7 @@ class Ties:
 
 
 def ties_of(found: WalkResult, parameters: Parameters) -> Ties:
-    """Return which tensors of all networks, and which parameters beside them, are tied now."""
+    """Return the current ties of tensors of all networks and of parameters outside of them."""
     first: dict[Any, tuple[str, Tensor]] = {}
     tied: dict[str, _Tie] = {}
     places = _places(found)
@@ -86,16 +86,16 @@ def _overlapping(
 def changed_ties(
     before: Ties, now: Ties, found: WalkResult
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what is tied otherwise than after setup.
+    """Return ties that differ from those after setup.
 
     Args:
-        before: what was tied then.
-        now: what is tied now.
-        found: what is there now.
+        before: the ties after setup.
+        now: the current ties.
+        found: what the owner holds now.
 
     Returns:
-        The tie of each tensor whose memory is shared otherwise, ``None`` for one that has its own;
-        and the parameters that are another object than setup makes, with what has changed.
+        The tie of each tensor whose memory is shared differently, ``None`` for one that has its
+        own; and the parameters that are other objects than those of setup, with what has changed.
     """
     changed: dict[str, Any] = {}
     misfits: dict[str, str] = {}
@@ -113,7 +113,7 @@ def changed_ties(
 
 
 def restore_ties(changed: Mapping[str, Any], found: WalkResult) -> None:
-    """Share and part memory as training had done; to be called before values are loaded."""
+    """Share and separate memory as training has done, before values are loaded."""
     places = _places(found) if changed else {}
     known = {name: tie for name, tie in changed.items() if name in places}
     for name, tie in known.items():
@@ -128,7 +128,7 @@ def restore_ties(changed: Mapping[str, Any], found: WalkResult) -> None:
 
 def _put(place: _Place, tensor: Tensor) -> None:
     if isinstance(place.tensor, nn.Parameter):
-        # Optimizers know it by identity.
+        # Optimizers know the parameter by identity.
         place.tensor.data = tensor.detach()
     else:
         place.module._buffers[place.key] = tensor  # noqa: SLF001 - setattr would refuse a parameter
@@ -147,7 +147,7 @@ def _text(tie: _Tie | None) -> str:
 
 
 def tensors_of_networks(found: WalkResult) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and persistent buffers by name, each module's once."""
+    """Yield parameters and persistent buffers by name, those of each module once."""
     return ((name, place.tensor) for name, place in _walk(found))
 
 

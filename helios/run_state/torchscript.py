@@ -1,4 +1,4 @@
-"""Attributes of scripted and traced networks: PyTorch keeps them where nothing restores them."""
+"""Reads attributes of scripted and traced networks, which PyTorch stores and cannot restore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def script_marks(
     Args:
         found: networks by path.
         surroundings: what is saved elsewhere.
-        identities: numbers for what cannot be pickled.
+        identities: numbers for values that cannot be pickled.
     """
     return {
         f"{path}.{name}.{key}" if name else f"{path}.{key}": look_at(
@@ -41,7 +41,7 @@ def _attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
         described: Any = vars(module).get("_concrete_type")
         for key in described.get_attributes() if described is not None else ():
             value = vars(module)["_c"].getattr(key)
-            # Parameters and buffers are saved; modes, too.
+            # Parameters, buffers and modes are saved.
             if not key.startswith("_") and key != "training" and not isinstance(value, Tensor):
                 yield key, value
     elif isinstance(module, GraphModule):

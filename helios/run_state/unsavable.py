@@ -1,6 +1,6 @@
-"""What can only be named: hooks, attributes of classes and scripts, and some shared memory.
+"""Reports changes that cannot be saved: hooks, attributes of classes, scripts, shared memory.
 
-Memory of several owners, and of tensors whose storages overlap, cannot be shared again.
+Shared memory is among them if it belongs to several owners, or to tensors of overlapping storages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from helios.run_state.torchscript import script_marks
 def renew_unsavable(
     baseline: Baseline, owner: object, scene: OwnerScan, identities: Identities
 ) -> None:
-    """Take what is there for unchanged: every start makes it anew."""
+    """Treat the current values as unchanged: every start creates them again."""
     baseline.hooks = hooks_of(scene.found)
     baseline.scripts = script_marks(scene.found, scene, identities)
     baseline.classes = class_marks(owner, scene.found, scene, identities)
@@ -31,7 +31,7 @@ def renew_unsavable(
 def unsavable_changes(
     baseline: Baseline, owner: object, scene: OwnerScan, identities: Identities
 ) -> dict[str, str]:
-    """Return what has changed, with the reason why no checkpoint holds it, by name."""
+    """Return what has changed, with the reason why no checkpoint can hold it, by name."""
     lost = _changed(baseline.hooks, hooks_of(scene.found), unsupported_values.HOOK)
     marks = class_marks(owner, scene.found, scene, identities)
     lost |= _changed(baseline.classes, marks, unsupported_values.OF_CLASS)
@@ -46,7 +46,7 @@ def unsavable_changes(
 def _shared_otherwise(
     before: Mapping[str, tuple[Any, ...]], now: Mapping[str, tuple[Any, ...]], reason: str
 ) -> dict[str, str]:
-    """Return the reason for what shares memory otherwise, with the name of the other tensor."""
+    """Return the reason for tensors that share memory differently, with the other one's name."""
     partners = {name: place[0] for name, place in {**before, **now}.items()}
     changed = _changed(before, now, reason)
     return {name: text.format(partners[name]) for name, text in changed.items()}

@@ -1,4 +1,4 @@
-"""Why a value cannot be saved, and what to do instead: each reason has the remedy that fits it."""
+"""The reasons why a value cannot be saved, each with its remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DATA = (Dataset, DataLoader)
 TOO_DEEP = "it is nested more than {} levels deep: flatten it"
 CIRCLE = "it contains itself: only lists, dicts and dataclasses may do so"
 FACTORY = (
-    "the factory of its defaultdict has no name that loading may call: use one like int or list"
+    "the factory of its defaultdict cannot be called when loading: use one such as int or list"
 )
 IN_SET = "it holds a tensor in a set: keep tensors in a list or dict"
 IN_SCALAR = "it holds an object in a NumPy scalar: take it out of the array"
@@ -29,65 +29,65 @@ NO_STORAGE = (
     "it holds a tensor without a storage of its own ({}): register it as a buffer of a network"
 )
 AROUND = (
-    "the memory of {} is a part of its own: make a tensor of the whole array by torch.from_numpy, "
-    "and take the part of that"
+    "the memory of {} is part of its own memory: make a tensor of the whole array with "
+    "torch.from_numpy, and slice that tensor"
 )
-BEYOND = "it sees more of the memory that {} lies in than that, which another owner saves: copy it"
+BEYOND = "it is a view beyond {}, which another owner saves: copy it"
 MINGLED = (
-    "its memory overlaps that of {} otherwise than after setup(), in an array that torch does not "
-    "know: make a tensor of the whole array by torch.from_numpy, and take parts of that"
+    "its memory overlaps that of {} differently than after setup(), in an array that torch does "
+    "not know: make a tensor of the whole array with torch.from_numpy, and slice that tensor"
 )
 CROSSING = (
-    "it shares memory with {}, which another owner saves, otherwise than after setup(): share it "
+    "it shares memory with {}, which another owner saves, differently than after setup(): share it "
     "in setup(), or copy it"
 )
-GRAPH = "it holds a tensor that is the result of a computation with gradients: detach() it"
+GRAPH = "it holds a tensor with a computation graph: detach() it"
 STRAY_PARAMETER = "it holds a {} that no saved object holds: register it in a network in setup()"
 REFERENCE = "it refers to {}: keep objects in attributes, or in lists and dicts"
-FLAGS = "{!r} is no combination of named flags: name all flags"
+FLAGS = "{!r} is not a combination of named flags: name all flags"
 FILE = "it is an open file: open it at each start, in setup() or on_training_start()"
 MAPPED = "it is mapped from a file: map it read-only, or copy it into an array"
-IN_TUPLE = "it lies in a tuple beside an object: keep what changes in a list"
-BROKEN = "it cannot be looked through ({}): give it state_dict() and load_state_dict()"
+IN_TUPLE = "it is in a tuple with an object: keep what changes in a list"
+BROKEN = "it cannot be inspected ({}): give it state_dict() and load_state_dict()"
 UNKNOWN = (
-    "setup() puts no {} anywhere, so that loading cannot know it: let setup() use it, or return it "
-    "from types_for_safe_load()"
+    "setup() creates no {}, so that loading cannot know the type: create one in setup(), or return "
+    "the type from types_for_safe_load()"
 )
 TOO_LARGE = (
-    "plain values are saved up to {} in all: register large tensors as buffers of a network, give "
-    "what holds it state_dict() and load_state_dict(), or raise "
+    "plain values are saved up to a total of {}: register large tensors as buffers of a network, "
+    "give their owner state_dict() and load_state_dict(), or raise "
     "CheckpointStore(max_plain_bytes=...)"
 )
 TOO_SLOW = (
     "saving it takes {:.2g} s, more than {:.0%} of the time between saves: save less often, or "
     "give it state_dict() and load_state_dict()"
 )
-LATE = "created after setup(), where a resumed run does not find it: create it in setup()"
+LATE = "created after setup(), so that a resumed run cannot find it: create it in setup()"
 HOOK = (
-    "a hook that was registered or removed after the start: register it in setup(), or at each "
-    "start in on_training_start()"
+    "a hook registered or removed after the start: register it in setup(), or at each start in "
+    "on_training_start()"
 )
 STRAY = (
-    "a generator where no resume can put one, as in a list that setup() does not fill: create it "
-    "in setup(), or keep it in an attribute"
+    "a generator that a resume cannot restore, such as one in a list that setup() does not fill: "
+    "create it in setup(), or keep it in an attribute"
 )
 OF_SCRIPT = "an attribute of a scripted network: make it a buffer, or an attribute of the model"
 OF_CLASS = (
-    "an attribute of a class, which no checkpoint holds: make it an attribute of the instance"
+    "an attribute of a class, which no checkpoint can hold: make it an attribute of the instance"
 )
 
 _ITERATOR = (
-    "an iterator: nothing tells how far it has come; count in an attribute, and make the iterator "
-    "in setup() or on_training_resume()"
+    "an iterator, whose position is unknown: count in an attribute, and create the iterator in "
+    "setup() or on_training_resume()"
 )
 _GENERATOR = (
-    "a generator of random numbers where none can be put back: keep it in an attribute, or in a "
+    "a random number generator that cannot be restored there: keep it in an attribute, or in a "
     "list or dict that setup() fills"
 )
 
 
 def without_state(part: Any) -> str:
-    """Return why an object that has no ``state_dict`` cannot be saved, and what helps."""
+    """Return why an object without a ``state_dict`` cannot be saved, and the remedy."""
     if is_generator(part):
         return _GENERATOR
     if isinstance(part, Iterator):
@@ -95,22 +95,22 @@ def without_state(part: Any) -> str:
     name = type_name(type(part)).removeprefix("builtins.")
     if isinstance(part, _CODE):
         return (
-            f"{name} has no state_dict: keep the name of what is chosen in an attribute, and look "
-            "it up by that"
+            f"{name} has no state_dict: keep the name of the chosen object in an attribute, and "
+            "look it up by that name"
         )
     if isinstance(part, _DATA):
-        return f"{name} has no state_dict: make it in setup(), or at each start in a start event"
+        return f"{name} has no state_dict: create it in setup(), or at each start in a start event"
     return (
-        f"{name} has no state_dict: give it state_dict() and load_state_dict(), and make it in "
+        f"{name} has no state_dict: give it state_dict() and load_state_dict(), and create it in "
         "setup()"
     )
 
 
 def way_to(parts: Iterable[Any]) -> str:
-    """Return where an element lies in a value, as paths say it; empty for the value itself.
+    """Return the path of an element in a value; empty for the value itself.
 
     Args:
-        parts: the value, what lies inside of each other on the way, and the element.
+        parts: the value, the containers on the way to the element, and the element.
 
     Example:
         >>> part = object()

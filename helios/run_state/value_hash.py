@@ -1,6 +1,6 @@
-"""The mark of a value: a hash of tokens that say what it consists of, in order.
+"""Computes the mark of a value: a hash of tokens that describe its content in order.
 
-Atoms are pickled; the elements of large arrays and tensors are only summed up.
+Atoms are pickled; elements of large arrays and tensors only enter a checksum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from helios.run_state.checksums import array_sum, tensor_sum
 from helios.run_state.plain_values import Storages, Target
 from helios.storage.user_types import Alias
 
-# What stands before the tokens of a part. No atom is a bytearray, so nothing else looks like it.
+# The token before those of a part. No atom is a bytearray, so nothing else looks like it.
 AGAIN, TUPLE, LIST, DEQUE, OBJECTS, MEMBER, FIELDS, NAMED, NUMBER, OBJECT = (
     bytearray([code]) for code in range(10)
 )
@@ -45,12 +45,12 @@ _LONG_WRITE = 1 << 14
 
 
 class Digest(NamedTuple):
-    """What is remembered of a value.
+    """What is kept of a value for comparison.
 
     Attributes:
         is_plain: whether it was a plain value.
         mark: hash of its types and bytes.
-        size: its size in bytes, about.
+        size: its approximate size in bytes.
     """
 
     is_plain: bool
@@ -60,19 +60,19 @@ class Digest(NamedTuple):
 
 @dataclass(slots=True)
 class Look:
-    """What one look at a value has found.
+    """The result of scanning a value.
 
     Attributes:
-        obstacle: why it is not plain, and what helps; empty for a plain value.
+        obstacle: why it is not plain, and the remedy; empty for a plain value.
         fault: the path to the part of it that the obstacle concerns; empty for all of it.
         mark: hash of its types and bytes.
-        size: its size in bytes, about.
+        size: its approximate size in bytes.
         parts: addresses of its mutable parts: values with one in common are aliases.
         types: the enums and dataclasses in it.
         records: members of those and instances of these.
         aliases: tensors and arrays in it that share memory with what is saved elsewhere.
         memory: arrays and tensors on the host in it.
-        lends: whether torch and NumPy may share some of that.
+        lends: whether torch and NumPy may share some of that memory.
         reached: storages of which tensors and arrays in it see more than what is saved of them.
     """
 
@@ -95,12 +95,12 @@ class Look:
 
     @property
     def digest(self) -> Digest:
-        """What is remembered of the value."""
+        """What is kept of the value for comparison."""
         return Digest(self.is_plain, self.mark, self.size)
 
 
 def look_at_atom(value: Any) -> Look:
-    """Look at a value without members, of which networks have thousands."""
+    """Scan a value without members, of which networks have thousands."""
     data = pickle.dumps(value, protocol=5)
     is_short = len(data) < _SHORT_BYTES
     return Look(mark=data if is_short else blake2b(data).digest(), size=len(data))
@@ -122,15 +122,15 @@ class _Sink:
 
 @final
 class Marks:
-    """Takes the tokens of one value.
+    """Collects the tokens of one value.
 
     Args:
         storages: the tensors that are saved elsewhere.
 
     Attributes:
-        tokens: those that were not written yet; anybody may add atoms and containers of atoms.
-        seen: the numbers of parts that may be met again, by address.
-        look: what was found.
+        tokens: those that were not written yet; callers may add atoms and containers of atoms.
+        seen: the numbers of parts that may occur again, by address.
+        look: the result.
     """
 
     def __init__(self, storages: Storages) -> None:
@@ -143,7 +143,7 @@ class Marks:
         # Without pickle's memo, equal atoms have equal bytes whether they are one object or two.
         self._pickler.fast = True
         self._dtypes: dict[np.dtype[Any], str] = {}
-        # The first array or tensor that was seen in some memory.
+        # The first array or tensor in each memory.
         self._roots: dict[int, Any] = {}
 
     def flush(self, *, at_least: int = _CHUNK) -> None:
@@ -153,14 +153,14 @@ class Marks:
             self.tokens.clear()
 
     def finish(self) -> Look:
-        """Return what was found, with the mark."""
+        """Return the result, with the mark."""
         self.flush(at_least=0)
         self.look.mark = self._sink.hash.digest()
         self.look.size += self._sink.size
         return self.look
 
     def add_whole(self, part: Any) -> None:
-        """Add a container of atoms, which pickle writes by itself."""
+        """Add a container of atoms, which pickle writes as a whole."""
         self.tokens.append(part)
         if len(part) > _CHUNK:
             self.flush(at_least=0)
@@ -194,20 +194,20 @@ class Marks:
         self.tokens += (_SCALAR, self._name_of(part.dtype), part.tobytes())
 
     def add_saved(self, part: Tensor) -> bool:
-        """Add a tensor that is saved elsewhere by its name; return whether it is one."""
+        """Add the name of a tensor that is saved elsewhere; return whether it is one."""
         name = self._storages.name_of(part)
         if name is None:
             return False
         # Its type and whether it is frozen are saved with its module.
         self.tokens += (_SHARES, name)
         if not isinstance(part, nn.Parameter):
-            # A resume makes a buffer of another form anew, but lets parameters be what they are.
+            # A resume creates a buffer of another form again, but keeps parameters as they are.
             self.tokens += _form_of(part)
         self.look.aliases.append((part, Alias(name, "itself", None, (), (), 0, flag=False)))
         return True
 
     def add_elements(self, part: Tensor) -> None:
-        """Add a dense tensor, but for its type and shape."""
+        """Add the elements of a dense tensor, without its type and shape."""
         self.tokens.append(part.stride())
         target = self._storages.find(part)
         if target is not None:
@@ -227,7 +227,7 @@ class Marks:
         self.look.size += part.nbytes
 
     def _add_target(self, part: Any, target: Target) -> None:
-        """Add what part of which tensor it is, and how that lies in memory, which may move too."""
+        """Add the tensor it is a part of, its position, and its layout, which may change too."""
         held = self._storages.tensor(target.name)
         assert held is not None
         self.tokens += (_SHARES, *target, *_form_of(held))

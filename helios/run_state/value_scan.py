@@ -1,7 +1,8 @@
-"""One look at a value: whether it is plain, what it refers to, and a mark that tells of changes.
+"""Scans a value: whether it is plain, what it refers to, and a mark that reveals changes.
 
-What is saved elsewhere is only named in the mark: networks, optimizers and their parameters may
-train without changing what refers to them. What cannot be pickled counts by identity.
+The mark contains only the names of what is saved elsewhere: networks, optimizers and parameters may
+change in training without changing a value that refers to them. Values that cannot be pickled are
+compared by identity.
 """
 
 from __future__ import annotations
@@ -56,16 +57,16 @@ from helios.run_state.value_hash import (
 )
 
 MAX_DEPTH = 100
-"""How deeply plain values may be nested: what reads and writes files recurses."""
+"""Maximum depth of plain values: reading and writing files is recursive."""
 
-# Code never changes; what data sets and loaders go through is the data's own state.
+# Code never changes; data sets and loaders are the data's own state.
 _OPAQUE = (type, FunctionType, ModuleType, Dataset, DataLoader)
-# Only these can be filled after something refers to them, so that they may contain themselves.
+# Only these can be filled after something refers to them, so they may contain themselves.
 _OPEN_KINDS = (list, dict, OrderedDict)
 
 
 def look_at(value: Any, surroundings: Surroundings, identities: Identities) -> Look:
-    """Look through a value: types, order, bytes and what is shared count.
+    """Scan a value. Types, order, bytes and shared objects count.
 
     Args:
         value: the value.
@@ -78,19 +79,19 @@ def look_at(value: Any, surroundings: Surroundings, identities: Identities) -> L
         walk = _Walk(surroundings, identities)
         walk.enter(value)
         look = walk.finish()
-    except Exception as error:  # user code, called while an object is taken apart
+    except Exception as error:  # user code, called while an object is reduced
         look = Look(obstacle=unsupported_values.BROKEN.format(type(error).__name__))
         look.mark = b"%d" % identities.number(value)
     return look
 
 
 def mark_of_state(state: Any, identities: Identities) -> bytes:
-    """Return what is equal for equal content, wherever its tensors lie."""
+    """Return a mark that is equal for equal content, on whichever device its tensors are."""
     return look_at(state, _Nothing(), identities).mark
 
 
 class _Nothing:
-    """Surroundings in which nothing is saved: content counts, and not what it shares."""
+    """Surroundings in which nothing is saved elsewhere: content counts, sharing does not."""
 
     def name_of(self, value: object) -> str | None:
         return None
@@ -110,11 +111,11 @@ class _Walk:
         self._tokens = self._marks.tokens
         self._seen = self._marks.seen
         self._way: list[tuple[Any, Iterator[Any]]] = []
-        # What was made on the way must live as long as its address is remembered.
+        # Temporary objects must live as long as their ids are remembered.
         self._made: list[Any] = []
 
     def enter(self, value: Any) -> None:
-        """Go through a value, depth first."""
+        """Walk through a value, depth first."""
         tokens, way = self._tokens, self._way
         way.append((None, iter((value,))))
         while way:
@@ -134,11 +135,11 @@ class _Walk:
                 self._refuse(unsupported_values.TOO_DEEP.format(MAX_DEPTH))
 
     def finish(self) -> Look:
-        """Return what was found."""
+        """Return the result."""
         return self._marks.finish()
 
     def _refuse(self, obstacle: str, part: Any = None) -> None:
-        """Note the first obstacle, and which part of the value it concerns, if not all of it."""
+        """Record the first obstacle, and the part of the value it concerns, unless it is all."""
         if not self._look.obstacle:
             self._look.obstacle = obstacle
             open_parts = [holder for holder, _ in self._way[1:]]
@@ -147,7 +148,7 @@ class _Walk:
             )
 
     def _is_again(self, part: Any, *, is_mutable: bool = True) -> bool:
-        """Note a part that may be shared; return whether it was seen before."""
+        """Record a part that may be shared, and return whether it was seen before."""
         number = self._seen.get(id(part))
         if number is not None:
             self._tokens += (AGAIN, number)
@@ -219,7 +220,7 @@ class _Walk:
             self._marks.add_whole(list(part))
             return None
         if any(isinstance(member, Tensor) for member in part):
-            # It is found again by identity only, which no checkpoint keeps.
+            # Identity alone would find it again, and no checkpoint keeps that.
             self._refuse(unsupported_values.IN_SET, part)
         return part
 
@@ -253,7 +254,7 @@ class _Walk:
         if not part.is_leaf:
             self._refuse(unsupported_values.GRAPH, part)
         elif type(part) is not Tensor:
-            # A parameter would come back as a tensor: it is saved on its own account, or not.
+            # A parameter would be restored as a tensor: it is saved separately, or not at all.
             self._refuse(unsupported_values.STRAY_PARAMETER.format(type(part).__name__), part)
         self._marks.add_elements(part)
         return None
@@ -328,12 +329,12 @@ class _Walk:
     def _add_memmap(self, part: np.memmap[Any, Any]) -> None:
         self._refuse(unsupported_values.MAPPED, part)
         self._tokens += (NUMBER, self._identities.number(part), part.shape)
-        # A file of gigabytes is not read to see that nobody can have written to it.
+        # A read-only file cannot have changed, and may be too large to read.
         if part.flags.writeable:
             self._tokens.append(array_sum(part))
 
     def _reduce(self, part: Any) -> Iterable[Any] | None:
-        """Take an object apart as pickle would; what refuses counts by identity."""
+        """Take an object apart as pickle would; one that refuses is compared by identity."""
         self._refuse(unsupported_values.without_state(part), part)
         if self._is_again(part, is_mutable=False):
             return None
@@ -345,7 +346,7 @@ class _Walk:
         if not isinstance(reduced, tuple):
             self._tokens += (NUMBER, self._identities.number(part))
             return None
-        # Members come from iterators, which are used up by the first look.
+        # Members come from iterators, which this loop would exhaust.
         whole = [*reduced[:3], *(list(piece) for piece in reduced[3:5] if piece is not None)]
         self._made.append(whole)
         self._tokens += (OBJECT, len(whole))

@@ -1,7 +1,7 @@
-"""One pass over what an owner reaches: objects with state, and the places that hold all the rest.
+"""Walks over everything that an owner reaches: objects with state, and the slots of other values.
 
-Lists, tuples and dicts are entered; one without any object in it stays whole, so that its inner
-aliases do. Of objects with a ``state_dict`` their attributes are entered too, because the
+Lists, tuples and dicts are entered. One without any object in it is kept whole, so that aliases
+within it are preserved. Attributes of objects with a ``state_dict`` are entered too, because the
 ``state_dict`` may leave some out. Other objects are not entered.
 """
 
@@ -27,12 +27,12 @@ from helios.run_state.walk_result import Rules, Slot, WalkResult, members_of
 
 
 def unwrap(value: object) -> object:
-    """Return the module inside a compiled or parallel one; anything else as it is."""
+    """Return the module inside a compiled or parallel one; anything else unchanged."""
     return wrappers.unwrap(value) if isinstance(value, nn.Module) else value
 
 
 def is_declared(path: str, unsaved: frozenset[str]) -> bool:
-    """Return whether a path, or one that it lies below, is declared as not to be saved."""
+    """Return whether a path, or one above it, is declared as not to be saved."""
     if not unsaved:
         return False
     path = path.rstrip("/")
@@ -41,10 +41,10 @@ def is_declared(path: str, unsaved: frozenset[str]) -> bool:
 
 
 def walk(owner: object, rules: Rules) -> WalkResult:
-    """Look through the attributes of an owner, in the order of their names.
+    """Walk over the attributes of an owner, in the order of their names.
 
-    Objects that attributes, lists, tuples and dicts hold come first; what is inside of objects is
-    added by :func:`enter_objects`.
+    Objects in attributes, lists, tuples and dicts come first; the attributes of objects are added
+    by :func:`enter_objects`.
 
     Raises:
         StateError: if two objects have the same path (dict keys ``1`` and ``"1"``).
@@ -55,13 +55,13 @@ def walk(owner: object, rules: Rules) -> WalkResult:
 def walk_all(
     owner: object, rules: Rules, settled: Mapping[str, Mapping[str, Any]] | None = None
 ) -> tuple[WalkResult, Names]:
-    """Look through the attributes of an owner, and into the objects that they hold.
+    """Walk over the attributes of an owner and of the objects that they hold.
 
     Args:
-        owner: the object whose ``__dict__`` is looked through.
+        owner: the object whose ``__dict__`` is walked.
         rules: what is left out.
-        settled: immutable members of modules, by parent and key; where a module still holds the
-            very same object there is nothing to look at, which keeps large networks cheap.
+        settled: immutable members of modules, by parent and key. A module that still holds the same
+            object there is not compared, which keeps large networks cheap.
 
     Returns:
         What was found, and the names of all objects.
@@ -85,7 +85,7 @@ def _walk(owner: object, rules: Rules) -> _Walker:
 
 
 def settled_in(found: WalkResult) -> dict[str, dict[str, Any]]:
-    """Return the members of modules that can change by being replaced only."""
+    """Return the members of modules that can only change by being replaced."""
     settled: dict[str, dict[str, Any]] = {}
     for slot in found.slots.values():
         kind = type(slot.value)
@@ -110,14 +110,14 @@ class _Walker:
         self._unknown: list[Slot] = []
 
     def settle(self) -> None:
-        """Take over the slots that were visited."""
+        """Add the slots that were visited."""
         self.found.slots |= {(slot.parent, slot.key): slot for slot in self._slots}
         self._slots = []
 
     def enter(
         self, parent: str, members: Iterable[tuple[Any, Any]], *, is_settable: bool = True
     ) -> bool:
-        """Visit the members of a container; return whether any must be looked at by itself."""
+        """Visit the members of a container; return whether any must be compared by itself."""
         prefix = f"{parent.rstrip('/')}." if parent else ""
         is_mixed = parent in self._prefixes
         for key, value in members:
@@ -125,7 +125,7 @@ class _Walker:
         return is_mixed
 
     def _visit(self, slot: Slot) -> bool:
-        """Sort the value of a place; return whether it must be looked at by itself."""
+        """Classify the value of a slot; return whether it must be compared by itself."""
         if slot.path in self._rules.unsaved:
             return True
         value = slot.value
@@ -139,7 +139,7 @@ class _Walker:
         return False
 
     def _visit_object(self, slot: Slot) -> bool:
-        """Sort an object; return whether it has a name or a state, or is a part of Helios."""
+        """Classify an object; return whether it has a name or a state, or is part of Helios."""
         is_stateful = has_state(slot.value)
         is_known = is_stateful or is_of_the_house(slot.value)
         if is_known and (name := self.name_outside(slot.value)) is not None:
@@ -157,13 +157,13 @@ class _Walker:
         return {id(part): name for name, part in self._rules.outside().items()}
 
     def name_outside(self, value: object) -> str | None:
-        """Return the name of what another owner saves."""
+        """Return the name of an object that another owner saves."""
         return self._outside.get(id(value))
 
     def _visit_container(self, slot: Slot) -> bool:
         value = slot.value
         if isinstance(value, dict) and has_odd_keys(value):
-            # Its keys can be named once all objects have a name.
+            # Its keys get names once all objects have one.
             self._late.append(slot)
             return True
         begin = len(self._slots)
@@ -185,18 +185,18 @@ class _Walker:
             self.found.orders[path] = list(value)
 
     def _add(self, slot: Slot, table: dict[str, Any]) -> None:
-        """Give an object or a generator a path, and note that the place names it."""
+        """Give an object or a generator a path, and record that the slot refers to it."""
         identity = id(unwrap(slot.value))
         known = self._rules.known
         is_known = not known or identity in known or self._paths.get(identity) is not None
         if is_known or table is not self.found.objects:
             self._place(slot, table)
         else:
-            # It may be a part of a network, which has a name once all networks have one.
+            # It may be part of a network, and has a name once all networks have one.
             self._unknown.append(slot)
 
     def _place(self, slot: Slot, table: dict[str, Any]) -> None:
-        # A wrapped module and the one inside hold the same state: the first path counts.
+        # A wrapped module and its inner module have the same state: the first path counts.
         identity = id(unwrap(slot.value))
         path = self._paths.get(identity)
         if path is None:
@@ -209,7 +209,7 @@ class _Walker:
             self._name(slot, path)
 
     def add_unknown(self) -> None:
-        """Add objects that were in no place after setup, and are no parts of those that were."""
+        """Add objects that setup had no slot for, and that are not part of an object it had."""
         names = self._names_of_parts() if self._unknown else {}
         for slot in self._unknown:
             identity = id(unwrap(slot.value))
@@ -222,20 +222,20 @@ class _Walker:
 
     def _free_path(self, slot: Slot, table: dict[str, Any]) -> str:
         if self._rules.known:
-            # Something new stands where another object stood that is still there.
+            # A new object has the path of another one that still exists.
             return f"{slot.path} (new)"
         raise StateError(
-            f"The path {slot.path!r} names two objects with a state_dict: the keys of a dict must "
-            "differ as text too. Rename one of the keys."
+            f"The path {slot.path!r} refers to two objects with a state_dict: the keys of a dict "
+            "must differ as text too. Rename one of the keys."
         )
 
     def _name(self, slot: Slot, path: str) -> None:
         self.found.aliases[slot.parent, slot.key] = path
 
     def keep_parts(self, earlier: Mapping[str, object]) -> None:
-        """Keep the paths of parts of networks that no attribute names any more, and the order.
+        """Keep the paths of parts of networks that no attribute refers to any more, and the order.
 
-        They have a state under their path, and are still there as parts.
+        They have a state under their path, and still exist as parts.
         """
         objects = self.found.objects
         gone = {
@@ -248,13 +248,13 @@ class _Walker:
             if id(part) in names:
                 objects[path] = part
                 self._paths[id(part)] = path
-        # What several networks hold is looked at in the first one: the same one as after setup.
+        # A part of several networks is compared in the first one, which must be as after setup.
         ordered = {path: objects[path] for path in earlier if path in objects} | objects
         objects.clear()
         objects.update(ordered)
 
     def enter_objects(self, names: Names, settled: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add what lies inside of objects, and inside of dicts that have objects for keys."""
+        """Add the attributes of objects, and the members of dicts that have objects as keys."""
         self._objects = self.found.inner
         self._paths = _ByName(names.ids, self._paths)
         self._enter_late(names)
@@ -284,7 +284,7 @@ class _Walker:
                 self._entered.discard(id(slot.value))
 
     def _optimizer_states(self) -> set[int]:
-        # Saved with the optimizer, whoever else refers to it.
+        # Saved with the optimizer, whatever else refers to it.
         parts = (*self.found.objects.values(), *self.found.inner.values())
         return {id(part.state) for part in parts if isinstance(part, Optimizer)}
 
@@ -335,7 +335,7 @@ class _Walker:
 
 
 class _ByName(dict[int, str]):
-    """Paths of objects by identity, with those of parts of networks, which are looked up late."""
+    """Paths of objects by id, including parts of networks, which are computed on demand."""
 
     def __init__(self, names: Callable[[], Mapping[int, str]], paths: dict[int, str]) -> None:
         super().__init__(paths)
@@ -348,7 +348,7 @@ class _ByName(dict[int, str]):
 
 def has_state(value: object) -> bool:
     """Return whether an object has ``state_dict`` and ``load_state_dict``."""
-    # Asking the class costs a hundredth of asking the object, and a class itself has no state.
+    # Checking the class takes 1 % of the time, and a class itself has no state.
     return issubclass(type(value), Stateful)
 
 

@@ -1,4 +1,4 @@
-"""What one pass over an owner's attributes finds, and what it leaves out."""
+"""What a walk over an owner's attributes finds, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SlotKey: TypeAlias = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Slot:
-    """A place that holds something without a state of its own.
+    """An attribute, key or index with a value that has no state of its own.
 
     Attributes:
-        parent: path of the container that it lies in; empty for an attribute of the owner. That of
-            an object ends with a slash.
+        parent: path of its container; empty for an attribute of the owner. The path of an object
+            ends with a slash.
         key: attribute name, key or index in that container.
-        path: where it lies, as messages say it, e.g. ``stuff.count``.
-        value: what it holds.
+        path: the path in messages, e.g. ``stuff.count``.
+        value: the value.
         is_settable: whether the container is mutable.
     """
 
@@ -40,16 +40,16 @@ class Slot:
 
 @dataclass
 class WalkResult:
-    """What one pass has found.
+    """The result of a walk.
 
     Attributes:
         objects: objects with state by path, each once.
         inner: objects with state that only other objects hold, by path, each once.
-        generators: generators of random numbers by path, each once.
-        slots: all other places, by parent and key.
-        containers: the mutable containers and objects that slots lie in, by path; the owner's own
+        generators: random number generators by path, each once.
+        slots: all other values, by parent and key.
+        containers: the mutable containers and objects of the slots, by path; the owner's own
             attributes under the empty path.
-        aliases: which object or generator a place names, by parent and key.
+        aliases: the object or generator that an attribute or key refers to, by parent and key.
         orders: the keys of dicts that hold objects, and of ``ModuleDict``, by path.
         networks: the parts of networks.
     """
@@ -68,7 +68,7 @@ class WalkResult:
         return {path: part for path, part in self.objects.items() if isinstance(part, nn.Module)}
 
     def leaves(self) -> dict[str, Tensor]:
-        """Return the leaf tensors by path, those inside of plain containers too."""
+        """Return the leaf tensors by path, including those in plain containers."""
         leaves: dict[str, Tensor] = {}
         for slot in self.slots.values():
             _collect_leaves(slot.path, slot.value, leaves, set())
@@ -77,15 +77,15 @@ class WalkResult:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a walk leaves out, and what it knows beforehand.
+    """What a walk leaves out, and the paths that are already known.
 
     Attributes:
         exclude: attributes of the owner that never count.
-        unsaved: attributes, and paths below them, that are declared as not to be saved.
-        known: the paths that objects had before, so that an object keeps its path when another
-            place comes to name it.
+        unsaved: attributes, and paths below them, that are declared as ``unsaved``.
+        known: the earlier paths of objects, so that an object keeps its path when another attribute
+            refers to it too.
         outside: returns the objects that other owners save, by name.
-        earlier: the objects of setup that still live, by path.
+        earlier: the objects of setup that are still alive, by path.
     """
 
     exclude: frozenset[str] = frozenset()
@@ -101,7 +101,7 @@ def members_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def path_of(parent: str, key: Any) -> str:
-    """Return where a member of a container lies, as messages say it."""
+    """Return the path of a member of a container, as in messages."""
     return f"{parent.rstrip('/')}.{key}" if parent else str(key)
 
 

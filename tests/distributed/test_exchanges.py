@@ -294,7 +294,7 @@ def _ask_in_a_step(rank: int, num_replicas: int, act: str) -> str:
         ("request_stop", r"Context.request_stop() must be called in an event"),
         ("interrupt", r"Context.interrupt() must be called in an event"),
         ("request_checkpoint", r"Context.request_checkpoint() must be called in an event"),
-        ("losses", r"['norm'] changed behind them"),
+        ("losses", r"['norm'] in Model._loss_items changed after the losses"),
     ],
 )
 @pytest.mark.parametrize("num_processes", [1, 2])

@@ -100,7 +100,7 @@ def test_an_order_of_each_process_is_refused_before_the_first_step(
     first, second = run_ranks(_refuse, 2, kind, [NAMES, NAMES[::-1]], tmp_path)
     assert first == second
     assert first == (
-        "All processes must give optimizer its parameters in the same order, but rank 1 has "
+        "All processes must pass parameters to optimizer in the same order, but rank 1 has "
         f"{here} where rank 0 has {there}. Build optimizers in setup() in a fixed order: sort what "
         "comes from a set, whose order differs between processes."
     )

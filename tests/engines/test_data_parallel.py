@@ -155,7 +155,7 @@ def test_what_cannot_be_wrapped_is_an_error() -> None:
     (synced, carried), other = run_ranks(_refused, 2)
     assert (synced, carried) == tuple(other)
     assert "sync_bn=True) needs GPUs" in synced
-    assert "over 4 replicas and 2 processes carry them" in carried
+    assert "num_replicas is 4 and the number of processes is 2" in carried
 
 
 def test_outside_of_a_group_a_module_stays_itself() -> None:
@@ -166,7 +166,7 @@ def test_outside_of_a_group_a_module_stays_itself() -> None:
 
 
 def test_options_that_are_the_engines_own_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"Engine\.wrap\(device_ids=\.\.\.\) must be left out"):
+    with pytest.raises(UsageError, match=r"Engine\.wrap\(device_ids=\.\.\.\) must be omitted"):
         Engine("cpu").wrap(nn.Linear(1, 1), device_ids=[0])
     with pytest.raises(ArgumentTypeError, match=r"wrap\(module=\.\.\.\) must be a module"):
         Engine("cpu").wrap([nn.Linear(1, 1)])  # type: ignore[arg-type]

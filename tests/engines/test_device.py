@@ -89,7 +89,7 @@ def test_a_gpu_that_is_demanded_where_there_is_none_is_an_error(
 ) -> None:
     """H46: a RuntimeError."""
     set_gpus(monkeypatch, 0)
-    form = r"use_cpu=False\) must find a GPU.*not available\. Leave out use_cpu"
+    form = r"use_cpu=False\) must find a GPU.*not available\. Omit use_cpu"
     with pytest.raises(UsageError, match=form):
         select_gpus(use_cpu=False, gpus=None)
 

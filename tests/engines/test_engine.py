@@ -152,7 +152,7 @@ def test_the_device_is_found_where_none_is_given(monkeypatch: pytest.MonkeyPatch
         ({"clip_norm": math.inf}, "positive number, got inf"),
         ({"clip_norm": True}, "positive number, got True"),
         ({"clip_value": -1.0}, r"Engine\(clip_value=\.\.\.\) must be None or a positive number"),
-        ({"clip_norm": 1.0, "clip_value": 2.0}, "must be None where clip_norm is set, got 2.0"),
+        ({"clip_norm": 1.0, "clip_value": 2.0}, "must be None if clip_norm is set, got 2.0"),
     ],
 )
 def test_an_option_that_breaks_its_rule_is_an_error(options: dict[str, Any], message: str) -> None:

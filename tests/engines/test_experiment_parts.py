@@ -152,7 +152,9 @@ def test_a_checkpoint_has_a_key_for_each_part() -> None:
 
 @pytest.mark.parametrize("name", ["model_state_dict", "scaler"])
 def test_a_name_that_is_taken_is_an_error(name: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"pack_checkpoint\({name}=\.\.\.\) must have a name"):
+    with pytest.raises(
+        ArgumentError, match=rf"pack_checkpoint\({name}=\.\.\.\) must have another name"
+    ):
         make_engine("fp16").pack_checkpoint(nn.Linear(1, 1), **{name: 1})
 
 

@@ -148,7 +148,7 @@ def test_tensors_are_summed_averaged_and_listed(num_ranks: int) -> None:
         assert found["of a graph"].tolist() == [2 * total, 0.0]
         assert not found["of a graph"].requires_grad
         assert found["own"].tolist() == [rank + 1.0, 0.0]
-        assert "where there are several processes, got None" in found["error None"]
+        assert "with several processes, got None" in found["error None"]
         assert "got 'max'" in found["error max"]
         assert "one type and shape" in found["error sum"]
         assert "one type and shape" in found["error mean"]
@@ -176,7 +176,7 @@ def test_metrics_are_means_by_weight(num_ranks: int) -> None:
     for first, second, error in run_ranks(_metrics, num_ranks):
         assert first == {"loss": loss, "only here": 7.0, "score": 2 * loss}
         assert second == {"loss": 1.0}
-        assert "must be positive on one process at least for ['loss']" in error
+        assert "must be positive on at least one process for ['loss']" in error
 
 
 def _take_turns(rank: int, folder: str) -> Any:
@@ -204,7 +204,7 @@ def test_rank_0_goes_first_and_its_failure_is_everybodys(num_ranks: int, tmp_pat
     """E15: nobody waits for a rank that has failed."""
     results = run_ranks(_take_turns, num_ranks, str(tmp_path))
     own = "FileNotFoundError: no net"
-    given_up = "RankError: ddp_sync_run() was given up, because its block has failed on rank"
+    given_up = "RankError: ddp_sync_run() was aborted because its block failed on rank"
     for rank, (seen, total) in enumerate(results):
         *files, begun_0, error_0, begun_1, error_1 = seen
         assert files == ([] if rank == 0 else ["data"])

@@ -28,9 +28,11 @@ def test_all_nine_are_known() -> None:
 @pytest.mark.parametrize("name", _NINE)
 def test_an_import_by_the_old_name_names_the_replacement(name: str) -> None:
     engines = importlib.import_module("helios.engines")
-    with pytest.raises(ImportError, match=rf"no {name}\. Take .*Engine for {name}: Engine\(dev"):
+    with pytest.raises(
+        ImportError, match=rf"no {name}\. Use .*Engine instead of {name}: Engine\(dev"
+    ):
         getattr(engines, name)
-    with pytest.raises(ImportError, match="precision=" if "P" in name[-10:] else "Take"):
+    with pytest.raises(ImportError, match="precision=" if "P" in name[-10:] else "Use"):
         exec(f"from helios.engines import {name}", {})
 
 
@@ -39,7 +41,7 @@ def test_any_other_name_is_simply_missing() -> None:
     assert not hasattr(engines, "WarpEngine")
     with pytest.raises(ImportError, match="cannot import name 'WarpEngine'"):
         exec("from helios.engines import WarpEngine", {})
-    assert "There is one class" in reference_names.explain("WarpEngine")
+    assert "The only engine class is" in reference_names.explain("WarpEngine")
 
 
 @pytest.mark.parametrize("name", _NINE)

@@ -147,7 +147,9 @@ def test_a_forgotten_end_of_a_window_is_an_error() -> None:
     engine.backward_loss(parameter.sum())
     assert engine.optimizer_step(optimizer)
     engine.backward_loss(parameter.sum())
-    with pytest.raises(UsageError, match=r"SGD has been stepped .* engine.close_window\(\)"):
+    with pytest.raises(
+        UsageError, match=r"SGD has already been stepped .* engine.close_window\(\)"
+    ):
         engine.optimizer_step(optimizer)
 
 

@@ -73,7 +73,7 @@ def test_an_optimizer_in_the_state_of_a_model_follows_its_parameters(tmp_path: P
 
 
 def test_other_parameters_in_the_state_of_a_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"optimizer must move the parameters that it moved"):
+    with pytest.raises(StateError, match=r"optimizer must have the parameters that it had"):
         _resumed(lambda: Own((0,)), lambda: Own((2,)), tmp_path)
 
 

@@ -401,7 +401,7 @@ def test_what_a_step_changes_is_named_once(caplog: pytest.LogCaptureFixture) -> 
     assert session.obstacles == ["train_step changes num_steps, window"]
     (record,) = caplog.records
     assert "Counting.train_step changes num_steps, window." in record.message
-    assert "bound to its number of processes" in record.message
+    assert "depends on the number of processes, and the run must keep" in record.message
     assert record.levelno == logging.WARNING
 
 
@@ -637,7 +637,7 @@ def test_what_manual_steps_leave_on_each_process_is_saved_too() -> None:
 
 
 def test_a_manual_step_needs_a_process_for_each_replica() -> None:
-    with pytest.raises(UsageError, match=r"1 carry 3 replicas\. Start 3 processes, or return"):
+    with pytest.raises(UsageError, match=r"num_replicas is 3 and .* is 1\. Start 3 processes, or"):
         run_sums(Manual())
 
 
@@ -669,7 +669,7 @@ class Yielding(Sums):
 
 
 def test_a_yield_loop_needs_a_process_for_each_replica() -> None:
-    with pytest.raises(UsageError, match="A YieldLoop trains with one process for each replica"):
+    with pytest.raises(UsageError, match="A YieldLoop needs one process per replica"):
         run_sums(Yielding(), loop=make_fit_loop(YieldLoop()))
 
 
@@ -733,7 +733,7 @@ def _tree_with(batch_loop: BatchLoop) -> FitLoop:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_several_updates_a_batch_need_a_process_for_each_replica(accumulation: int) -> None:
-    with pytest.raises(UsageError, match="several times a batch needs a process for each replica"):
+    with pytest.raises(UsageError, match="several times per batch needs one process per replica"):
         run_sums(
             Sums(),
             rows=[[1.0, 2.0]] * 2,
@@ -835,7 +835,7 @@ def _stop_alone(rank: int) -> None:
 
 
 def test_a_hook_must_not_end_an_epoch_where_several_processes_train() -> None:
-    with pytest.raises(RankError, match="StopIteration must not be raised in a hook where several"):
+    with pytest.raises(RankError, match="A hook must not raise StopIteration when several"):
         run_ranks(_stop_alone, 2)
 
 

@@ -197,7 +197,7 @@ def test_a_parameter_thawed_inside_of_a_window_is_refused_by_name() -> None:
     leaf = flat.collect()
     model.images.requires_grad_(True)
     backward(model, 1.0)
-    with pytest.raises(UsageError, match=r"inside of one for \['images'\]"):
+    with pytest.raises(UsageError, match=r"requires_grad of \['images'\] was changed within"):
         flat.collect(leaf)
 
 

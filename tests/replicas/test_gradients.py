@@ -242,7 +242,7 @@ def test_a_group_that_comes_inside_of_a_window_is_refused() -> None:
     run = Engines(2, "weight")
     run.iterate(ends_window=False)
     run.optimizer.add_param_group({"params": [run.model.branch]})
-    with pytest.raises(UsageError, match="between two steps"):
+    with pytest.raises(UsageError, match="gained or lost parameters within"):
         run.iterate(names=("weight", "branch"))
 
 
@@ -331,7 +331,7 @@ def test_the_parameters_of_an_open_window_stay(change: Callable[[list[Any]], obj
     model.fill(0, 1)
     gradients.collect(optimizer, 0, dict, ends_window=True)
     change(present)
-    with pytest.raises(UsageError, match="must get or lose parameters between two steps"):
+    with pytest.raises(UsageError, match="gained or lost parameters within an accumulation window"):
         gradients.collect(optimizer, 1, dict, ends_window=True)
 
 
@@ -341,7 +341,7 @@ def test_a_replica_that_is_missing_is_an_error() -> None:
     for replica in (0, 1):
         model.fill(replica, 0)
         summed.collect(replica, ends_window=True)
-    with pytest.raises(UsageError, match="waits for the leaf of replica 2"):
+    with pytest.raises(UsageError, match="is missing the leaf of replica 2"):
         summed.finish()
 
 

@@ -200,7 +200,7 @@ def test_a_stack_begins_anew_after_its_sums_are_taken() -> None:
 def test_a_stack_that_lacks_leaves_or_gets_too_many_says_so() -> None:
     stack: TreeStack[float] = TreeStack(range(2, 4), 4)
     stack.push(1.0)
-    with pytest.raises(UsageError, match="waits for the leaf of replica 3"):
+    with pytest.raises(UsageError, match="is missing the leaf of replica 3"):
         stack.take()
     stack.push(1.0)
     with pytest.raises(UsageError, match="has the leaves of all replicas"):

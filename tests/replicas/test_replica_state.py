@@ -269,7 +269,7 @@ def test_a_second_step_needs_a_process_for_each_replica() -> None:
     turns.begin_iteration(1)
     turns.begin(0, opens_window=True)
     turns.begin_step()
-    with pytest.raises(UsageError, match=r"this one carries 2\. Start 2 processes"):
+    with pytest.raises(UsageError, match=r"this one runs 2\. Start 2 processes"):
         turns.begin_step()
 
 

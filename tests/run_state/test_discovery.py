@@ -134,7 +134,7 @@ def test_missing_and_left_over_objects_are_named_before_anything_changes() -> No
     with pytest.raises(StateError) as error:
         started(owner).restore(saved)
     assert "Without saved state: bias, new.0." in str(error.value)
-    assert "Saved, but not there: gone, lost, stuff." in str(error.value)
+    assert "Saved, but missing now: gone, lost, stuff." in str(error.value)
     assert "in setup()" in str(error.value)
     assert bits(owner.net.state_dict()) == before
     assert owner.best == 1

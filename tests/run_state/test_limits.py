@@ -56,7 +56,7 @@ def test_what_is_too_large_is_missing_at_every_capture_and_named_once(said: list
     for _ in range(3):
         missing = discovery.capture()["missing"]
         assert list(missing) == ["helper", "big"]
-        assert missing["big"].startswith("plain values are saved up to 1 MiB in all: register ")
+        assert missing["big"].startswith("plain values are saved up to a total of 1 MiB: register ")
         assert "lock" in missing["helper"]
     assert len(said) == 1
     owner.big, owner.helper = b"x", None
@@ -70,7 +70,7 @@ def test_a_limit_is_named_in_the_unit_that_suits_it(limit: int, text: str, said:
     discovery = started(owner)
     discovery.values.limit = limit
     owner.big = b"x" * (limit + 1)
-    expected = f"plain values are saved up to {text} in all"
+    expected = f"plain values are saved up to a total of {text}"
     assert discovery.capture()["missing"]["big"].startswith(f"{expected}: ")
     assert expected in said[0]
 

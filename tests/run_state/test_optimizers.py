@@ -228,7 +228,7 @@ def test_state_of_a_parameter_that_left_its_group_is_refused_by_name() -> None:
     discovery = started(owner)
     _train(owner)
     owner.optimizer.param_groups.pop()
-    with pytest.raises(StateError, match=r"in none of its groups: nets\.b\.bias, nets\.b\.weight"):
+    with pytest.raises(StateError, match=r"has none of these: nets\.b\.bias, nets\.b\.weight"):
         discovery.capture()
 
 
@@ -259,7 +259,7 @@ def _exchanged(*, is_other: bool) -> Any:
         (
             lambda: _groups(["a", "b"]),
             lambda: _one_group(["a", "b"]),
-            "the same parameters lie in other groups now",
+            "the same parameters are in other groups now",
         ),
     ],
     ids=["exchanged", "another network", "a network less", "other groups"],
@@ -315,7 +315,7 @@ def test_a_scheduler_that_was_given_another_optimizer_is_named(said: list[str]) 
     owner.schedulers[0].optimizer = owner.other
     discovery.capture()
     (text,) = said
-    assert "schedulers.0 (moved one, now other)" in text
+    assert "schedulers.0 (set the learning rates of one, now other)" in text
 
 
 def test_a_scheduler_of_an_optimizer_that_was_rebuilt_is_named(said: list[str]) -> None:
@@ -324,7 +324,7 @@ def test_a_scheduler_of_an_optimizer_that_was_rebuilt_is_named(said: list[str]) 
     owner.one = torch.optim.Adam(owner.nets["a"].parameters())
     discovery.capture()
     (text,) = said
-    assert "schedulers.0 (moved one, now another optimizer)" in text
+    assert "schedulers.0 (set the learning rates of one, now another optimizer)" in text
 
 
 def test_optimizers_exchanged_in_training_are_resumed(said: list[str]) -> None:

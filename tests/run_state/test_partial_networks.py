@@ -253,7 +253,7 @@ def test_a_state_that_lacks_a_name_that_was_saved_is_refused() -> None:
     discovery = started(owner)
     state = discovery.capture()
     del state["objects"]["net"]["head.weight"]
-    with pytest.raises(StateError, match=r"net \(OnlyHead\) refused its saved state.*head.weight"):
+    with pytest.raises(StateError, match=r"net \(OnlyHead\) rejected its saved state.*head.weight"):
         started(Owner(net=OnlyHead())).restore(state)
 
 

@@ -70,13 +70,13 @@ def _append(owner: Any) -> None:
     [
         (_register, "net (forward hook)", "register it in setup(), or at each start"),
         (_count, "class Counting.count", "make it an attribute of the instance"),
-        (lambda o: setattr(o, "value", iter([1])), "value", "make the iterator in setup()"),
-        (lambda o: setattr(o, "value", _double), "value", "keep the name of what is chosen"),
-        (lambda o: setattr(o, "value", Counting), "value", "keep the name of what is chosen"),
+        (lambda o: setattr(o, "value", iter([1])), "value", "create the iterator in setup()"),
+        (lambda o: setattr(o, "value", _double), "value", "keep the name of the chosen object"),
+        (lambda o: setattr(o, "value", Counting), "value", "keep the name of the chosen object"),
         (
             lambda o: setattr(o, "value", functools.partial(_double, 1)),
             "value",
-            "keep the name of what is chosen",
+            "keep the name of the chosen object",
         ),
         (lambda o: setattr(o, "value", Opaque()), "value", "give it state_dict()"),
         (lambda o: setattr(o, "value", Point(1, 2)), "value", "give it state_dict()"),
@@ -103,7 +103,7 @@ def test_a_reason_has_the_remedy_that_fits(
     [
         ([1, Opaque()], f"value.1: {__name__}.Opaque has"),
         ({"a": [1, (2, Opaque())]}, f"value.a.1.1: {__name__}.Opaque has"),
-        (deque([1, random.Random(3)]), "value.1: a generator of random numbers"),
+        (deque([1, random.Random(3)]), "value.1: a random number generator"),
         ([threading.Lock()], "value.0: "),
         ({"steps": iter([1, 2])}, "value.steps: an iterator"),
         (Opaque(), f"{__name__}.Opaque has"),
@@ -139,5 +139,5 @@ def test_a_parameter_that_only_an_optimizer_holds_is_named_as_it_is_written(
     assert list(state["misfits"]) == ["opt"]
     assert said[0].count('opt.param_groups[1]["params"][0]') == 1
     assert "opt.1.0" not in said[0]
-    with pytest.raises(StateError, match=r'not there: opt.param_groups\[1\]\["params"\]\[0\]'):
+    with pytest.raises(StateError, match=r'missing now: opt.param_groups\[1\]\["params"\]\[0\]'):
         started(Owner(net=net, opt=torch.optim.SGD(net.parameters(), lr=0.1))).restore(state)

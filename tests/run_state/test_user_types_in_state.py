@@ -238,7 +238,7 @@ def test_a_type_that_has_changed_since_is_refused_by_name(tmp_path: Path) -> Non
     state["values"]["changed"][""]["phase"] = state["values"]["changed"][""]["phase"].__class__(
         f"{__name__}.Phase", ("GONE",), is_flag=False
     )
-    with pytest.raises(StateError, match=r"no longer has\. Give it a member GONE"):
+    with pytest.raises(StateError, match=r"no longer has\. Add the member GONE"):
         resumed(lambda: Owner(value=Guarded(), phase=Phase.WARM), state)
 
 
