@@ -210,8 +210,10 @@ def find(whole: Whole, number: int, name: str) -> int:
     return next(o.number for o in whole.saves[number] if str(o) == name)
 
 
-def raises(folder: Path, mode: str, fault: Fault, error: type[Exception], until: int) -> None:
-    """Check that a training ends with an error, behind an iteration."""
+def raises(
+    folder: Path, mode: str, fault: Fault, error: type[Exception], until: tuple[int, ...]
+) -> None:
+    """Check that a training ends with an error, after one of some iterations."""
     plugin = Faults(fault, settles=True)
     setting = make_setting(mode, on_save_error="raise")
     with faults.nothing_left_open(), pytest.raises(error) as caught:
@@ -219,7 +221,7 @@ def raises(folder: Path, mode: str, fault: Fault, error: type[Exception], until:
     assert not isinstance(caught.value, SaveError)
     assert plugin.trainer.exit_code == 1
     assert plugin.trainer.model is not None
-    assert max(plugin.trainer.model.records) == until  # type: ignore[attr-defined]
+    assert max(plugin.trainer.model.records) in until  # type: ignore[attr-defined]
     assert any("was NOT saved" in text for text in plugin.told), plugin.told
 
 
@@ -237,7 +239,8 @@ def test_an_error_that_is_not_to_be_borne_ends_the_training_at_the_next_safe_poi
     chosen = [operations[len(kind) % len(operations)], operations[3], operations[-1]]
     for operation in {o.number: o for o in chosen}.values():
         root = folder / str(operation.number)
-        until = _SAVES[1] + (mode == "async")
+        # The thread may have failed before the boundary at which it was started is over.
+        until = (_SAVES[1], _SAVES[1] + 1) if mode == "async" else (_SAVES[1],)
         raises(root, mode, Fault(operation.number, kind), _TYPES[kind], until)
         check_no_rest(root)
         assert faults.committed(root / "small") == [_SAVES[0]]
