@@ -1,7 +1,7 @@
-"""What was asked for and waits for the next safe point, and how all processes come to know of it.
+"""Requests that wait for the next safe point, and how all processes agree on them.
 
-A request may be made in any process and at any moment; it counts from the boundary on at which all
-processes have agreed on it (DESIGN R4).
+A request may be made in any process and at any time. It takes effect at the next boundary, where
+all processes agree on it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from helios.replicas.replicas import Replicas
 
 @dataclass
 class Requests:
-    """What was asked for and waits for the next safe point (DESIGN R4)."""
+    """Requests that wait for the next safe point."""
 
     is_checkpoint_wanted: bool = False
     stop_reason: str = ""
     interruption: str = ""
 
 
-# What comes between the last backward of a window and its boundary, where somebody may still ask
-# for a skip, change losses, or ask for a checkpoint or the end. Any of it may write a log.
+# Events between the last backward of a window and its boundary in which a receiver may still
+# request a skip, a checkpoint or the end, or change losses. Each of them may write a log.
 _BEFORE_UPDATE = frozenset({"on_optimizer_step_start", "on_log"})
 _BEHIND_BACKWARD = frozenset({"on_backward_end"})
 _IN_UPDATE = _BEFORE_UPDATE | {"on_before_zero_grad", "on_optimizer_step_end"}
@@ -39,19 +39,19 @@ _AFTER_UPDATE = _IN_UPDATE | {
 
 
 class Agreement(ABC):
-    """What this process asks for, and what all of them know.
+    """What this process requests, and what all processes know.
 
     Args:
-        look: asks for what comes from outside; returns whether this process has an error that all
-            must hear of.
-        take_skip: returns why this process leaves out the present update; empty if it does not.
+        look: checks for requests from outside; returns whether this process has an error that all
+            processes must learn of.
+        take_skip: returns why this process skips the current update; empty if it does not.
 
     Attributes:
         asked: the requests of this process.
-        agreed: those that all processes know of.
-        keeps_losses: whether nobody changes the losses between the last backward of a window and
-            the end of its turns.
-        frees_gradients: whether nobody looks at the gradients of one replica behind its backward.
+        agreed: the requests that all processes know.
+        keeps_losses: whether losses cannot change between the last backward of a window and the
+            end of its turns.
+        frees_gradients: whether nobody reads the gradients of a single replica after its backward.
     """
 
     asked: Requests
@@ -64,69 +64,69 @@ class Agreement(ABC):
         self._take_skip = take_skip
 
     def doubt(self) -> None:
-        """Note that loops or an engine are not Helios' own: they may ask at any place."""
+        """Record that loops or an engine are not Helios' own: they may make requests anywhere."""
 
     def begin(self, asking: Set[str]) -> None:
-        """Learn what may be asked late; all processes call it, before the first iteration.
+        """Agree on what may be requested late; all processes call this before the first iteration.
 
         Args:
-            asking: the events in which somebody may ask for something.
+            asking: the events in which a receiver may make a request.
         """
 
     def check_open(self, call: str) -> None:
-        """Check that something may be asked for here.
+        """Check that a request is possible at this point.
 
         Args:
-            call: how the error calls what asks.
+            call: name of the requesting call, for the error.
 
         Raises:
-            UsageError: behind the gradients of a window, where nobody was thought to ask: it would
-                count one boundary later than on one replica.
+            UsageError: after the gradients of a window, in code that was not expected to make
+                requests: it would take effect one boundary later than with one replica.
         """
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
-        """Return what this process tells all others in front of the gradients of a window.
+        """Return the flags that this process sends before the gradients of a window.
 
         Args:
-            is_before_update: whether an update follows, which may be left out.
+            is_before_update: whether an update follows, which may be skipped.
         """
         return ()
 
     def listen(self, flags: Sequence[bool]) -> None:
-        """Take what any process has told.
+        """Receive the flags of all processes.
 
         Args:
-            flags: for each of :meth:`announce` whether any process raises it.
+            flags: for each flag of :meth:`announce`, whether any process raises it.
         """
 
     def agree_on_skip(self) -> bool:
-        """Return whether any process leaves out the present update."""
+        """Return whether any process skips the current update."""
         return bool(self._take_skip())
 
     @abstractmethod
     def settle(self, *, ends_window: bool = False) -> bool:
-        """Add what any process has asked for; all processes call it at one place.
+        """Merge the requests of all processes; all call this at the same place.
 
         Args:
-            ends_window: whether a window ends here: what all were told in front of its gradients
-                is not asked again, unless somebody could ask for something since.
+            ends_window: whether an accumulation window ends here: what was exchanged before its
+                gradients is not exchanged again, unless a request may have been made since.
 
         Returns:
-            Whether any process has an error that all must hear of.
+            Whether any process has an error that all must learn of.
         """
 
     def remember(self) -> Requests:
-        """Return a copy of what this process asks for now."""
+        """Return a copy of what this process requests now."""
         return replace(self.asked)
 
     def take_back(self, remembered: Requests) -> None:
-        """Withdraw what was asked for since :meth:`remember`."""
+        """Withdraw requests made since :meth:`remember`."""
         vars(self.asked).update(vars(remembered))
 
 
 @final
 class LoneAgreement(Agreement):
-    """One replica: a request counts at once."""
+    """One replica: a request takes effect at once."""
 
     def __init__(self, look: Callable[[], bool], take_skip: Callable[[], str]) -> None:
         super().__init__(look, take_skip)
@@ -139,11 +139,11 @@ class LoneAgreement(Agreement):
 
 @final
 class SharedAgreement(Agreement):
-    """Several replicas: a request waits until all processes have agreed, also where there is one.
+    """Several replicas: a request waits until all processes have agreed, even if there is only one.
 
     Args:
-        look: as in the base.
-        take_skip: as in the base.
+        look: as in the base class.
+        take_skip: as in the base class.
         replicas: the processes.
     """
 
@@ -161,11 +161,11 @@ class SharedAgreement(Agreement):
         self._thread: int | None = None
 
     def doubt(self) -> None:
-        """Let all processes know with the next gradients, or when the run begins."""
+        """Inform all processes with the next gradients, or when the run begins."""
         self._is_doubted = True
 
     def begin(self, asking: Set[str]) -> None:
-        """Agree on what may be asked late in any process."""
+        """Agree on what may be requested late in any process."""
         late = (_BEFORE_UPDATE, _IN_UPDATE, _AFTER_UPDATE, _BEHIND_BACKWARD)
         self._skips_late, changes_losses, self._asks_late, looks = self._replicas.agree(
             *(self._is_doubted or not asking.isdisjoint(events) for events in late)
@@ -174,18 +174,18 @@ class SharedAgreement(Agreement):
         self.keeps_losses, self.frees_gradients = not changes_losses, not looks
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
-        """Return what cannot be asked for any more: a skip, and at the boundary all the rest."""
+        """Return what can no longer be requested: a skip, and at the boundary everything else."""
         self._tells_skip = is_before_update
         is_skipped = self._tells_skip and bool(self._take_skip())
         if self._asks_late:
             return (self._is_doubted, is_skipped)
         asked = self._ask()
-        # Others may ask in threads of their own: that counts whenever it is heard.
+        # Other threads may make requests: these take effect whenever they are noticed.
         self._thread = threading.get_ident()
         return (self._is_doubted, is_skipped, *asked)
 
     def listen(self, flags: Sequence[bool]) -> None:
-        """Keep it for the update and for the boundary; ask there again where loops are new."""
+        """Keep the flags for the update and the boundary; ask there again for custom loops."""
         is_doubted, is_skipped, *told = flags
         if told:
             self._told = [*map(operator.or_, self._told, told)] if self._told else told
@@ -197,23 +197,23 @@ class SharedAgreement(Agreement):
             self._thread = None
 
     def check_open(self, call: str) -> None:
-        """Refuse what the other processes would hear of one boundary later."""
+        """Refuse a request that the other processes would see one boundary later."""
         if self._thread == threading.get_ident():
             raise UsageError(
-                f"{call} must be called in an event or a step of the model, but was called behind "
-                "the gradients in code that nobody expects to ask: in the step of an optimizer or "
-                "a scheduler, say, or in a method that is marked @asks_nothing. Call it in "
-                "on_optimizer_step_end, and take the mark away."
+                f"{call} must be called in an event or a step of the model, but was called after "
+                "the gradients in code that is not expected to make requests, such as the step of "
+                "an optimizer or a scheduler, or a method marked @asks_nothing. Call it in "
+                "on_optimizer_step_end, and remove the mark."
             )
 
     def _ask(self) -> tuple[bool, ...]:
-        """Return what this process asks for; a wish for a checkpoint is taken from it."""
+        """Return the requests of this process; a requested checkpoint is cleared."""
         is_alarm, asked = self._look(), self.asked
         is_wanted, asked.is_checkpoint_wanted = asked.is_checkpoint_wanted, False
         return is_wanted, bool(asked.stop_reason), bool(asked.interruption), is_alarm
 
     def agree_on_skip(self) -> bool:
-        """Return what all know from in front of the gradients; else ask."""
+        """Return what was exchanged before the gradients; otherwise, ask now."""
         known, self._skip = self._skip, None
         if known is None or self._skips_late:
             (is_asked,) = self._replicas.agree(bool(self._take_skip()))
@@ -221,7 +221,7 @@ class SharedAgreement(Agreement):
         return known
 
     def settle(self, *, ends_window: bool = False) -> bool:
-        """Add what any process has asked for."""
+        """Merge the requests of all processes."""
         told, self._told, self._thread = self._told, (), None
         if not told or self._asks_late or not ends_window:
             found = self._replicas.agree(*self._ask())

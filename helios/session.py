@@ -1,7 +1,7 @@
-"""What a loop may see: the model, the data, the engine, the hooks, the counters and the options.
+"""What loops may access: the model, the data, the engine, the hooks, the counters and the options.
 
-A session holds no order of things (loops do) and opens no file: snapshots go out through the
-``Recorder`` that the house hands in.
+A session orders no events, which is the job of the loops, and opens no files: snapshots go to its
+``Recorder``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _do_nothing() -> None:
     return
 
 
-# What an engine does behind the gradients.
+# Engine methods that run after the gradients are computed.
 _UPDATE = (
     "average_gradients",
     "unscale_gradients",
@@ -67,42 +67,42 @@ class Session:
 
     Attributes:
         model: the user's model.
-        engine: the device and what it does.
-        hooks: who hears what.
+        engine: the engine.
+        hooks: the receivers of each event.
         display: the progress bars.
         seed: the run's seed.
         schedule: the options that decide when something happens.
-        sources: the data of each phase that has some, one source for each loader.
+        sources: the data of each phase that has any, one source per loader.
         plugins: by id, in order of registration.
-        schedulers: the learning-rate schedulers; ``None`` outside of fit.
-        recorder: where checkpoints and scalars go; ``None`` outside of fit.
+        schedulers: the learning-rate schedulers; ``None`` outside fit.
+        recorder: receives checkpoints and scalars; ``None`` outside fit.
         can_save: whether checkpoints are written at all.
-        trial_steps: batches of the trial validation that ``Trainer(sanity_steps=...)`` asks for.
-        loop_states: those of the loops, by role path.
-        owner_states: the plain attributes of plugins, data module, loops and engine.
-        missing: what no checkpoint of the run holds, known before it began: place and reason.
-        claims: whose word the level of the run rests on.
-        refuses_incomplete: whether a checkpoint that lacks something is an error.
-        note_last_safe_point: called at a safe point that no batch follows, before it saves.
-        outside: gives the reason for which the run is to break off, if it came from outside.
+        trial_steps: batches of the sanity check, as set by ``Trainer(sanity_steps=...)``.
+        loop_states: states of the loops, by role path.
+        owner_states: plain attributes of plugins, data module, loops and engine.
+        missing: state that no checkpoint holds, known before training: path and reason.
+        claims: components that the reproducibility level takes at their word.
+        refuses_incomplete: whether a checkpoint that lacks state is an error.
+        note_last_safe_point: called before the save at a safe point that no batch follows.
+        outside: returns why the run is to be interrupted, if the reason came from outside.
         state: the counters that users see.
-        cursor: where the next batch lies.
+        cursor: position of the next batch.
         phase: what the session is doing.
-        is_resumed: whether the training goes on from a checkpoint.
+        is_resumed: whether training continues from a checkpoint.
         is_manual: whether the model steps its optimizers itself; known after the first step.
-        replicas: the replicas of the run, and who carries them.
-        leaves_batches: whether batches are used where they are, by the model's own rule.
-        is_plain: whether steps run in no context of the engine's.
-        agreement: what this process asks for, and what all of them know.
-        turns: whose random numbers and buffers are in place.
-        obstacles: what training has found that binds the run to its number of processes.
-        unshared: paths of what every replica changes in the model on its own.
-        saved_randomness: the generators of the checkpoint, until the training goes on.
-        saved_length: the samples of the checkpoint's epoch; ``None`` where nobody knows them.
-        allows_other_length: whether the epoch may have another number of them.
-        is_sanity_check: whether a trial validation runs, which must leave no trace (C17).
-        plugin_states: those of the plugins, by id.
-        context: what hooks may see of all this.
+        replicas: the replicas of the run, and which process runs which.
+        leaves_batches: whether the model leaves batches on the device where they are.
+        is_plain: whether steps run without a context of the engine.
+        agreement: what this process requests, and what all processes know.
+        turns: the replica whose random numbers and buffers are in place.
+        obstacles: findings in training that bind the run to its number of processes.
+        unshared: paths of what each replica changes in the model on its own.
+        saved_randomness: the generators of the checkpoint, until training continues.
+        saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
+        allows_other_length: whether the epoch may have another number of samples.
+        is_sanity_check: whether a sanity check runs, which must have no side effects.
+        plugin_states: states of the plugins, by id.
+        context: what hooks may see of the run.
     """
 
     model: Model
@@ -145,14 +145,14 @@ class Session:
     _is_logging: bool = False
 
     def __post_init__(self) -> None:
-        # Asked in every iteration, and the same in all of them.
+        # Needed in every iteration, and constant during a run.
         self.replicas = self.engine.replicas
         is_there = self.engine.device.type == "cpu"
         self.leaves_batches = is_there and type(self.model).batch_to_device is Model.batch_to_device
         has_own = redefines(self.engine, Engine, "autocast")
         self.is_plain = not self.engine.precision.casts and not has_own
         self.context = Context(self)
-        # Without a training no plugin that is gone is missed.
+        # Only a training run reports plugins of the checkpoint that are missing.
         self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
         self.agreement = make_agreement(self.replicas, self._look_around, self.context.take_skip)
         watch = ReplicaWatch(self, self.replicas.gather_objects)
@@ -160,16 +160,16 @@ class Session:
 
     @property
     def requests(self) -> Requests:
-        """What was asked for in this process."""
+        """The requests made in this process."""
         return self.agreement.asked
 
     @property
     def agreed(self) -> Requests:
-        """What all processes know that any of them has asked for."""
+        """The requests of any process, as far as all processes know them."""
         return self.agreement.agreed
 
     def add_obstacle(self, text: str) -> bool:
-        """Note what binds the run to its number of processes; returns whether it is new."""
+        """Record what binds the run to its number of processes; returns whether it is new."""
         is_new = text not in self.obstacles
         if is_new:
             self.obstacles.append(text)
@@ -177,7 +177,7 @@ class Session:
 
     @property
     def training_source(self) -> Source:
-        """The data of the training."""
+        """The training data."""
         return self.sources[Phase.TRAINING][0]
 
     @property
@@ -194,34 +194,34 @@ class Session:
         return self.model.discovery.schedulers()
 
     def find_loader(self) -> DataLoader[Any] | None:
-        """Return the loader of the present phase; the first one of several, ``None`` for none."""
+        """Return the loader of the current phase; the first of several, ``None`` if none."""
         sources = self.sources.get(self.phase)
         return sources[0].loader if sources else None
 
     def indices_of(self, place: Cursor) -> list[Any] | None:
-        """Return the indices of the samples of a training batch; ``None`` if nobody knows them."""
+        """Return the indices of the samples of a training batch; ``None`` if unknown."""
         return self.training_source.indices(place.epoch, batch=place.batch, sample=place.sample)
 
     @property
     def sanity_steps(self) -> int:
-        """Batches of the trial validation, for which an option or a plugin asks (C17)."""
+        """Number of batches of the sanity check, as set by the trainer or a plugin."""
         return max(self.trial_steps, *(each.sanity_steps for each in self.plugins.values()), 0)
 
     @property
     def trial_length(self) -> int | None:
-        """The most batches of each loader while a trial validation runs, else ``None``."""
+        """Maximum number of batches per loader during a sanity check, else ``None``."""
         return self.sanity_steps if self.is_sanity_check else None
 
     def seed_evaluation(
         self, pass_number: int, step: int, loader: int = 0, replica: int | None = None
     ) -> None:
-        """Set the random numbers of one batch of an evaluation.
+        """Seed the generators for one batch of an evaluation.
 
         Args:
             pass_number: number of the pass.
             step: number of the batch in its loader.
             loader: number of the loader.
-            replica: whose batch it is, where there are several; ``None`` for their hooks.
+            replica: replica of the batch, if there are several; ``None`` for their hooks.
         """
         which: tuple[int | str, ...] = (loader,) if loader else ()
         if replica is not None:
@@ -230,7 +230,7 @@ class Session:
 
     @contextmanager
     def entering(self, phase: Phase, pass_number: int) -> Iterator[None]:
-        """Run an evaluation: on random numbers of its own, with those found restored."""
+        """Run an evaluation with its own random numbers; the generators are restored afterwards."""
         found = self.phase
         self.phase = phase
         try:
@@ -240,25 +240,25 @@ class Session:
             self.phase = found
 
     def restore_randomness(self) -> None:
-        """Set the generators as the checkpoint holds them; last of all (H6)."""
+        """Restore the generators from the checkpoint, after everything else."""
         if self.saved_randomness is not None:
             rng.load_rng_state_dict(self.saved_randomness)
             self.saved_randomness = None
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether the training goes on from a checkpoint that was taken inside of an epoch."""
+        """Whether training continues from a checkpoint that was taken inside an epoch."""
         is_numbered = self.state.global_epoch == self.cursor.epoch + 1
         return self.is_resumed and is_numbered and self.cursor.batch > 0
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the run comes to its regular end at the next safe point."""
+        """Whether the run ends regularly at the next safe point."""
         return bool(self.agreed.stop_reason)
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the run breaks off at the next safe point, unfinished."""
+        """Whether the run is interrupted at the next safe point."""
         return bool(self.agreed.interruption) and not self.is_stopping
 
     @property
@@ -267,41 +267,41 @@ class Session:
         return bool(self.agreed.stop_reason or self.agreed.interruption)
 
     def request_checkpoint(self) -> None:
-        """Ask for a checkpoint at the next safe point (DESIGN R4)."""
+        """Request a checkpoint at the next safe point."""
         self.agreement.check_open("Context.request_checkpoint()")
         self.requests.is_checkpoint_wanted = True
 
     def request_stop(self, reason: str) -> None:
-        """Ask for the end of the run at the next safe point; the first reason counts."""
+        """Request the end of the run at the next safe point; the first reason counts."""
         self.agreement.check_open("Context.request_stop()")
         self.requests.stop_reason = self.requests.stop_reason or reason
 
     def interrupt(self, reason: str) -> None:
-        """Ask for a checkpoint and an early return at the next safe point."""
+        """Request a checkpoint and an early return at the next safe point."""
         self.agreement.check_open("Context.interrupt()")
         self.requests.interruption = self.requests.interruption or reason
 
     def _look_around(self) -> bool:
-        """Ask for what comes from outside; returns whether a save of this process has failed."""
+        """Check for requests from outside; returns whether a save of this process has failed."""
         reason = self.outside()
         if reason:
             self.interrupt(reason)
         return self.recorder is not None and self.recorder.has_failed
 
     def agree(self, *, ends_window: bool = False) -> bool:
-        """Let every process know what any of them has asked for; all call it at one place.
+        """Exchange requests; all processes call this at the same place.
 
-        What is asked for behind it waits for the next time, in all processes.
+        Requests made later wait until the next call, in all processes.
 
         Args:
-            ends_window: whether a window ends here: what all were told in front of its gradients
-                is then not asked again, unless somebody could ask for something since.
+            ends_window: whether an accumulation window ends here: what was exchanged before its
+                gradients is not exchanged again, unless a request may have been made since.
 
         Returns:
-            Whether anything is asked for.
+            Whether anything is requested.
 
         Raises:
-            Exception: that of a save which has failed since the last time, in all processes.
+            Exception: in all processes, the error of a save that has failed since the last call.
         """
         is_alarm = self.agreement.settle(ends_window=ends_window)
         if is_alarm and self.recorder is not None:
@@ -315,15 +315,15 @@ class Session:
             requests.stop_reason = requests.stop_reason or reason
 
     def log(self, scalars: Mapping[str, Any]) -> None:
-        """Log numbers by name, as of the present iteration; reads tensors from their device."""
+        """Log numbers by name, for the current iteration; reads tensors from their device."""
         is_written = self.recorder is not None and self.recorder.logs_scalars
         is_wanted = is_written or "on_log" in self.hooks.heard
         if self.is_sanity_check or not is_wanted or not scalars:
             return
         if self._is_logging:
             raise UsageError(
-                "Context.log(...) must not be called in on_log, which it tells: it would never "
-                "end. Log in another event."
+                "Context.log(...) must not be called in on_log, which is called for everything "
+                "that is logged: it would never end. Log in another event."
             )
         numbers = {name: as_number(name, value) for name, value in scalars.items()}
         if self.recorder is not None:
@@ -335,7 +335,7 @@ class Session:
             self._is_logging = False
 
     def log_losses(self) -> None:
-        """Log the losses of the present batch."""
+        """Log the losses of the current batch."""
         self.log({f"train/{name}": loss for name, loss in self.model.loss_items.items()})
 
     def log_scores(self) -> None:
@@ -343,8 +343,8 @@ class Session:
         self.log({f"valid/{name}": score for name, score in as_numbers(self.model.metrics).items()})
 
     def save(self) -> None:
-        """Write a checkpoint of this safe point, if any are written and this one is not there."""
-        # Where a poll behind the save ends the run, the checkpoint is there already.
+        """Write a checkpoint of this safe point, if the run saves and it is not written yet."""
+        # If a poll after the save ends the run, the checkpoint exists already.
         if not self.can_save or self.recorder is None or self.recorder.has_saved(self.state):
             return
         self.check_alike()
@@ -358,7 +358,7 @@ class Session:
         self.recorder.save(snapshot, meters)
 
     def begin_training(self) -> None:
-        """Note that the start events are over: what they set up, every start sets up again."""
+        """Mark the end of the start events: each start sets up again what they set up."""
         if any(redefines(self.engine, Engine, name) for name in _UPDATE):
             self.agreement.doubt()
         self.agreement.begin(self.hooks.asking)
@@ -367,10 +367,10 @@ class Session:
             self.owner_states.begin_training()
 
     def check_alike(self) -> None:
-        """Check that all processes have the same weights; a ``UsageError`` if they have not.
+        """Check that all processes have the same weights; raises ``UsageError`` if they differ.
 
-        With the same message rank 0, which writes, says what takes too long to be saved, so that
-        all leave out the same.
+        In the same message, rank 0, which writes, names state that takes too long to save, so that
+        all processes leave out the same.
         """
         self.replicas.compare(self._check_alike)
 
@@ -384,10 +384,10 @@ class Session:
     def _check_complete(self, record: Record) -> None:
         if self.refuses_incomplete and record.missing:
             raise StateError(
-                'Trainer(on_incomplete="raise") demands complete checkpoints, but the one of '
+                'Trainer(on_incomplete="raise") requires complete checkpoints, but the one of '
                 f"iteration {self.state.global_iteration} lacks {list_missing(record.missing)}. "
-                "Nothing was written. Change what is named as it says there, or declare what need "
-                "not be saved: unsaved = (...,)."
+                "Nothing was written. Change what is named, or declare what need not be saved: "
+                "unsaved = (...,)."
             )
 
     def capture(self) -> Record:

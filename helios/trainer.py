@@ -1,4 +1,4 @@
-"""The trainer: arguments become objects, objects become a run, and everything is torn down."""
+"""The ``Trainer``: train, validate, test and predict."""
 
 from __future__ import annotations
 
@@ -51,63 +51,65 @@ __all__ = [
 
 
 class Trainer:
-    """Train, validate, test and predict; resume without being told.
+    """Train, validate, test and predict; resume automatically.
 
-    All arguments may be passed by name; the order of the historical ones is kept.
+    Pass arguments by name. The historical ones may also be passed by position.
 
     Args:
-        run_name: names logs and checkpoints; the model's ``save_name`` where empty.
-        train_unit: what ``total_steps`` and the frequencies count: epochs, or optimizer steps.
-        total_steps: length of the run in that unit; ``float("inf")`` for no end.
-        valid_frequency: validate every that many units; ``None`` for never.
-        chkpt_frequency: write a checkpoint every that many units; needs ``chkpt_root``.
-        print_frequency: log losses every that many ``current_iteration``.
-        accumulation_steps: micro-batches of one optimizer step.
-        enable_cudnn_benchmark: let cuDNN choose algorithms by measuring, in training only.
-        enable_deterministic: demand deterministic algorithms, on the CPU too.
+        run_name: name of logs and checkpoints; by default the model's ``save_name``.
+        train_unit: unit of ``total_steps`` and the frequencies: epochs or optimizer steps.
+        total_steps: length of the run in that unit; ``float("inf")`` for no limit.
+        valid_frequency: validate every N units; ``None`` for never.
+        chkpt_frequency: write a checkpoint every N units; needs ``chkpt_root``.
+        print_frequency: log losses every N ``current_iteration``.
+        accumulation_steps: micro-batches per optimizer step.
+        enable_cudnn_benchmark: let cuDNN benchmark its algorithms, in training only.
+        enable_deterministic: require deterministic algorithms, on the CPU too.
         early_stop_cycles: stop after that many validations without improvement.
-        use_cpu: True for the CPU; False demands a GPU; None takes what there is.
+        use_cpu: True for the CPU; False requires a GPU; ``None`` uses a GPU if there is one.
         gpus: ids of the GPUs to use.
-        random_seed: seed of the run; 6691 where ``None``.
-        enable_tensorboard: write scalars below ``run_path``.
-        enable_file_logging: write a log file below ``log_path``.
-        capture_warnings: send Python's warnings to the log.
-        enable_progress_bar: show progress on the screen.
-        chkpt_root: folder of all runs; a run's checkpoints lie in ``chkpt_root/<save_name>``.
+        random_seed: seed of the run; ``None`` for 6691.
+        enable_tensorboard: write scalars to ``run_path`` for TensorBoard.
+        enable_file_logging: write a log file to ``log_path``.
+        capture_warnings: write Python's warnings to the log.
+        enable_progress_bar: show progress bars.
+        chkpt_root: folder of all runs; checkpoints are written to ``chkpt_root/<save_name>``.
         log_path: folder of log files.
         run_path: folder of TensorBoard runs.
-        src_root: package whose registries are filled at start.
-        import_prefix: prefix of its modules' names.
-        print_banner: show versions, device and promise at start.
-        engine: an engine of your own, with its device.
-        precision: the arithmetic inside of steps: ``"fp32"`` (as the parameters are), or by
-            autocast ``"bf16"``, or ``"fp16"`` with scaled losses.
+        src_root: package whose modules are imported at the start to fill the registries.
+        import_prefix: prefix of the names of these modules.
+        print_banner: log versions, device and reproducibility level at the start.
+        engine: your own engine, with its device.
+        precision: ``"fp32"`` (the type of the parameters), or autocast to ``"bf16"``, or to
+            ``"fp16"`` with loss scaling.
         plugins: plugins to register, in this order.
         store: how checkpoints are written and kept.
-        signals: on which signals fit saves and ends; the four of ``Signals()`` where ``None``.
-        num_replicas: logical data-parallel workers that define the run; as many as processes where
-            ``None``. Fixed at the first start.
-        nproc: processes that carry them, up to that number: on the CPU, or on a GPU each (``None``:
-            all selected GPUs). torchrun and srun decide it themselves.
-        clip_norm: largest 2-norm of a step's gradients, in automatic mode.
-        clip_value: largest magnitude of their elements, in automatic mode.
-        resume: ``"auto"`` goes on from the newest checkpoint; ``"never"`` starts anew at every
-            call and moves present files to ``before-<date>/``; a path goes on from that file.
-        allow_changes: what of the run's definition may differ from the checkpoint's, by name.
-        on_incomplete: ``"raise"`` for a ``StateError`` in place of a checkpoint that lacks state.
-        sanity_steps: validate that many batches of each loader before the first step of a new run,
-            without a trace in it; 0 for none.
-        batch_limits: the most batches of each pass, by phase: ``{Phase.TRAINING: 10}``.
+        signals: signals on which ``fit`` saves and ends; ``None`` for those of ``Signals()``.
+        num_replicas: data-parallel replicas that define the run; ``None`` for the number of
+            processes. Fixed at the first start.
+        nproc: processes that run the replicas, at most ``num_replicas``: on the CPU, or one per
+            GPU (``None``: all selected GPUs). Under torchrun and srun, these set the number.
+        clip_norm: maximum 2-norm of the gradients of a step, in automatic mode.
+        clip_value: maximum magnitude of a gradient element, in automatic mode.
+        resume: ``"auto"`` continues from the newest checkpoint; ``"never"`` starts a new run at
+            every call and moves existing files to ``before-<date>/``; a path continues from that
+            file.
+        allow_changes: names of settings that may differ from those in the checkpoint.
+        on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
+        sanity_steps: batches of each loader to validate before the first step of a new run, without
+            side effects; 0 for none.
+        batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
 
     Attributes:
         model: the model of the last call of fit, validate, test or predict.
         datamodule: the data module of the last call.
         plugins: the plugins by id; ``trainer.plugins[id] = plugin`` registers one.
-        train_exceptions, test_exceptions: types that :meth:`fit`, and the others, do not log.
-        validate_loop, test_loop, predict_loop: the loops of these calls; may be replaced (L13).
+        train_exceptions: exception types that :meth:`fit` does not log.
+        test_exceptions: exception types that the other calls do not log.
+        validate_loop, test_loop, predict_loop: the loops of these calls; you may replace them.
 
     Raises:
-        ArgumentError: for a value that breaks a rule, with a remedy (a ``ValueError``).
+        ArgumentError: if a value is invalid (a ``ValueError``).
         UsageError: if ``use_cpu=False`` finds no GPU (a ``RuntimeError``).
     """
 
@@ -220,22 +222,22 @@ class Trainer:
 
     @property
     def global_rank(self) -> int:
-        """Number of this process among all, from 0; in the process that starts ranks, 0."""
+        """Rank of this process among all, from 0; also 0 in the process that starts ranks."""
         return self._standing.info.rank
 
     rank = global_rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its machine, from 0."""
+        """Rank of this process on its machine, from 0."""
         return self._standing.info.local_rank
 
     @property
     def queue(self) -> Any:
-        """A queue from ranks that the trainer has started to this process (H65).
+        """Queue that sends items from ranks to the process that started them.
 
-        Ranks put items into it; they are here while ranks run, for another thread, and afterwards.
-        ``None`` before any rank was started, and under torchrun and srun.
+        Ranks put items into it. Read them from another thread while the ranks run, or afterwards.
+        ``None`` before any ranks were started, and under torchrun and srun.
         """
         return self._standing.queue
 
@@ -245,15 +247,15 @@ class Trainer:
 
     @property
     def exit_code(self) -> int:
-        """What a script should exit with after fit.
+        """Exit code for a script after ``fit``.
 
-        0 after its regular end, 75 ("try again") after an interruption, 1 after an error.
+        0 if the run is finished, 75 ("try again") after an interruption, 1 after an error.
         """
         return self._exit_code
 
     @property
     def fit_loop(self) -> FitLoop:
-        """The loop over all epochs; assign another one, or ``connect`` what is below it (L13)."""
+        """The loop over all epochs; assign your own, or ``connect`` other loops below it."""
         return self.roots.fit
 
     @fit_loop.setter
@@ -261,28 +263,28 @@ class Trainer:
         self.roots.replace_fit(loop)
 
     def register_plugin(self, plugin: Plugin) -> None:
-        """Register a plugin under its id; ``trainer.plugins[id] = plugin`` does the same.
+        """Register a plugin under its id, as ``trainer.plugins[id] = plugin`` does.
 
         Raises:
-            DuplicateError: if the id is taken (a ``KeyError``, H59).
-            ArgumentTypeError: if a method's parameters are not those of its event.
-            ArgumentError: if it overrides a ``process_*_batch`` that another one owns.
+            DuplicateError: if the id is taken (a ``KeyError``).
+            ArgumentTypeError: if the parameters of a method differ from those of its event.
+            ArgumentError: if another plugin overrides the same ``process_*_batch``.
         """
         self.plugins[plugin.plug_id] = plugin
 
     def request_checkpoint(self) -> None:
-        """Ask for a checkpoint at the next safe point (DESIGN R4).
+        """Request a checkpoint at the next safe point.
 
         Raises:
-            UsageError: outside of fit.
+            UsageError: if ``fit`` is not running.
         """
         self._running_session("request_checkpoint").request_checkpoint()
 
     def request_stop(self, reason: str = "request_stop was called") -> None:
-        """Ask for the regular end of the run at the next safe point.
+        """Request the regular end of the run at the next safe point.
 
         Raises:
-            UsageError: outside of fit.
+            UsageError: if ``fit`` is not running.
         """
         self._running_session("request_stop").request_stop(reason)
 
@@ -296,13 +298,13 @@ class Trainer:
     def fit(self, model: Model, datamodule: DataModule) -> bool:
         """Train a model from the start, or from the newest checkpoint of its run.
 
-        This is told and called, in this order; ``docs/hooks.md`` says who hears what, and
-        :meth:`validate` what a validation pass is::
+        These hooks and methods are called, in this order. ``docs/hooks.md`` lists the receivers of
+        each event, and :meth:`validate` shows a validation pass::
 
             prepare_data()
             setup()
             if the run has ended before: return
-            if the run goes on:
+            if the run resumes:
                 on_load_checkpoint(checkpoint)
                 on_checkpoint_loaded()
             on_fit_start()
@@ -312,17 +314,17 @@ class Trainer:
                 on_sanity_check_end()
             on_training_start()
             model.train()
-            if the run goes on:
+            if the run resumes:
                 on_training_resume(state)
                 if a last poll followed the checkpoint: a last poll
             for each epoch:
-                if the run does not go on inside it: on_training_epoch_start(current_epoch)
+                if the run does not resume inside it: on_training_epoch_start(current_epoch)
                 for each batch:
                     if a window begins: on_training_step_start(state)
                     if StopIteration is raised: break
                     on_training_batch_start(state)
                     if StopIteration is raised: break
-                    for each replica that the process carries:
+                    for each replica that the process runs:
                         process_training_batch(batch, state)
                         on_forward_start(context)
                         train_step(batch, state)
@@ -333,7 +335,7 @@ class Trainer:
                             on_backward_end()
                     if train_step returns a loss and the window ends:
                         on_optimizer_step_start(optimizer)
-                        if the step is not left out:
+                        if the step is not skipped:
                             engine.clip_gradients(optimizer)
                             engine.optimizer_step(optimizer)
                         on_before_zero_grad(optimizer)
@@ -365,7 +367,7 @@ class Trainer:
                 if an exception was raised: on_exception(exception)
                 if a validation pass was cut off: model.train()
                 engine.teardown()
-                if on_fit_start was told and nothing was raised: on_fit_end()
+                if on_fit_start was called and nothing was raised: on_fit_end()
                 teardown()
 
         Args:
@@ -373,11 +375,11 @@ class Trainer:
             datamodule: its data.
 
         Returns:
-            True at the run's regular end, now or earlier; False after an interruption.
+            True if the run is finished, now or earlier; False after an interruption.
 
         Raises:
-            HeliosError: for what is named in ``helios.errors``.
-            Exception: whatever user code raises, after everything was torn down (C6).
+            HeliosError: see ``helios.errors``.
+            Exception: whatever user code raises, after everything was torn down.
         """
         self._exit_code = 0
         try:
@@ -390,9 +392,9 @@ class Trainer:
         return is_finished
 
     def validate(self, model: Model, datamodule: DataModule) -> bool:
-        """Run one validation of the newest checkpoint; the scores stand in ``model.metrics``.
+        """Validate the newest checkpoint once; the scores are in ``model.metrics``.
 
-        This is told and called, in this order::
+        These hooks and methods are called, in this order::
 
             prepare_data()
             setup()
@@ -420,10 +422,10 @@ class Trainer:
         return True
 
     def test(self, model: Model, datamodule: DataModule) -> bool:
-        """Test the newest checkpoint (H56); the scores stand in ``model.test_scores``.
+        """Test the newest checkpoint; the scores are in ``model.test_scores``.
 
-        Without a checkpoint a model that this trainer has trained is tested as it stands; any other
-        one is asked to ``load_for_testing``.
+        Without a checkpoint, a model that this trainer has trained is tested as it is; for any
+        other model, ``load_for_testing`` is called.
 
         The order is that of :meth:`validate`, with ``testing`` for ``validation`` and ``test_step``
         for ``valid_step``.
@@ -434,7 +436,7 @@ class Trainer:
     def predict(self, model: Model, datamodule: DataModule) -> list[Any]:
         """Return what ``predict_step`` returns for each batch, in the order of the data.
 
-        With several loaders a list of such lists, one for each loader (L34).
+        With several loaders, the result is a list of such lists, one for each loader.
 
         The order is that of :meth:`validate`, with ``predicting`` for ``validation`` and
         ``predict_step`` for ``valid_step``.

@@ -1865,9 +1865,9 @@ FAULTS = (
         "an end that cannot be noted is an error",
         "helios/startup/building/run_outputs.py",
         "            except OSError as error:\n                _LOGGER.error(\n"
-        '                    "The end',
+        '                    "Could not mark',
         "            except ZeroDivisionError as error:\n                _LOGGER.error(\n"
-        '                    "The end',
+        '                    "Could not mark',
         f"{SAVE_FAULTS}::test_each_operation_of_a_save_may_go_wrong_in_one_way",
     ),
     Fault(

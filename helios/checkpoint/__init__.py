@@ -1,4 +1,4 @@
-"""Snapshots on disk: names, sidecars, commits, retention and loading.
+"""Checkpoints on disk: names, sidecars, commits, retention and loading.
 
-Nothing here may know a model or a loop; it is handed plain dictionaries.
+Modules here know neither models nor loops; they get plain dictionaries.
 """

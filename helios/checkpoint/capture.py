@@ -1,7 +1,7 @@
-"""From a run to a record and back: what is asked of every object, and in which order it is given.
+"""Converts a run to a record and back, asking each object for its state in a fixed order.
 
-For a training that is the whole state. For inference, and for a finished run, it is what a trained
-model consists of.
+For a training that is the whole state. For inference, and for a finished run, it is the trained
+model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from helios.state import Cursor, TrainingState
 _LOGGER = logging.getLogger(__name__)
 
 _OWN_PLACES = ("inner", "generators", "aliases", "orders")
-"""What else of the model's state each process saves where replicas change it on their own."""
+"""Parts of the model's state that each process saves if replicas change them on their own."""
 
 
 def capture(run: LiveRun) -> Record:
@@ -33,12 +33,12 @@ def capture(run: LiveRun) -> Record:
     engine = run.engine.state_dict()
     own = {"model": model, "engine": engine, **_named("plugin", plugins), **_named("loop", loops)}
     owners, lacking = run.owner_states.capture(own)
-    # A model with a state_dict of its own may have a key of this name.
+    # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
     misfits = model.pop("misfits", {}) if run.is_discovered else {}
     own_missing = {**run.missing, **source.missing, **lost, **lacking}
     missing, misfits, claims = _join(run, own_missing, misfits)
-    # In all processes: one that raised by itself would leave the others waiting.
+    # In all processes: if only one raised, the others would wait forever.
     _refuse_misfits(misfits)
     return Record(
         training_state=run.state.dict(),
@@ -70,23 +70,23 @@ def _refuse_misfits(misfits: dict[str, str]) -> None:
     if misfits:
         names = [f"{path} ({text})" if text else path for path, text in sorted(misfits.items())]
         raise StateError(
-            "A checkpoint must fit what setup() makes, but networks, optimizers or parameters "
-            f"came, went or changed their structure after it: {', '.join(names)}. No resume could "
-            "make that again, so nothing was written. Create all of them in setup()."
+            "A checkpoint must match what setup() creates, but networks, optimizers or parameters "
+            f"were added, removed or changed in structure since: {', '.join(names)}. No resume "
+            "could restore that, so nothing was written. Create all of them in setup()."
         )
 
 
 def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor) -> None:
-    """Give a training the state of a record.
+    """Restore the state of a training from a record.
 
     Args:
         record: no part of it is kept that :func:`detach` would copy.
-        run: newly set up.
-        state: the counters of the record, as far as the options let them be.
-        cursor: likewise, the place in the data.
+        run: the run, after its setup.
+        state: the counters of the record, adjusted to the options.
+        cursor: the position in the data, likewise.
 
     Raises:
-        StateError: if somebody refuses its state.
+        StateError: if an object refuses its state.
     """
     record = _take_own_part(record, run.replicas)
     run.state, run.cursor, run.is_resumed = state, cursor, True
@@ -101,19 +101,19 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     run.plugin_states.restore(record.plugins)
     run.loop_states.restore(record.loops)
     run.owner_states.restore(record.owners)
-    # The generators come last, when nothing is left that could draw.
+    # The generators come last, when nothing can draw from them any more.
     run.saved_randomness = record.rng
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a trained model consists of, for inference and for other processes.
+    """The trained model, for inference and for other processes.
 
     Attributes:
         model: what its ``state_dict`` returned.
         tables: its tables of losses and scores.
         plugins: states of plugins by id.
-        owners: their attributes that training changed, by owner.
+        owners: attributes that training changed, by owner.
     """
 
     model: dict[str, Any]
@@ -135,10 +135,10 @@ def capture_trained(model: LiveModel, plugins: States, owners: OwnerStates) -> T
 
 
 def apply_trained(trained: Trained, model: LiveModel, plugins: States, owners: OwnerStates) -> None:
-    """Give a model that was set up for inference, and plugins, what was trained.
+    """Restore what was trained, in a model that was set up for inference, and in plugins.
 
     Raises:
-        StateError: if somebody refuses its state.
+        StateError: if an object refuses its state.
     """
     model.load_state_dict(trained.model, fast_init=True)
     apply_tables(trained.tables, model)
@@ -164,7 +164,7 @@ def _as_plain(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: LiveModel) -> None:
-    """Give a model its tables of losses and scores."""
+    """Restore a model's tables of losses and scores."""
     for name, table in model.tables.items():
         table.clear()
         table.update(tables[name])
@@ -173,7 +173,7 @@ def apply_tables(tables: Mapping[str, Mapping[str, Any]], model: LiveModel) -> N
 def _join(
     run: LiveRun, missing: dict[str, str], misfits: dict[str, str]
 ) -> tuple[dict[str, str], dict[str, str], list[str]]:
-    """Return what any process lacks, what fits no resume, and whose word any of them takes."""
+    """Merge what is missing, what prevents a resume, and the claims, over all processes."""
     everybodys: dict[str, str] = {}
     unfit: dict[str, str] = {}
     claims: dict[str, None] = {}
@@ -194,7 +194,7 @@ def _gather_own_parts(
     differing = _find_differing(run, owners)
     if not (run.unshared or source.state_is_per_process or differing):
         return []
-    # What a state_dict of the model's own leaves out is among the owners.
+    # What an overridden state_dict of the model omits is among the owners.
     objects = model["objects"] if run.is_discovered else {}
     own = {
         "values": model["values"] if run.is_discovered and run.unshared else None,
@@ -209,11 +209,11 @@ def _gather_own_parts(
 
 
 def _find_differing(run: LiveRun, owners: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the owners that hold something else in other processes; it binds the run to these."""
+    """Return the owners whose state differs between processes, which binds the run to these."""
     tables = run.replicas.gather_objects(run.owner_states.marks(owners))
     names = sorted({name for table in tables for name in table})
     differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
-    texts = [f"{name} holds something else in each process" for name in differing]
+    texts = [f"the state of {name} differs between processes" for name in differing]
     run.obstacles += [text for text in texts if text not in run.obstacles]
     return differing
 
@@ -223,13 +223,13 @@ def _holds_any(path: str, names: list[str]) -> bool:
 
 
 def _take_own_part(record: Record, replicas: Team) -> Record:
-    """Return a record as this process left it: each gets its own in a start with as many."""
+    """Return a record as this process saved it, if the number of processes is the same."""
     if not record.by_rank:
         return record
     if len(record.by_rank) != replicas.num_processes:
         _LOGGER.warning(
             "%d processes saved this checkpoint, each with its own %s, and now there are %d: all "
-            "take what rank 0 had, so bits may differ from an undisturbed run's.",
+            "load that of rank 0, so bits may differ from those of an uninterrupted run.",
             len(record.by_rank),
             ", ".join(record.unshared) or "loader or plugins",
             replicas.num_processes,
@@ -248,22 +248,21 @@ def _take_own_part(record: Record, replicas: Team) -> Record:
 
 
 def detach(record: Record, *, keeps_model: bool, is_shown: bool) -> Record:
-    """Return a record with copies of all tensors that somebody may keep.
+    """Return a record with copies of all tensors that may be kept.
 
-    Mapping the file spares a copy of the whole state at every start. What goes on living must not
-    lie there: somebody may write to the file.
+    Mapping the file saves a copy of the whole state at every start. Objects that outlive loading
+    must not refer to it, because the file may be overwritten.
 
     Args:
-        record: tensors may lie in its file.
-        keeps_model: whether the model's part may be kept, too; Helios' own way of loading keeps
-            nothing of it.
+        record: its tensors may be mapped from the file.
+        keeps_model: whether the model's part may be kept, too; the default loading keeps nothing.
         is_shown: whether user code sees the record.
     """
     parts = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    # Owners copy what they take, and so does Helios' own way of loading a model.
+    # Owners copy what they load, and so does the default loading of a model.
     if not is_shown:
         del parts["owners"]
     if not keeps_model:
         del parts["model"]
-    # In one piece, so that what shares memory does so again.
+    # In one call, so that shared memory stays shared.
     return dataclasses.replace(record, **copy.deepcopy(parts))

@@ -1,6 +1,6 @@
-"""Will the checkpoints of a run fit on the disk? Asked before the first step (USERS.md 17).
+"""Checks before the first step whether the checkpoints of a run fit on the disk.
 
-Learning it from the first save that fails costs the training up to there.
+Otherwise the first save that fails would cost all training up to that point.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def count_kept(options: CheckpointStore, num_saves: float) -> float:
-    """Return how many checkpoints of a run lie on the disk at most, at one time.
+    """Return the maximum number of checkpoints of a run on the disk at one time.
 
     Args:
-        options: the rules of keeping.
-        num_saves: how many are still to be written; infinity if nobody knows.
+        options: the retention rules.
+        num_saves: number of saves to come; infinity if unknown.
     """
     if options.keeps_all:
         return num_saves
     if options.keep_every is not None:
-        # Its share grows with the run.
+        # Its number grows with the run.
         return num_saves / options.keep_every + _count_others(options)
     return min(num_saves, _count_others(options))
 
 
 def _count_others(options: CheckpointStore) -> int:
     best = 0 if options.keep_best is None else options.keep_best.count
-    # An old one goes after the new one is there; the one that a run goes on from stays, too.
+    # An old one is deleted after the new one is written; the one resumed from stays, too.
     return (options.keep_last or 1) + best + 2
 
 
 def warn_if_too_large(
     folder: Path, *, num_bytes: int, num_saves: float, options: CheckpointStore
 ) -> None:
-    """Warn of a disk that is too small for the checkpoints to come.
+    """Warn if the disk is too small for the checkpoints to come.
 
     Args:
-        folder: where they go; need not exist yet.
+        folder: folder of the checkpoints; need not exist yet.
         num_bytes: the estimated size of one.
-        num_saves: how many are still to be written; infinity if nobody knows.
-        options: the rules of keeping.
+        num_saves: number of saves to come; infinity if unknown.
+        options: the retention rules.
     """
     free = _free_bytes(folder)
     if free is None:
@@ -74,9 +74,9 @@ def warn_if_too_large(
 
 
 def _advise(options: CheckpointStore) -> str:
-    """Return what helps, beside what the rules say already."""
+    """Return a remedy, depending on the rules."""
     if options.keeps_all:
-        return "Keep fewer, by store=CheckpointStore(keep_last=3), save less often, or make room."
+        return "Keep fewer, with store=CheckpointStore(keep_last=3), save less often, or make room."
     ways = []
     if options.keep_every is not None:
         ways.append(f"more than {options.keep_every} in keep_every")
@@ -94,5 +94,5 @@ def _free_bytes(folder: Path) -> int | None:
     try:
         return None if present is None else shutil.disk_usage(present).free
     except OSError:
-        # A save will tell what is wrong with the disk.
+        # The save itself will report what is wrong with the disk.
         return None

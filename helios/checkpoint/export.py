@@ -1,7 +1,7 @@
-"""Weights taken out of a checkpoint, under the names that plain PyTorch knows them by.
+"""Exports the weights of a checkpoint, under the names that plain PyTorch uses.
 
-The model that wrote the checkpoint is not needed: the file tells what a network is. Optimizers,
-counters and randomness stay behind.
+The model that wrote the checkpoint is not needed, because the file identifies networks. Optimizers,
+counters and random number generators are not exported.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _MAX_DEPTH = 50
 
 @dataclass
 class Weights:
-    """Tensors by name, to be written into a file of their own.
+    """Tensors by name, to be written to a separate file.
 
     Attributes:
-        tensors: by name; they may share memory, and may still lie in the checkpoint.
-        versions: versions of the classes of a network, by which torch migrates its state.
-        left_out: names of what a network's state holds besides tensors.
+        tensors: by name; they may share memory, and may be mapped from the checkpoint.
+        versions: versions of the classes of a network, with which torch migrates its state.
+        left_out: names of entries of a network's state that are not tensors.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the tensors have, shared ones each time."""
+        """Total number of bytes of the tensors; shared ones count each time."""
         return sum(part.numel() * part.element_size() for part in self.tensors.values())
 
     def add(self, prefix: str, state: Mapping[str, Any]) -> None:
-        """Take in the state of one network, under names that begin with ``prefix``."""
+        """Add the state of one network, under names that begin with ``prefix``."""
         for name, value in state.items():
             if isinstance(value, Tensor):
                 self.tensors[prefix + name] = value
@@ -64,15 +64,14 @@ def select_weights(
 ) -> Weights:
     """Return the weights in a checkpoint.
 
-    The names are those inside the network where there is one, or where one is named; those of
-    several begin with the attribute of the model (``encoder.layer.weight``). Of a model with a
-    ``state_dict`` of its own, all tensors are taken that are in no optimizer's state, under the
-    keys that lead to them.
+    The names are those inside the network if there is only one, or if one is named; those of
+    several begin with the attribute of the model (``encoder.layer.weight``). If the model overrides
+    ``state_dict``, all tensors outside optimizers are exported, under the keys that lead to them.
 
     Args:
-        tree: the content of a checkpoint, as :func:`helios.storage.codec.read_structure` gives it.
-        network: the attribute of the model to take; ``None`` for all networks.
-        average: id of the plugin whose averages stand in for the weights; ``None`` for none.
+        tree: the content of a checkpoint, from :func:`helios.storage.codec.read_structure`.
+        network: the attribute of the model to export; ``None`` for all networks.
+        average: id of a plugin whose averages replace the weights; ``None`` for none.
 
     Raises:
         ArgumentError: if the checkpoint has no such network or average.
@@ -98,7 +97,7 @@ def select_weights(
 
 
 def _networks_of(state: Any) -> dict[str, Mapping[str, Any]] | None:
-    """Return the networks in a state that was discovered; ``None`` for a state of another form."""
+    """Return the networks in a discovered state; ``None`` for a state of another form."""
     keys = ("objects", "flags", "parameters")
     if not isinstance(state, Mapping) or not all(
         isinstance(state.get(key), Mapping) for key in keys
@@ -114,8 +113,8 @@ def _choose(
         return networks
     if network not in networks:
         raise ArgumentError(
-            f"The network must be one of {sorted(networks)}, got {network!r}. Name the attribute "
-            "of the model that holds it."
+            f"The network must be one of {sorted(networks)}, got {network!r}. Pass the name of the "
+            "model's attribute that holds it."
         )
     return {network: networks[network]}
 
@@ -133,7 +132,7 @@ def _averages_of(tree: Mapping[str, Any], average: str | None) -> Mapping[str, A
         known = sorted(name for name, averages in found.items() if averages)
         raise ArgumentError(
             f"The average must be that of a plugin with averages, of which the checkpoint has "
-            f"{known}, got {average!r}. Leave it out for the network's own weights."
+            f"{known}, got {average!r}. Omit it for the network's own weights."
         )
     return found[average]
 
@@ -141,13 +140,13 @@ def _averages_of(tree: Mapping[str, Any], average: str | None) -> Mapping[str, A
 def _averaged(
     state: Mapping[str, Any], averages: Mapping[str, Any], path: str
 ) -> Mapping[str, Any]:
-    """Return a network's state with averages in place of its own values, in the own types."""
+    """Return a network's state with averages instead of its own values, in their types."""
     if unknown := sorted(averages.keys() - state.keys()):
         raise CheckpointError(
-            f"The average is not that of the network {path}: it has {', '.join(unknown[:3])}, "
-            "which the network has not. Export the network's own weights."
+            f"The average does not match the network {path}: it has {', '.join(unknown[:3])}, "
+            "which the network does not have. Export the network's own weights."
         )
-    # An average has one name for a tensor that the network has under several.
+    # An average has one name for a tensor that the network has under several names.
     by_place = {_place(state[name]): average for name, average in averages.items()}
     replaced = OrderedDict(state)
     for name, own in state.items():
@@ -165,8 +164,8 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def _select_from_own_state(state: Any, *, network: str | None, average: str | None) -> Weights:
     if average is not None:
         raise ArgumentError(
-            "An average can be exported where the model's state is Helios' own, but this model has "
-            "a state_dict of its own. Copy the average into the model before it is saved."
+            "An average can be exported only if Helios discovers the model's state, but this model "
+            "overrides state_dict. Copy the average into the model before it is saved."
         )
     if network is not None:
         if not isinstance(state, Mapping) or not isinstance(state.get(network), Mapping):
@@ -196,9 +195,9 @@ def _gather(weights: Weights, prefix: str, state: Any, depth: int) -> None:
 
 
 def _clean(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors without what ``torch.compile`` and data parallelism add to their names.
+    """Return tensors without the name prefixes of ``torch.compile`` and data parallelism.
 
-    What Helios has discovered has no such names in the first place.
+    The names that Helios discovers have none.
     """
     names = clean_names(tensors)
     return {names[name]: part for name, part in tensors.items()}
@@ -207,28 +206,28 @@ def _clean(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def write_weights(
     path: Path, weights: Weights, *, kind: str, metadata: Mapping[str, str], replaces: bool = False
 ) -> None:
-    """Write weights into a file of their own, durably; a kill leaves the old file or the new one.
+    """Write weights to a file, durably; a kill leaves the old file or the new one.
 
     Args:
         path: the file.
         weights: the tensors.
-        kind: ``"safetensors"``, or ``"pt"`` for what ``torch.load`` reads.
-        metadata: what the header of a safetensors file says of its origin; ``"pt"`` has none.
-        replaces: whether a file may be written over.
+        kind: ``"safetensors"``, or ``"pt"`` for a file that ``torch.load`` reads.
+        metadata: header of a safetensors file that describes its origin; ``"pt"`` has none.
+        replaces: whether an existing file may be overwritten.
 
     Raises:
         ArgumentError: if the file exists, or would be taken for a checkpoint.
-        UsageError: if safetensors is wanted and not installed.
+        UsageError: if safetensors is requested and not installed.
         CheckpointError: if the format cannot hold a tensor.
         OSError: if the disk fails.
     """
     if file_names.is_checkpoint(path):
         raise ArgumentError(
-            f"The file of exported weights must not be called like a checkpoint, got {path}: a "
-            "training would find it there. Choose another name."
+            f"The file of exported weights must not be named like a checkpoint, got {path}: a "
+            "training would load it. Choose another name."
         )
     if path.exists() and not replaces:
-        raise ArgumentError(f"{path} exists already. Choose another name, or allow to replace it.")
+        raise ArgumentError(f"{path} exists already. Choose another name, or allow overwriting.")
     write = _safetensors_writer(metadata) if kind == "safetensors" else _write_pt
     partial = files.temporary_path(path)
     try:
@@ -266,15 +265,15 @@ def _safetensors_writer(metadata: Mapping[str, str]) -> Callable[[Path, Weights]
             safetensors.torch.save_file(tensors, path, metadata=dict(metadata))
         except Exception as error:
             raise CheckpointError(
-                f"{path} was not written: safetensors says {error}. Look at the disk; what "
-                "safetensors has no type for, pt holds."
+                f"{path} was not written: safetensors reports {error}. Check the disk; types that "
+                "safetensors does not support can be exported to pt."
             ) from error
 
     return write
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with memory of their own, in one piece each, as safetensors wants them."""
+    """Return contiguous tensors that share no memory, as safetensors requires."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

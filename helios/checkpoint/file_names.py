@@ -1,7 +1,7 @@
-"""Names: the files it consists of, and what stands in a file's name.
+"""Names of the files of a checkpoint, and how they are parsed and listed.
 
-``<name>_epoch_<E>_iter_<I>[_<metadata>].pth`` is the checkpoint, ``.json`` in place of ``.pth``
-its sidecar; ``.tmp`` and ``.damaged`` are added behind either.
+``<name>_epoch_<E>_iter_<I>[_<metadata>].pth`` is the checkpoint; its sidecar ends with ``.json``
+instead of ``.pth``; ``.tmp`` and ``.damaged`` are appended to either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 SCHEMA = 2
 """Version of the format; a file with a higher one is not read."""
 
-# The keys that are read from files as they lie there; all of them are in `record`.
+# The keys that are read without decoding the file; `record` has all of them.
 KEY_SCHEMA = "schema"
 KEY_VERSION = "version"
 KEY_TRAINING_STATE = "training_state"
@@ -33,7 +33,7 @@ KEY_OPTIONS = "options"
 KEY_MIGRATED_FROM = "migrated_from"
 
 SOURCE_DIGEST = "source_digest"
-"""The entry of a migrated file's sidecar that tells the file that it was made from."""
+"""The entry of a migrated file's sidecar that identifies the original file."""
 
 SUFFIX = ".pth"
 SIDECAR_SUFFIX = ".json"
@@ -46,7 +46,7 @@ _MAX_LISTINGS = 50
 
 
 def stem(name: str, epoch: int, iteration: int) -> str:
-    """Return the name of a checkpoint without suffix (H21, C1).
+    """Return the name of a checkpoint without suffix.
 
     Args:
         name: the run's name.
@@ -74,14 +74,14 @@ def _join(name: str, epoch: int, iteration: int) -> str:
 
 
 def apply_metadata(stem: str, returned: str) -> str:
-    """Return the stem with what ``Model.append_metadata_to_chkpt_name`` made of it (H22, C2).
+    """Return the stem with the result of ``Model.append_metadata_to_chkpt_name``.
 
     A result that begins with the given name replaces it, an empty one adds nothing, anything else
     is appended with ``_``.
 
     Raises:
-        UsageError: if the result is no string, holds a path separator, is too long, or would
-            change the numbers by which the checkpoint is found again.
+        UsageError: if the result is not a string, contains a path separator, is too long, or would
+            change the numbers that identify the checkpoint.
 
     Example:
         >>> apply_metadata("cifar10_epoch_3_iter_100", "accuracy_0.89")
@@ -98,13 +98,13 @@ def apply_metadata(stem: str, returned: str) -> str:
     if not _is_file_name(result):
         raise UsageError(
             "Model.append_metadata_to_chkpt_name(...) must return part of a file name, without "
-            f"path separators and not too long, got {returned!r}. Leave them out."
+            f"path separators and not too long, got {returned!r}. Remove them."
         )
     if parse(result) != parse(stem):
         raise UsageError(
-            "Model.append_metadata_to_chkpt_name(...) must leave epoch and iteration in the name "
-            f"{stem!r} as they are, but {result!r} reads as {parse(result)}. Begin with another "
-            "character than a digit, and name no other epoch and iteration."
+            "Model.append_metadata_to_chkpt_name(...) must not change epoch and iteration in the "
+            f"name {stem!r}, but {result!r} is parsed as {parse(result)}. Do not begin with a "
+            "digit, and name no other epoch and iteration."
         )
     return result
 
@@ -116,10 +116,10 @@ def _is_file_name(stem: str) -> bool:
 
 
 def parse(path: str | Path) -> tuple[int, int] | None:
-    """Return (epoch, iteration) of a file's name, or ``None`` if it names none (H23, C1).
+    """Return (epoch, iteration) of a file's name, or ``None`` if it has none.
 
-    The last pair of numbers counts, so a run may be called ``epoch_1_iter_2``; metadata that
-    names another pair is refused when the name is made.
+    The last pair of numbers counts, so a run may be named ``epoch_1_iter_2``; metadata that
+    contains another pair is refused when the name is created.
 
     Example:
         >>> parse("my_epoch_run_epoch_3_iter_100_accuracy_0.89.pth")
@@ -141,9 +141,9 @@ def run_name(stem: str) -> str:
 
 
 def belongs_to(path: Path, name: str) -> bool:
-    """Whether a checkpoint is one of the run of this name, judged by its own.
+    """Whether a checkpoint belongs to the run of this name, judged by its file name.
 
-    The name of a run, and its metadata, may hold the words themselves.
+    The name of a run, and its metadata, may contain the words ``epoch`` and ``iter`` themselves.
 
     Example:
         >>> belongs_to(Path("cifar10_epoch_3_iter_100_accuracy_0.89.pth"), "cifar10")
@@ -159,12 +159,12 @@ def belongs_to(path: Path, name: str) -> bool:
 
 
 def sidecar_path(path: Path) -> Path:
-    """Return where the sidecar of a checkpoint lies."""
+    """Return the path of a checkpoint's sidecar."""
     return path.with_suffix(SIDECAR_SUFFIX)
 
 
 def damaged_path(path: Path) -> Path:
-    """Return a free name for a damaged file: nothing that was kept aside earlier is lost."""
+    """Return a free name for a damaged file, so that no earlier one is overwritten."""
     result, number = path.with_name(path.name + DAMAGED_SUFFIX), 1
     while result.exists():
         number += 1
@@ -178,7 +178,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is a part of a checkpoint that was never completed, judged by its name."""
+    """Whether a file is an incomplete part of a checkpoint, judged by its name."""
     written = path.with_suffix("")
     is_part = written.suffix in (SUFFIX, SIDECAR_SUFFIX)
     return path.suffix == TEMPORARY_SUFFIX and is_part and parse(path) is not None
@@ -192,8 +192,8 @@ def is_damaged(path: Path) -> bool:
 def find_checkpoints(folder: Path) -> list[Path]:
     """Return the committed checkpoints directly in a folder, oldest first.
 
-    A run that goes on there commits a checkpoint and then deletes older ones: one listing of a
-    large folder may miss both. The folder is listed until nothing has changed in between.
+    A running training commits a checkpoint and then deletes older ones: one listing of a large
+    folder may miss both. The folder is listed until nothing changes in between.
     """
     found = list_checkpoints(folder)
     for _ in range(_MAX_LISTINGS):
@@ -204,15 +204,15 @@ def find_checkpoints(folder: Path) -> list[Path]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the committed checkpoints of one listing, for who alone writes into a folder."""
+    """Return the committed checkpoints of one listing, if no other process writes to the folder."""
     return select_checkpoints(list_files(folder))
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Return the files of one listing, sorted by name; none where there is no folder."""
+    """Return the files of one listing, sorted by name; none if there is no folder."""
     try:
         with os.scandir(folder) as entries:
-            # What the listing itself says of a file: asked for later, it may be deleted.
+            # Read from the listing itself: a separate query could find the file deleted.
             names = sorted(entry.name for entry in entries if entry.is_file())
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -226,19 +226,19 @@ def select_checkpoints(files: list[Path]) -> list[Path]:
 
 
 def listings(folder: Path) -> Iterator[list[Path]]:
-    """Yield the checkpoints of a folder, once more whenever the reader finds one of them gone.
+    """Yield the checkpoints of a folder, again whenever the reader finds that one was deleted.
 
     Args:
-        folder: that of a run, which may go on and delete what is listed here.
+        folder: the folder of a run, which may be running and delete what is listed here.
 
     Raises:
-        CheckpointError: if the reader has found one gone every time.
+        CheckpointError: if one was deleted every time.
     """
     for _ in range(_MAX_LISTINGS):
         yield find_checkpoints(folder)
     raise CheckpointError(
-        f"The checkpoints in {folder} could not be read: each was deleted before its end was "
-        "reached, by a run that goes on there. Let that run save more rarely, or keep more with "
+        f"The checkpoints in {folder} could not be read: a running training deleted each of them "
+        "before it was read to the end. Let that run save less often, or keep more with "
         "CheckpointStore(keep_last=...)."
     )
 
@@ -249,10 +249,10 @@ def search(
     """Look at the checkpoints of a folder, newest first, until something is found.
 
     Args:
-        folder: that of a run, which may go on and delete what is looked at here, behind a newer one
-            that it has committed: the search begins again then.
-        look: returns what it finds in a file, or ``None`` to go on with the next older one; raises
-            FileNotFoundError if the file is gone.
+        folder: the folder of a run, which may be running and delete what is looked at here after
+            committing a newer one: the search then starts again.
+        look: returns what it finds in a file, or ``None`` to continue with the next older one;
+            raises FileNotFoundError if the file was deleted.
         listed: the checkpoints to begin with, if the folder was listed before.
 
     Raises:
@@ -268,7 +268,7 @@ def search(
 
 
 def is_gone(path: Path) -> bool:
-    """Whether there is no such file any more; one that cannot be looked at is not gone."""
+    """Whether the file was deleted; one that cannot be accessed was not."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -279,7 +279,7 @@ def is_gone(path: Path) -> bool:
 
 
 def find_last_checkpoint(root: Path | None) -> Path | None:
-    """Return the last checkpoint directly in a folder (API section 12, H23).
+    """Return the last checkpoint directly in a folder.
 
     Args:
         root: the folder that holds the files; it need not exist.

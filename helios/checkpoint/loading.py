@@ -1,7 +1,7 @@
-"""Reading one checkpoint: what is verified, in which order, and what each failure is called.
+"""Reads and verifies one checkpoint, and classifies failures.
 
-Damaged is a file whose bytes are not those that were written, and nothing else: a file that is
-sound but cannot be used here must never be put aside as damaged.
+A file is damaged only if its bytes are not those that were written: an intact file that cannot be
+used here must never be renamed as damaged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Loaded:
 
     Attributes:
         path: the file.
-        payload: its content; tensors lie on the CPU.
+        payload: its content, with tensors on the CPU.
         sidecar: its sidecar, if there is one.
     """
 
@@ -54,9 +54,9 @@ def read_sidecar(path: Path) -> Sidecar | None:
         path: the ``.pth`` file, or the sidecar itself.
 
     Raises:
-        DamagedCheckpointError: if the sidecar is not as it was written.
+        DamagedCheckpointError: if the sidecar is damaged.
         IncompatibleCheckpointError: if a later version wrote it in another format.
-        OSError: if the file system does not give the file.
+        OSError: if the file system cannot read the file.
     """
     place = file_names.sidecar_path(path)
     try:
@@ -70,17 +70,17 @@ def load(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> L
     """Verify and read one checkpoint; nothing is renamed, and nothing in it is executed.
 
     Args:
-        path: the ``.pth`` file; its sidecar is looked for beside it.
+        path: the ``.pth`` file; its sidecar is expected beside it.
         safe_types: types that may be built (``Model.types_for_safe_load``).
-        maps: whether the tensors of a file with a digest may lie in the file itself, for a reader
-            who copies what it keeps.
+        maps: whether the tensors of a file with a digest may be mapped from the file, for a reader
+            that copies what it keeps.
 
     Raises:
-        DamagedCheckpointError: if it is damaged (DESIGN section 5).
-        IncompatibleCheckpointError: if it is sound, but of a later version, of helios-ml, no
+        DamagedCheckpointError: if it is damaged.
+        IncompatibleCheckpointError: if it is intact, but from a later version or helios-ml, not a
             checkpoint at all, or refers to types that are not allowed.
-        CheckpointError: if there is no file, or the file system does not give it.
-        MemoryError: if its tensors do not fit into the memory.
+        CheckpointError: if there is no file, or the file system cannot read it.
+        MemoryError: if its tensors do not fit into memory.
     """
     try:
         return load_present(path, safe_types, maps=maps)
@@ -89,30 +89,30 @@ def load(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> L
 
 
 def load_present(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Loaded:
-    """Do as :func:`load`, for a file that a run which goes on may delete at any moment.
+    """Load a file that a running training may delete at any moment.
 
     Args:
-        path: as for :func:`load`, like the next two.
-        safe_types: likewise.
-        maps: likewise.
+        path: as in :func:`load`.
+        safe_types: as in :func:`load`.
+        maps: as in :func:`load`.
 
     Raises:
-        FileNotFoundError: if the file is gone, or goes while it is read.
+        FileNotFoundError: if the file was deleted, before or during reading.
     """
     try:
         return _load(path, safe_types, maps=maps)
     except CheckpointError as error:
-        # Half of a file that is gone may look like anything.
+        # A file that was deleted while it is read may look damaged in any way.
         if file_names.is_gone(path):
             raise FileNotFoundError(gone_text(path)) from error
         raise
 
 
 def gone_text(path: Path) -> str:
-    """Return what to say of a file that is not there, or not any more."""
+    """Return the message for a file that does not exist, or no longer."""
     return (
-        f"There is no file at {path}. A run that goes on may have deleted it in the meantime, if "
-        "it keeps some checkpoints only: take a newer one. Else correct the path."
+        f"There is no file at {path}. A running training may have deleted it in the meantime, if "
+        "it keeps only some checkpoints: use a newer one. Otherwise, correct the path."
     )
 
 
@@ -128,7 +128,7 @@ def _load(path: Path, safe_types: Iterable[Any], *, maps: bool) -> Loaded:
         payload = _read(path, safe_types, is_verified=is_verified, maps=maps)
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint {path} could not be read: {error}. Nothing was renamed; look at the "
+            f"The checkpoint {path} could not be read: {error}. Nothing was renamed; check the "
             "disk and the permissions, and start again."
         ) from error
     schema_upgrades.refuse_foreign(path, payload)
@@ -144,25 +144,25 @@ def compare_bytes(path: Path, sidecar: Sidecar | None) -> bool:
 
     Args:
         path: the file.
-        sidecar: holds the digest; without one the sums of the container's records are compared.
+        sidecar: holds the digest; without one, the checksums of the container's records are used.
 
     Returns:
         Whether every byte was compared.
 
     Raises:
-        DamagedCheckpointError: if the bytes are others.
+        DamagedCheckpointError: if the bytes differ.
         IncompatibleCheckpointError: if they are those of the old file that it was migrated from.
-        OSError: if the file system does not give the file.
+        OSError: if the file system cannot read the file.
     """
     if sidecar is not None and sidecar.digest:
         found = digest_file(path)
         if found != sidecar.digest:
             if found == sidecar.extra.get(file_names.SOURCE_DIGEST):
-                # Somebody has put the old file back: it is whole, and must not be put aside.
+                # The old file was put back: it is intact, and must not be renamed.
                 raise schema_upgrades.unmigrated(path)
             raise DamagedCheckpointError(
-                f"{path} is damaged: its bytes are not those whose digest is in its sidecar. "
-                "Remove it, or take another checkpoint."
+                f"{path} is damaged: its bytes do not match the digest in its sidecar. "
+                "Remove it, or use another checkpoint."
             )
         return True
     codec.check_container(path)
@@ -179,20 +179,20 @@ def _read(path: Path, safe_types: Iterable[Any], *, is_verified: bool, maps: boo
     except DamagedCheckpointError as error:
         if not is_verified:
             raise
-        # The fault lies elsewhere, in an older PyTorch perhaps: renamed as damaged, every good
-        # checkpoint of the run would be lost.
+        # The cause is something else, such as an older PyTorch: if it were renamed as damaged,
+        # every good checkpoint of the run would be lost.
         raise IncompatibleCheckpointError(
-            f"{path} holds the bytes that were written, but cannot be read here: {error} It was "
-            "written with another version of PyTorch, perhaps. Nothing was renamed."
+            f"{path} holds the bytes that were written, but cannot be read here: {error} It may "
+            "have been written with another version of PyTorch. Nothing was renamed."
         ) from error
 
 
 def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None) -> None:
-    """Compare what name, sidecar and payload say of themselves.
+    """Compare the facts in name, sidecar and payload.
 
     Raises:
         DamagedCheckpointError: if they disagree on (epoch, iteration) or ``num_replicas``, as
-            after files were swapped. Migrated files carry older names, and are not compared.
+            after files were swapped. Migrated files have older names, and are not compared.
     """
     if file_names.KEY_MIGRATED_FROM in payload or (sidecar is not None and sidecar.is_migrated):
         return
@@ -208,12 +208,12 @@ def check_agreement(name: str, payload: dict[str, Any], sidecar: Sidecar | None)
         raise DamagedCheckpointError(
             f"{name} is damaged: its name, its sidecar and its content disagree on (epoch, "
             f"iteration) {' / '.join(sorted(places))} or num_replicas {' / '.join(sorted(counts))}."
-            " Remove it, or give the files their own names back."
+            " Remove it, or restore the original names of the files."
         )
 
 
 def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[str, Any]:
-    """Return the content of a checkpoint, for scripts and notebooks (H18).
+    """Return the content of a checkpoint, for scripts and notebooks.
 
     Args:
         path: the ``.pth`` file.

@@ -1,7 +1,7 @@
-"""How checkpoints are written and kept: what a user passes as ``Trainer(store=...)``.
+"""How checkpoints are written and kept: the options of ``Trainer(store=...)``.
 
-Plain frozen data, checked when it is made. The rules of keeping combine: a checkpoint stays if
-any of them keeps it, and with no rule at all everything stays.
+The retention rules combine: a checkpoint is kept if any rule keeps it, and without rules all are
+kept.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class KeepBest:
     same score the newer one counts as better.
 
     Attributes:
-        count: how many stay.
-        metric: name of the score, as the model's ``_val_scores`` has it.
-        mode: ``"max"`` where larger is better, ``"min"`` where smaller is.
+        count: how many to keep.
+        metric: name of the score in the model's ``_val_scores``.
+        mode: ``"max"`` if larger is better, ``"min"`` if smaller is.
 
     Raises:
-        ArgumentError: for a value that is out of range.
+        ArgumentError: if a value is out of range.
     """
 
     count: int
@@ -51,22 +51,22 @@ class CheckpointStore:
     """How checkpoints are written and kept: ``Trainer(store=CheckpointStore(...))``.
 
     Attributes:
-        is_async: write in a thread, from a copy of the state, while training goes on; ``False``
-            lets training wait until the file is on the disk.
-        keep_last: how many of the newest checkpoints stay; ``None`` for no such rule.
-        keep_every: the checkpoints whose number of completed units (epochs or steps, by
-            ``train_unit``) is a multiple of this stay; ``None`` for no such rule.
-        keep_best: the best ones by a validation score stay; ``None`` for no such rule.
-        digest: verify the bytes of a checkpoint by SHA-256 when it is loaded.
-        on_save_error: what follows a save that the disk refused: ``"continue"`` trains on, tries
-            again at the next due save, and raises at the end if no later save succeeded;
-            ``"raise"`` ends the training at the next safe point.
-        max_plain_bytes: how many bytes of plain values (numbers, lists, arrays and tensors outside
-            of modules) a checkpoint holds at most; what is beyond is named, and the checkpoint is
+        is_async: write in a thread, from a copy of the state, while training continues; if False,
+            training waits until the file is on the disk.
+        keep_last: number of newest checkpoints to keep; ``None`` for no such rule.
+        keep_every: keep checkpoints whose number of completed units (epochs or steps, by
+            ``train_unit``) is a multiple of this; ``None`` for no such rule.
+        keep_best: keep the best ones by a validation score; ``None`` for no such rule.
+        digest: verify the bytes of a checkpoint with SHA-256 when it is loaded.
+        on_save_error: what to do if the disk refuses a save: ``"continue"`` trains on, tries again
+            at the next due save, and raises at the end if no later save succeeded; ``"raise"`` ends
+            the training at the next safe point.
+        max_plain_bytes: maximum number of bytes of plain values (numbers, lists, arrays and tensors
+            outside modules) in a checkpoint; values beyond that are reported, and the checkpoint is
             incomplete.
 
     Raises:
-        ArgumentError: for a value that is out of range.
+        ArgumentError: if a value is out of range.
     """
 
     is_async: bool = True
@@ -86,13 +86,13 @@ class CheckpointStore:
         for rule in ("keep_last", "keep_every"):
             value = getattr(self, rule)
             if value is not None and not _is_count(value):
-                remedy = "None switches the rule off; without any rule all checkpoints stay."
+                remedy = "None disables the rule; without any rule all checkpoints are kept."
                 raise _fail(name, rule, "None or a positive int", value, remedy)
         if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
             remedy = 'Pass e.g. KeepBest(3, "accuracy").'
             raise _fail(name, "keep_best", "None or a KeepBest", self.keep_best, remedy)
         if self.on_save_error not in _ON_SAVE_ERROR:
-            remedy = "Leave it out to train on."
+            remedy = "Omit it to continue training."
             raise _fail(name, "on_save_error", '"continue" or "raise"', self.on_save_error, remedy)
         if type(self.max_plain_bytes) is not int or self.max_plain_bytes < 0:
             remedy = "Pass e.g. 256 * 2**20; 0 saves no plain values."
@@ -101,7 +101,7 @@ class CheckpointStore:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there is no rule by which a checkpoint may go."""
+        """Whether there is no retention rule."""
         return self.keep_last is None and self.keep_every is None and self.keep_best is None
 
 

@@ -1,7 +1,7 @@
-"""The tree of a checkpoint as a list of lines: what stands where, how large it is.
+"""The tree of a checkpoint as a list of entries with types and sizes.
 
-Works on trees as they are written, not decoded, of any origin: what is nested too deeply, or occurs
-twice, is said in place of being followed.
+Works on trees as they are written, not decoded, of any origin: values that are nested too deeply or
+occur twice are reported, not followed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Node:
 
 
 def outline(tree: Any) -> list[Node]:
-    """Return what is in a tree, each group before its members; the root comes first.
+    """Return the entries of a tree, each group before its members; the root comes first.
 
     Args:
         tree: what :func:`helios.storage.codec.read_structure` returned.
@@ -61,13 +61,13 @@ def outline(tree: Any) -> list[Node]:
 
 
 def text_of(value: Any) -> str:
-    """Return a plain value in words, cut where it is long."""
+    """Return a plain value as text, shortened if it is long."""
     text = _Words().repr(value)
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
 class _Words(reprlib.Repr):
-    """Values in a few words, whatever their size: a file may hold lists in lists without end."""
+    """Formats values briefly, whatever their size: a file may contain endlessly nested lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Words(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = 12
 
     def repr_instance(self, x: Any, level: int) -> str:
-        """Return an object in words; of a tensor, its kind."""
+        """Return an object as text; for a tensor, its type and shape."""
         if isinstance(x, torch.Tensor):
             return f"{x.dtype} {list(x.shape)}"
         return super().repr_instance(x, level)
@@ -192,11 +192,11 @@ def _words(value: Any) -> str:
 
 
 def section(tree: Any, key: str) -> dict[str, Any]:
-    """Return what stands under one key of a tree: plain values as they are, the rest in words.
+    """Return the values under one key of a tree: plain values unchanged, others as text.
 
     Args:
         tree: what :func:`helios.storage.codec.read_structure` returned.
-        key: a key of its root; nothing is returned where there is none.
+        key: a key of its root; nothing is returned if it is missing.
     """
     found = dict(_members(tree) or ()).get(key)
     return {

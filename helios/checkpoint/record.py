@@ -1,7 +1,7 @@
-"""What is in a checkpoint: every key once, with what stands there in a file that lacks it.
+"""The content of a checkpoint: all keys, and their defaults in files that lack them.
 
-A record holds plain dictionaries, as the file does. Who fills and empties it is
-:mod:`helios.checkpoint.capture`.
+A record holds plain dictionaries, as the file does. :mod:`helios.checkpoint.capture` fills it and
+restores a run from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from helios.checkpoint import file_names
 from helios.errors import StateError
 from helios.version import __version__
 
-# Of a field that is filled in when the record is written: hooks do not see it.
+# Fields that are filled in when the record is written: hooks do not see them.
 _STAMP = {"is_stamp": True}
 
 
@@ -26,10 +26,11 @@ class Record:
         schema: version of the format.
         version: version of the package that wrote it.
         training_state: the counters.
-        cursor: the place in the data.
+        cursor: the position in the data.
         model: what the model's ``state_dict`` returned.
-        by_rank: what each process has of its own, by rank: ``values``, ``places`` and ``objects``
-            of the model, ``owners``, and the state of its ``data``; empty where nothing differs.
+        by_rank: state that differs between processes, by rank: ``values``, ``places`` and
+            ``objects`` of the model, ``owners``, and the state of its ``data``; empty if nothing
+            differs.
         tables: the model's tables of losses and scores.
         is_manual: whether the model steps its optimizers itself; ``None`` before the first step.
         plugins: states by id.
@@ -39,17 +40,17 @@ class Record:
         rng: the generators, which are the same in all processes.
         num_threads: intra-op threads of the run; ``None`` if unknown.
         num_replicas: replicas of the run; 0 if unknown.
-        obstacles: what training has found that binds the run to its number of processes.
-        unshared: paths of what every replica changes in the model on its own.
-        missing: what training has changed and nothing here holds: place and reason.
-        claims: whose word the level rests on.
+        obstacles: findings in training that bind the run to its number of processes.
+        unshared: paths of what each replica changes in the model on its own.
+        missing: what training has changed and is not saved: path and reason.
+        claims: components that the level takes at their word.
         owners: plain attributes of plugins, data module, loops and engine, by owner.
         options: what defines the run and what ends it.
         machine: PyTorch and the device.
-        resumed_from: the path of ``resume=<path>`` that the run goes back to.
+        resumed_from: the path of ``resume=<path>`` from which the run was started.
         log_path: the log file.
         run_path: the folder of the event files.
-        events: how far the event files had come; ``None`` where they are never cut back.
+        events: lengths of the event files; ``None`` if they are never truncated.
         migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
         extra: what hooks have added.
     """
@@ -102,18 +103,18 @@ class Record:
         return cls(**known, extra=extra)
 
     def to_payload(self) -> dict[str, Any]:
-        """Return the dictionary that is written; keys that say nothing are left out."""
+        """Return the dictionary to write, without empty optional keys."""
         found = {key: getattr(self, key) for key in KEYS}
         absent = [key for key, value in _LEFT_OUT.items() if found[key] == value]
         return {key: value for key, value in found.items() if key not in absent} | self.extra
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what hooks see of it, and may add to, before it is written."""
+        """Return the content that hooks see, and may extend, before it is written."""
         return {key: getattr(self, key) for key in _CAPTURED} | self.extra
 
     @property
     def is_migrated(self) -> bool:
-        """Whether it was made from a checkpoint of helios-ml."""
+        """Whether it was converted from a checkpoint of helios-ml."""
         return self.migrated_from is not None
 
     @property
@@ -124,12 +125,12 @@ class Record:
 
     @property
     def has_validated(self) -> bool:
-        """Whether a validation has ended at its safe point, so that scores are of these weights."""
+        """Whether a validation has ended at its safe point, so that scores match the weights."""
         state = self.training_state
         return bool(state["validation_cycles"] > 0 and state["running_iter"] == 0)
 
     def count_units(self, *, is_by_epoch: bool) -> int | None:
-        """Return how many epochs or steps are complete; ``None`` inside of an epoch."""
+        """Return how many epochs or steps are complete; ``None`` inside an epoch."""
         if not is_by_epoch:
             steps: int = self.training_state["current_iteration"]
             return steps
@@ -139,7 +140,7 @@ class Record:
 
 _FIELDS = [each for each in fields(Record) if each.name != "extra"]
 _CAPTURED = [each.name for each in _FIELDS if not each.metadata.get("is_stamp")]
-# Where a key is absent, nothing was logged there, or nothing was migrated.
+# If a key is missing, nothing was logged there, or nothing was migrated.
 _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} | {
     "migrated_from": None
 }

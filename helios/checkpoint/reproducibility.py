@@ -1,4 +1,4 @@
-"""The levels of reproducibility: what may change between two starts without changing one bit."""
+"""The levels of reproducibility: what may change between two starts without changing a bit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _MAX_NAMED = 10
 
 
 class Level(Enum):
-    """A level, lowest first; each keeps what those before it keep.
+    """A level; each includes the guarantees of the lower ones, which come first.
 
-    docs/reproducibility.md says what each of them means.
+    docs/reproducibility.md explains them.
     """
 
     NONE = "none"
@@ -22,7 +22,7 @@ class Level(Enum):
 
     @property
     def height(self) -> int:
-        """How many levels are lower."""
+        """Number of lower levels."""
         return list(Level).index(self)
 
     def at_most(self, other: Level) -> Level:
@@ -31,11 +31,11 @@ class Level(Enum):
 
 
 def list_missing(missing: Mapping[str, str], most: int = _MAX_NAMED) -> str:
-    """Return what a checkpoint lacks in words: places with their reasons, each reason once.
+    """Return what a checkpoint lacks as text: paths with their reasons, each reason once.
 
     Args:
-        missing: the reason for each place.
-        most: how many places are named; the others are counted.
+        missing: the reason for each path.
+        most: maximum number of paths to name; the others are counted.
 
     Example:
         >>> list_missing({"log": "a file handle", "net.seen": "", "text": "a file handle"})

@@ -1,7 +1,7 @@
-"""Which checkpoints may go: pure rules over what is there, and what they need to know of it.
+"""Which checkpoints to delete: pure rules over names and sidecars.
 
-The rules of ``CheckpointStore`` combine: a checkpoint stays if any of them keeps it. The newest
-one, and the newest whose sidecar can be read, stay whatever the rules say.
+The rules of ``CheckpointStore`` combine: a checkpoint is kept if any of them keeps it. The newest
+one, and the newest with a readable sidecar, are always kept.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Entry:
         epoch: the epoch in its name.
         iteration: the iteration in its name.
         path: the ``.pth`` file.
-        count: the completed units of the run, as its sidecar says; ``None`` in mid-epoch of a run
-            that counts epochs, and where it is not known.
+        count: the completed units of the run, according to its sidecar; ``None`` inside an epoch of
+            a run that counts epochs, and if unknown.
         metrics: the validation scores in its sidecar.
-        is_known: whether its sidecar was read and says all that the rules ask for.
+        is_known: whether its sidecar was read and holds everything that the rules need.
     """
 
     epoch: int
@@ -50,22 +50,22 @@ class Entry:
 def plan(
     entries: Sequence[Entry], options: CheckpointStore, protected: Collection[Path] = ()
 ) -> list[Entry]:
-    """Return what is to be deleted, oldest first (USERS.md 13).
+    """Return the checkpoints to delete, oldest first.
 
-    What cannot be judged is not deleted: where ``keep_every`` or ``keep_best`` is set, a checkpoint
-    that is not known stays. ``keep_last`` alone needs no more than the names.
+    With ``keep_every`` or ``keep_best``, a checkpoint without a readable sidecar is kept too.
+    ``keep_last`` alone needs only the names.
 
     Args:
-        entries: what is there, in any order; completed from the sidecars where ``keep_every`` or
+        entries: the checkpoints, in any order; completed from the sidecars if ``keep_every`` or
             ``keep_best`` is set.
-        options: the rules; without any, everything stays.
-        protected: files that stay whatever the rules say, as the one resumed from.
+        options: the rules; without any, everything is kept.
+        protected: files to keep whatever the rules say, such as the one resumed from.
     """
     if options.keeps_all:
         return []
     ranked = sorted(entries)
     known = [entry for entry in ranked if entry.is_known]
-    # A newer one that is not known may be damaged: the last good one stays beside it.
+    # A newer one that is not known may be damaged, so the last good one is kept too.
     kept = {entry.path for entry in known[-1:]} | set(protected)
     if options.keep_last is not None:
         kept |= {entry.path for entry in ranked[-options.keep_last :]}
@@ -79,7 +79,7 @@ def plan(
 
 
 def needs_sidecars(options: CheckpointStore) -> bool:
-    """Whether the rules ask for more than the names of the files."""
+    """Whether the rules need more than the names of the files."""
     return options.keep_every is not None or options.keep_best is not None
 
 
@@ -88,16 +88,16 @@ def _is_multiple(entry: Entry, number: int) -> bool:
 
 
 def _find_best(ranked: Sequence[Entry], rule: KeepBest) -> list[Entry]:
-    """Return the best entries; of equal ones the newer, which stand behind the older."""
+    """Return the best entries; of equal ones the newer, which come after the older."""
     sign = 1.0 if rule.mode == "max" else -1.0
     scores = [(sign * entry.metrics.get(rule.metric, math.nan), entry) for entry in ranked]
-    # NaN would compare with nothing, and leave the order to chance.
+    # Comparisons with NaN would make the order arbitrary.
     judged = sorted((score, entry) for score, entry in scores if not math.isnan(score))
     return [entry for _, entry in judged[-rule.count :]]
 
 
 class Retention:
-    """The rules of one run, and what was read of its checkpoints so far.
+    """The rules of one run, and the sidecars that were read so far.
 
     Args:
         options: the rules.
@@ -105,19 +105,19 @@ class Retention:
 
     def __init__(self, options: CheckpointStore) -> None:
         self._options = options
-        # A run saves often and its sidecars say the same every time: each is read once.
+        # A run saves often, and its sidecars do not change: each is read once.
         self._known: dict[Path, Entry] = {}
         self._has_warned = False
 
     def plan(self, entries: Sequence[Entry], protected: Collection[Path] = ()) -> list[Entry]:
-        """Return what is to be deleted; see :func:`plan`, which is asked.
+        """Return the checkpoints to delete; see :func:`plan`.
 
-        A sidecar that is missing or cannot be read is no error: its checkpoint stays. A metric that
-        no checkpoint has is warned about once.
+        If a sidecar is missing or unreadable, its checkpoint is kept. A metric that no checkpoint
+        has is warned about once.
 
         Args:
-            entries: what is there, in any order, as the names say.
-            protected: files that stay whatever the rules say.
+            entries: the checkpoints, in any order, according to their names.
+            protected: files to keep whatever the rules say.
         """
         if needs_sidecars(self._options):
             entries = [self._known.get(entry.path) or complete(entry) for entry in entries]
@@ -128,22 +128,22 @@ class Retention:
     def _warn_of_unknown_metric(self, entries: Sequence[Entry]) -> None:
         rule = self._options.keep_best
         names = sorted({name for entry in entries for name in entry.metrics})
-        # Without any score there was no validation yet: the metric may still come.
+        # Without any score there was no validation yet: the metric may still appear.
         if rule is None or self._has_warned or not names or rule.metric in names:
             return
         self._has_warned = True
         _LOGGER.warning(
-            "CheckpointStore(keep_best=...) keeps none of the checkpoints: none of them has the "
-            "metric %r. Their metrics are %s; correct the name.",
+            "CheckpointStore(keep_best=...) keeps none of the checkpoints, because none of them "
+            "has the metric %r. Their metrics are %s; correct the name.",
             rule.metric,
             ", ".join(map(repr, names)),
         )
 
 
 def complete(entry: Entry) -> Entry:
-    """Return an entry with what its sidecar says; as it is, where that cannot be read.
+    """Return an entry completed from its sidecar; unchanged if that cannot be read.
 
-    A migrated checkpoint does not say how many units its run had completed: it is not known.
+    A migrated checkpoint does not hold the number of completed units: it stays unknown.
     """
     try:
         sidecar = read_sidecar(entry.path)

@@ -1,4 +1,4 @@
-"""What is asked of the objects that hold the state of a run, whatever they are."""
+"""The interfaces of the objects that hold the state of a run."""
 
 from __future__ import annotations
 
@@ -44,30 +44,30 @@ class OwnerStates(Protocol):
     """The attributes of plugins, data module, loops and engine."""
 
     def begin_training(self) -> None:
-        """Note that the start events are over, which every start repeats."""
+        """Mark the end of the start events, which every start repeats."""
         ...
 
     @property
     def meters(self) -> Mapping[int, Meter]:
-        """What counts how long values of the last capture take to be encoded, by address."""
+        """Measure how long values of the last capture take to encode, by address."""
         ...
 
     def too_slow(self) -> Mapping[str, Mapping[str, float]]:
-        """Return what takes too long to be saved, and how many seconds, by owner and place."""
+        """Return what takes too long to save, and how many seconds, by owner and path."""
         ...
 
     def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
-        """Leave places out of the next capture, by owner, as all processes of the run do."""
+        """Leave paths out of the next capture, by owner, as all processes of the run do."""
         ...
 
     def note_named(self, places: Iterable[str]) -> None:
-        """Take places that a state lacks as named to the user already in this start."""
+        """Treat missing paths as already reported in this start."""
         ...
 
     def capture(
         self, own: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """Return what training changed by owner, and what that lacks: place and reason.
+        """Return what training changed by owner, and what is missing from that: path and reason.
 
         Args:
             own: what the ``state_dict`` of owners returned, by name.
@@ -75,19 +75,19 @@ class OwnerStates(Protocol):
         ...
 
     def prepare(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Make ready for what owners load by a ``load_state_dict`` of their own."""
+        """Prepare for owners that load their state with their own ``load_state_dict``."""
         ...
 
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
-        """Give the owners their states."""
+        """Restore the states of the owners."""
         ...
 
     def watch(self) -> Sequence[tuple[str, StepComparison]]:
-        """Begin to look for what a step changes, by owner."""
+        """Start to compare what a step changes, by owner."""
         ...
 
     def marks(self, states: Mapping[str, dict[str, Any]]) -> dict[str, bytes]:
-        """Return what is equal for equal states, by owner."""
+        """Return hashes that are equal for equal states, by owner."""
         ...
 
 
@@ -134,7 +134,7 @@ class NoOwners:
 
 
 class LiveModel(Protocol):
-    """What is asked of a model."""
+    """The interface of a model."""
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
@@ -146,36 +146,36 @@ class LiveModel(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
-        """Take its state, or what inference needs of it."""
+        """Load its state, or what inference needs of it."""
         ...
 
 
 class LiveData(Protocol):
-    """What is asked of the training data."""
+    """The interface of the training data."""
 
     @property
     def description(self) -> dict[str, Any]:
-        """What it is."""
+        """Its description."""
         ...
 
     @property
     def missing(self) -> dict[str, str]:
-        """What its state lacks: place and reason."""
+        """What its state lacks: path and reason."""
         ...
 
     @property
     def length(self) -> int | None:
-        """The samples that it has now; ``None`` if unknown."""
+        """Number of samples that it has now; ``None`` if unknown."""
         ...
 
     @property
     def pass_length(self) -> int | None:
-        """The samples of the pass under way; ``None`` if unknown."""
+        """Number of samples of the current pass; ``None`` if unknown."""
         ...
 
     @property
     def state_is_per_process(self) -> bool:
-        """Whether each process has another state."""
+        """Whether the state differs between processes."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,12 +183,12 @@ class LiveData(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take its state."""
+        """Load its state."""
         ...
 
 
 class Team(Protocol):
-    """What is asked of the replicas and their processes."""
+    """The interface of the replicas and their processes."""
 
     num_replicas: int
     num_processes: int
@@ -196,7 +196,7 @@ class Team(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is one process."""
+        """Whether there is only one process."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -224,7 +224,7 @@ class LiveRun(Protocol):
 
     @property
     def is_discovered(self) -> bool:
-        """Whether Helios itself takes the model's state."""
+        """Whether Helios discovers the model's state."""
         ...
 
     @property

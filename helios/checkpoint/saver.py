@@ -1,8 +1,8 @@
-"""When a checkpoint is written, and what follows when that fails.
+"""Writes checkpoints, now or in a thread, and handles failures.
 
-At the safe point the state is copied into memory of its own; a thread writes the copy while the
-training goes on. One save is in flight: the next one waits for it. Nothing in the thread talks to
-another process.
+At the safe point the state is copied; a thread writes the copy while training continues. Only one
+save is in progress: the next one waits for it. The thread does not communicate with other
+processes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _START_SECONDS = 1.0
 
 
 class Saver:
-    """Saves the checkpoints of one run, in its one process that writes.
+    """Saves the checkpoints of one run, in the process that writes.
 
     Args:
-        folder: where they go; its options say how.
-        pins: whether the state lies on CUDA devices.
+        folder: the run's folder, with its options.
+        pins: whether the state is on CUDA devices.
 
     Attributes:
-        newest: the newest checkpoint that is committed; ``None`` before there is one.
-        failure: the error of a save that must end the training; ``None`` while there is none.
+        newest: the newest committed checkpoint; ``None`` before there is one.
+        failure: the error of a save that must end the training; otherwise ``None``.
     """
 
     def __init__(self, folder: RunFolder, *, pins: bool = False) -> None:
@@ -51,7 +51,7 @@ class Saver:
         self._refused: tuple[Path, OSError] | None = None
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Make memory ready for a state of tensors of these sizes, in bytes."""
+        """Allocate memory for a state of tensors of these sizes, in bytes."""
         if self._buffers is None:
             return
         try:
@@ -68,14 +68,14 @@ class Saver:
         safe_types: Iterable[Any] = (),
         meters: Mapping[int, Meter] | None = None,
     ) -> Path:
-        """Save a checkpoint; returns its file, which another thread may still have to write.
+        """Save a checkpoint; returns its file, which another thread may still be writing.
 
         Args:
-            payload: the content; may change when this returns.
+            payload: the content; may change after this returns.
             stem: name of the file without suffix.
-            sidecar: what is known of it.
+            sidecar: facts about it.
             safe_types: types that may be built when the file is loaded.
-            meters: count how long values in the payload take to be encoded, by address.
+            meters: measure how long values in the payload take to encode, by address.
 
         Raises:
             StateError: for a value that could not be loaded again.
@@ -121,7 +121,7 @@ class Saver:
         try:
             self._thread.start()
         except BaseException:
-            # An interruption leaves open whether it was started.
+            # An interruption leaves it unknown whether the thread was started.
             if not has_begun.wait(_START_SECONDS):
                 self._thread = None
                 self._is_idle.set()
@@ -130,8 +130,8 @@ class Saver:
     def _do_without_copies(self, error: MemoryError) -> None:
         self._buffers = None
         _LOGGER.warning(
-            "There is too little memory for a copy of the state (%s), so the training waits "
-            "from now on until each checkpoint is on the disk, as with "
+            "There is too little memory for a copy of the state (%s), so training waits from now "
+            "on until each checkpoint is on the disk, as with "
             "CheckpointStore(is_async=False).",
             error,
         )
@@ -154,9 +154,9 @@ class Saver:
     def _tolerate(self, path: Path, error: OSError) -> None:
         self._refused = (path, error)
         _LOGGER.error(
-            "The checkpoint %s %s: %s. Older checkpoints are as they were (newest: %s), and the "
-            "training goes on; the next due save tries again. Look at the disk (space, quota, "
-            "permissions) meanwhile.",
+            "The checkpoint %s %s: %s. Older checkpoints are unchanged (newest: %s), and training "
+            "continues; the next due save tries again. Meanwhile, check the disk (space, quota, "
+            "permissions).",
             path,
             self._describe_fate(path),
             error,
@@ -166,22 +166,22 @@ class Saver:
     def _describe_fate(self, path: Path) -> str:
         if self._find(file_names.parse(path) or (0, 0)) is None:
             return "was NOT saved"
-        # Its name is there, and the disk has failed to say that it will stay.
+        # The name exists, but the disk has not confirmed that it is durable.
         return "was written, but the disk did not confirm it, and a power cut may lose it"
 
     def _condemn(self, path: Path, error: Exception) -> None:
         self.failure = error
-        # Where another error ends the training first, nobody would learn of this one.
+        # If another error ends the training first, this one would go unnoticed.
         _LOGGER.error(
-            "The checkpoint %s was NOT saved (%s: %s). The training ends with this error at its "
-            "next safe point; older checkpoints are as they were.",
+            "The checkpoint %s was NOT saved (%s: %s). Training ends with this error at its next "
+            "safe point; older checkpoints are unchanged.",
             path,
             type(error).__name__,
             error,
         )
 
     def has(self, epoch: int, iteration: int) -> bool:
-        """Whether a checkpoint of this (epoch, iteration) is committed, or on its way."""
+        """Whether a checkpoint of this (epoch, iteration) is committed or in progress."""
         is_on_its_way = self._in_flight == (epoch, iteration)
         return is_on_its_way or self._find((epoch, iteration)) is not None
 
@@ -189,16 +189,16 @@ class Saver:
         try:
             return self._folder.find(*place)
         except OSError:
-            # A folder that cannot even be listed is no reason to end here: the save will tell.
+            # A folder that cannot be listed is no reason to fail here: the save will report it.
             return None
 
     def wait(self) -> None:
-        """Return when no save is in flight."""
+        """Wait until no save is in progress."""
         if os.getpid() != self._pid:
-            # A forked process has no such thread, and would wait for ever.
+            # A forked process has no such thread, and would wait forever.
             self._thread = None
             return
-        # A join that an interruption has cut off takes the thread for ended, before Python 3.13.
+        # Before Python 3.13, an interrupted join takes the thread for ended.
         self._is_idle.wait()
         if self._thread is not None:
             self._thread.join()
@@ -210,7 +210,7 @@ class Saver:
             raise self.failure
 
     def finish(self) -> None:
-        """Wait for the save in flight.
+        """Wait for the save in progress.
 
         Raises:
             SaveError: if the disk refused the last checkpoint (an ``OSError``).
@@ -228,10 +228,10 @@ class Saver:
             ) from error
 
     def close(self) -> None:
-        """Wait for the save in flight, and give the memory back.
+        """Wait for the save in progress, and release the memory.
 
-        An interruption does not cut the wait short: what writes into the folder must end before
-        another run may have it.
+        An interruption does not shorten the wait: the thread must stop writing to the folder before
+        another run may use it.
         """
         interruption: KeyboardInterrupt | None = None
         has_waited = False

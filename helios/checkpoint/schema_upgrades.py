@@ -1,8 +1,8 @@
-"""Ordered steps from every format to the next, and what is said of files that need one.
+"""Steps from each format to the next, and errors for files that need one.
 
-A step takes the content of a file, as a dictionary, from one schema to the one above it. Schema 0
-is what helios-ml wrote: only :mod:`helios.migration` reads it, so that a start never takes an old
-file for one of this package.
+A step converts the content of a file, as a dictionary, from one schema to the next. Schema 0 is the
+format of helios-ml: only :mod:`helios.migration` reads it, so that a start never takes an old file
+for one of this package.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _LOGGER = logging.getLogger(__name__)
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 _COUNTERS = ("global_epoch", "global_iteration")
-# Modules whose objects the published helios-ml pickled; Helios writes none of them.
+# Modules whose objects the released versions of helios-ml pickled; Helios writes none of them.
 _OLD_MODULES = ("helios.", "pathlib.")
 
 
 def upgrade(
     payload: dict[str, Any], steps: Mapping[int, Step], *, to: int = file_names.SCHEMA
 ) -> dict[str, Any]:
-    """Bring the content of a file to a schema, one step after another.
+    """Upgrade the content of a file to a schema, one step after another.
 
     Args:
-        payload: with its ``schema``.
-        steps: by the schema that each begins at; :data:`STEPS`.
-        to: the schema to reach.
+        payload: the content, with its ``schema``.
+        steps: by the schema that each starts from; :data:`STEPS`.
+        to: the target schema.
 
     Raises:
-        IncompatibleCheckpointError: if no step leads on from a schema below.
+        IncompatibleCheckpointError: if there is no step from a lower schema.
     """
     while (schema := payload[file_names.KEY_SCHEMA]) < to:
         if schema not in steps:
             raise IncompatibleCheckpointError(
-                f"Format {schema} cannot be brought to format {to}: no step leads on from it. "
+                f"Format {schema} cannot be upgraded to format {to}: there is no step from it. "
                 "Install the version of Helios that wrote the file."
             )
         payload = steps[schema](payload) | {file_names.KEY_SCHEMA: schema + 1}
@@ -57,19 +57,19 @@ def _add_what_is_missing(old: dict[str, Any]) -> dict[str, Any]:
     taken = sorted(new.keys() & old.keys())
     if taken:
         _LOGGER.warning(
-            "on_save_checkpoint has added %s to the checkpoint, a name that belongs to Helios now: "
-            "on_load_checkpoint finds it with '_of_hooks' added. Choose another name.",
+            "on_save_checkpoint has added %s to the checkpoint, a name that Helios uses now: "
+            "on_load_checkpoint finds it with '_of_hooks' appended. Choose another name.",
             ", ".join(map(repr, taken)),
         )
     return old | {f"{key}_of_hooks": old[key] for key in taken} | new
 
 
 STEPS: Mapping[int, Step] = {1: _add_what_is_missing}
-"""The step that begins at each schema; that from helios-ml is in :mod:`helios.migration`."""
+"""The step from each schema; that from helios-ml is in :mod:`helios.migration`."""
 
 
 def refuse_old_globals(path: Path, names: Iterable[str]) -> None:
-    """Refuse a file that refers to what only helios-ml put into files.
+    """Refuse a file that refers to objects that only helios-ml wrote.
 
     Raises:
         IncompatibleCheckpointError: with the way to migrate the file.
@@ -79,7 +79,7 @@ def refuse_old_globals(path: Path, names: Iterable[str]) -> None:
 
 
 def refuse_foreign(path: Path, payload: Any) -> None:
-    """Refuse what is no payload of Helios at all.
+    """Refuse content that Helios has not written.
 
     Raises:
         IncompatibleCheckpointError: with the way to migrate a file of helios-ml.
@@ -92,7 +92,7 @@ def refuse_foreign(path: Path, payload: Any) -> None:
 
 
 def refuse_missing_keys(path: Path, payload: Mapping[str, Any]) -> None:
-    """Refuse a payload that lacks what every checkpoint has (H18, H25).
+    """Refuse a payload that lacks keys that every checkpoint has.
 
     Raises:
         IncompatibleCheckpointError: naming the keys.
@@ -108,16 +108,16 @@ def refuse_missing_keys(path: Path, payload: Mapping[str, Any]) -> None:
 
 def _foreign(path: Path, reason: str) -> IncompatibleCheckpointError:
     return IncompatibleCheckpointError(
-        f"{path} is no checkpoint of Helios: {reason}. Move it to another folder, or correct the "
-        "path."
+        f"{path} is not a checkpoint of Helios: {reason}. Move it to another folder, or "
+        "correct the path."
     )
 
 
 def unmigrated(path: Path) -> IncompatibleCheckpointError:
-    """Return what is to be raised for a file of helios-ml, with the way to migrate it."""
+    """Return the error for a file of helios-ml, with the way to migrate it."""
     return IncompatibleCheckpointError(
-        f"{path} was written by helios-ml, the earlier package, in a format that is not read any "
-        f"more. Migrate it with: python -m chkpt_migrator {path.parent}"
+        f"{path} was written by helios-ml, the earlier package, in a format that is no longer "
+        f"read. Migrate it with: python -m chkpt_migrator {path.parent}"
     )
 
 

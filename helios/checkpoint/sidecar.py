@@ -1,7 +1,7 @@
-"""What is known of a checkpoint without opening it: a small JSON file beside it.
+"""Sidecars: small JSON files with facts about a checkpoint, readable without opening it.
 
-The sidecar carries the digest of the checkpoint's bytes, and a check sum of its own, so that a
-changed sidecar is as visible as a changed checkpoint.
+A sidecar holds the digest of the checkpoint's bytes, and a checksum of its own, so that changes of
+either file are detected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "missing": (dict,),
     "claims": (list,),
 }
-# What earlier versions did not write.
+# Keys that earlier versions did not write.
 _OPTIONAL: dict[str, Any] = {"missing": {}, "claims": []}
 
 
@@ -49,25 +49,25 @@ class Sidecar:
 
     Attributes:
         run_name: name of the run that the checkpoint belongs to.
-        num_replicas: number of replicas that the run is defined over.
+        num_replicas: number of replicas that define the run.
         epoch: ``global_epoch`` at the safe point.
         iteration: ``global_iteration`` at the safe point.
-        metrics: validation scores; also those that are not finite.
-        level: level of reproducibility that the run reaches (DESIGN section 1).
-        finished: why the run came to its end with this checkpoint; ``None`` if it did not.
-        resumed_from: the path of ``Trainer(resume=<path>)`` that the run goes back to.
-        changes: what was other at a resume, as the user allowed or because a checkpoint was
+        metrics: validation scores, also those that are not finite.
+        level: level of reproducibility that the run reaches.
+        finished: why the run ended with this checkpoint; ``None`` if it did not.
+        resumed_from: the path of ``Trainer(resume=<path>)`` from which the run was started.
+        changes: what changed at a resume, as the user allowed or because a checkpoint was
             incomplete, as text.
-        options: what the run is defined by, for readers; JSON values, infinities as text.
-        digest: ``sha256:...`` of the checkpoint; empty if none was taken.
+        options: what defines the run, for readers; JSON values, infinities as text.
+        digest: ``sha256:...`` of the checkpoint; empty if none was computed.
         schema: version of the format.
         version: version of the package that wrote the file, for information.
-        is_migrated: whether the checkpoint was made from one of helios-ml.
-        count: the completed units of the run: steps, or epochs where it counts these; ``None`` in
-            mid-epoch then, and where it is not known.
-        missing: what training has changed and the checkpoint lacks: place and reason.
-        claims: whose word the level rests on.
-        extra: what a file holds besides, kept when it is written again.
+        is_migrated: whether the checkpoint was converted from one of helios-ml.
+        count: the completed units of the run: steps or epochs; ``None`` inside an epoch if epochs
+            are counted, and if unknown.
+        missing: what training has changed and the checkpoint lacks: path and reason.
+        claims: components that the level takes at their word.
+        extra: further entries of a file, kept when it is written again.
     """
 
     run_name: str
@@ -103,11 +103,11 @@ class Sidecar:
         """Return the sidecar of a record.
 
         Args:
-            record: what is written.
+            record: the record to write.
             run_name: the run that it belongs to.
-            level: the level of reproducibility that it keeps.
+            level: its level of reproducibility.
             metrics: scores of the validation that ended at its safe point.
-            changes: what the user allowed to change.
+            changes: changes that the user allowed.
             is_by_epoch: whether the run counts epochs.
         """
         epoch, iteration = record.place
@@ -139,20 +139,20 @@ class Sidecar:
         """Read the text of a file.
 
         Args:
-            text: what :meth:`to_json` returned, perhaps in a later version.
-            name: what to call the file in messages.
+            text: what :meth:`to_json` returned, possibly in a later version.
+            name: name of the file in messages.
 
         Raises:
             IncompatibleCheckpointError: if a later version wrote it in another format.
-            DamagedCheckpointError: if it is not as it was written.
+            DamagedCheckpointError: if it is damaged.
         """
         try:
             table = dict(json.loads(text))
             check = table.pop(_CHECK)
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise _unreadable(name, "it is no sidecar in JSON") from None
+            raise _unreadable(name, "it is not a sidecar in JSON") from None
         if check != _checksum(table):
-            raise _unreadable(name, "its text is not what was written")
+            raise _unreadable(name, "its checksum does not match")
         check_schema(table.get("schema"), name=name)
         return cls._from_table(table, name)
 
@@ -166,15 +166,15 @@ class Sidecar:
         try:
             known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
         except (ValueError, TypeError):
-            raise _unreadable(name, "a metric is no number") from None
+            raise _unreadable(name, "a metric is not a number") from None
         return cls(**known, extra=table)
 
 
 def check_schema(schema: Any, *, name: str) -> None:
-    """Refuse a format that a later version brought.
+    """Refuse a format of a later version.
 
     Raises:
-        IncompatibleCheckpointError: if the schema is no number of a format known here.
+        IncompatibleCheckpointError: if the schema is not a format known here.
     """
     if type(schema) is not int or schema > SCHEMA:
         raise IncompatibleCheckpointError(
@@ -195,7 +195,7 @@ def _checksum(table: Mapping[str, Any]) -> str:
 
 
 def _to_plain(value: Any) -> Any:
-    """Return a value as JSON has it, and as it will be read again; the rest becomes text."""
+    """Return a value as JSON represents it; unsupported values become text."""
     if isinstance(value, Mapping):
         return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

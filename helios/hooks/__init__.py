@@ -1,4 +1,1 @@
-"""The table of events and the bus that tells them.
-
-Nothing here may know who listens.
-"""
+"""The table of events, and the bus that emits them to their receivers."""

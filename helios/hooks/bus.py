@@ -1,7 +1,7 @@
-"""Who hears what: the receivers of every event, found once, so that an unheard event costs nothing.
+"""The bus: the receivers of every event, found once, so that unused events cost nothing.
 
-Three verbs: ``emit`` tells all, ``ask`` is true if any says yes, ``transform`` hands a batch
-through its one owner. A plugin's exception says which plugin raised it, and in which event.
+``emit`` calls all receivers, ``ask`` returns True if any of them does, and ``transform`` passes a
+batch through the one plugin that processes it. A note in a traceback names the plugin and event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 @runtime_checkable
 class HasId(Protocol):
-    """Anything that is known by an id, as plugins are."""
+    """An object with an id, such as a plugin."""
 
     @property
     def plug_id(self) -> str:
@@ -31,7 +31,7 @@ class HasId(Protocol):
 
 
 def name_of(owner: object) -> str:
-    """Return how messages call a receiver."""
+    """Return the name of a receiver for messages."""
     kind = type(owner).__name__
     return f"plugin {owner.plug_id!r} ({kind})" if isinstance(owner, HasId) else kind
 
@@ -39,8 +39,8 @@ def name_of(owner: object) -> str:
 def overridden(owner: object, event: Event) -> Callable[..., Any] | None:
     """Return the method with which an object receives an event, or ``None`` if it does not.
 
-    That is what a call would find, unless it is a method of a base class that does nothing: then
-    what stands after it counts, a mixin or what the class's own ``__getattr__`` returns.
+    If that method is the empty one of a base class, the next definition after it counts: that of a
+    mixin, or what ``__getattr__`` of the class returns.
     """
     method: Callable[..., Any] | None = getattr(owner, event.name, None)
     if method is None or not is_silent(method):
@@ -59,7 +59,7 @@ def _find_dynamically(owner: object, name: str) -> Callable[..., Any] | None:
 
 @contextmanager
 def naming(owner: object, event: str) -> Iterator[None]:
-    """Say in the traceback of what is raised in a ``with`` statement which plugin raised it."""
+    """Note in the traceback of exceptions which plugin raised them, and in which event."""
     try:
         yield
     except BaseException as error:
@@ -78,19 +78,19 @@ def _note(error: BaseException, owner: object, event: str) -> None:
 
 
 def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspect.Signature:
-    """Return the signature of something that is to be called, and that then really runs.
+    """Return the signature of a method, and check that a call runs its body.
 
     Args:
-        name: how messages call it.
-        method: it.
-        may_yield: whether it may be a generator, which somebody else runs.
+        name: name of the method in messages.
+        method: the method.
+        may_yield: whether it may be a generator, which another object runs.
 
     Raises:
-        ArgumentTypeError: if it cannot be called, or if a call would only make a coroutine or a
-            generator, whose body nobody runs.
+        ArgumentTypeError: if it is not callable, or if a call would only create a coroutine or a
+            generator.
     """
     if not callable(method):
-        raise ArgumentTypeError(f"{name} must be a method, got {method!r}. Define it by def.")
+        raise ArgumentTypeError(f"{name} must be a method, got {method!r}. Define it with def.")
     is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
     if is_async or (inspect.isgeneratorfunction(method) and not may_yield):
         word, kind = ("async", "async") if is_async else ("yield", "a generator")
@@ -102,11 +102,11 @@ def signature_of(name: str, method: object, *, may_yield: bool = False) -> inspe
 
 
 def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable[..., Any]:
-    """Return the method as something that takes the event's arguments by position.
+    """Return the method as a callable that takes the event's arguments by position.
 
     Raises:
-        ArgumentTypeError: if the method takes other parameters than the table says, or would not
-            run when called.
+        ArgumentTypeError: if the parameters of the method differ from those in the table, or if a
+            call would not run its body.
     """
     place = f"{type(owner).__name__}.{event.name}"
     signature = signature_of(place, method, may_yield=event.name == "train_step")
@@ -119,28 +119,28 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
         remedy = "Correct the parameters of the method."
         if _count_in_place(signature, whole) is not None:
             defaults = ", ".join(f"{name}=0" for name in event.optional)
-            remedy = f"They are not always given: give it a default: {defaults}."
+            remedy = f"They are not always passed; give them a default: {defaults}."
         raise ArgumentTypeError(
             f"{place} must take ({', '.join(names)}){may_take}, but takes {signature}. {remedy}"
         )
     if in_place_whole == len(names + event.optional):
         return method
     taken, count = (names, in_place) if in_place_whole is None else (whole, in_place_whole)
-    # An optional argument is not always given, and not always taken.
+    # An optional argument is not always passed, and not every method takes it.
     return lambda *args: method(
         *args[:count], **dict(zip(taken[count:], args[count:], strict=False))
     )
 
 
 def _takes_by_name(signature: inspect.Signature, names: tuple[str, ...]) -> bool:
-    """Whether a method asks for arguments: by their names, or by taking whatever comes."""
+    """Whether a method takes arguments by their names, or any keyword arguments."""
     found = signature.parameters
     takes_all = {parameter.kind for parameter in found.values()} & _WHATEVER
     return bool(takes_all) or all(name in found for name in names)
 
 
 def _count_in_place(signature: inspect.Signature, names: tuple[str, ...]) -> int | None:
-    """Return how many arguments go by position, as many as can; ``None`` if they do not fit."""
+    """Return how many arguments to pass by position, as many as possible; ``None`` if none fit."""
     for count in reversed(range(len(names) + 1)):
         if _accepts(signature, names[:count], names[count:]):
             return count
@@ -150,7 +150,7 @@ def _count_in_place(signature: inspect.Signature, names: tuple[str, ...]) -> int
 def _accepts(
     signature: inspect.Signature, in_place: tuple[str, ...], by_name: tuple[str, ...]
 ) -> bool:
-    """Whether a call binds, and puts no argument where another one's name stands."""
+    """Whether a call binds, and puts no argument into a parameter with another argument's name."""
     places = {name: place for place, name in enumerate(signature.parameters)}
     if any(places.get(name, place) != place for place, name in enumerate(in_place)):
         return False
@@ -162,25 +162,25 @@ def _accepts(
 
 
 class Bus:
-    """The receivers of one training.
+    """The receivers of one run.
 
     Args:
         plugins: in order of registration.
-        monitors: those of them that want the end events after the model (C14).
+        monitors: those of them that receive end events after the model.
         data: the data module.
         model: the model.
         engine: the engine.
 
     Attributes:
-        heard: the events that anybody hears, each with its first receiver. What happens in every
-            iteration looks here first, which spares the call for an event that nobody hears.
-        asking: those in which somebody may ask for a checkpoint, the end or a skip, or change the
-            losses.
+        heard: the events that have receivers, each with its first one. Code that runs in every
+            iteration looks here first, to avoid a call for an event without receivers.
+        asking: the events in which a receiver may request a checkpoint, the end or a skip, or
+            change the losses.
 
     Raises:
         ArgumentTypeError: for a method whose parameters are not those of the table, or that is
             async or a generator.
-        ArgumentError: if two objects own the processing of one batch (H60).
+        ArgumentError: if two plugins process the same batch.
     """
 
     def __init__(
@@ -215,11 +215,11 @@ class Bus:
         self.asking = asking
 
     def hearers(self, event: str) -> list[str]:
-        """Return who hears an event, in the order of the calls."""
+        """Return the names of an event's receivers, in the order of the calls."""
         return [name_of(owner) for owner in self._owners[event]]
 
     def emit(self, event: str, *args: Any) -> None:
-        """Tell everybody who hears the event."""
+        """Call all receivers of an event."""
         receivers = self._receivers[event]
         try:
             for receiver in receivers:
@@ -229,9 +229,9 @@ class Bus:
             raise
 
     def emit_to_all(self, event: str, *args: Any) -> None:
-        """Tell everybody who hears the event, also when one of them raises; log what is raised.
+        """Call all receivers of an event, even if one of them raises; log what is raised.
 
-        For the ways out: an error of one must not keep the others from being torn down.
+        Used for the teardown: an error in one receiver must not keep the others from running.
         """
         for owner, receiver in zip(self._owners[event], self._receivers[event], strict=True):
             try:
@@ -240,7 +240,7 @@ class Bus:
                 _LOGGER.exception("%s failed in %s.", event, name_of(owner))
 
     def ask(self, event: str) -> bool:
-        """Ask everybody who hears the event; true if any says yes."""
+        """Ask all receivers of an event; returns True if any of them does."""
         receivers = self._receivers[event]
         if not receivers:
             return False
@@ -254,12 +254,12 @@ class Bus:
         return says_yes
 
     def call(self, event: str, *args: Any) -> Any:
-        """Call the one who does the work of an event; returns what it returns."""
+        """Call the owner of an event; returns what it returns."""
         (receiver,) = self._receivers[event]
         return receiver(*args)
 
     def transform(self, event: str, batch: Any, *args: Any) -> Any:
-        """Hand a batch through the owner of the event, if it has one."""
+        """Pass a batch through the owner of an event, if it has one."""
         for receiver in self._receivers[event]:
             try:
                 batch = receiver(batch, *args)
@@ -269,12 +269,12 @@ class Bus:
         return batch
 
     def _note(self, error: BaseException, event: str, place: int) -> None:
-        """Say in the error's traceback which plugin raised it, and in which event."""
+        """Note in the error's traceback which plugin raised it, and in which event."""
         _note(error, self._owners[event][place], event)
 
 
 def check_receiver(plugin: object) -> None:
-    """Check the methods of a plugin when it registers.
+    """Check the methods of a plugin when it is registered.
 
     Raises:
         ArgumentTypeError: for a method whose parameters are not those of the table, or that is
@@ -287,7 +287,7 @@ def check_receiver(plugin: object) -> None:
 
 
 def check_owners(plugins: Sequence[object]) -> None:
-    """Check that each batch has at most one plugin that processes it (H60).
+    """Check that at most one plugin processes each batch.
 
     Raises:
         ArgumentError: if two plugins override the same ``process_*_batch``.

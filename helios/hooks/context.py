@@ -1,7 +1,8 @@
-"""What hooks may see of a run: one live object, the same from its start to its end (R23).
+"""``Context``: what hooks may see of a run.
 
-Loops move its fields; everything else is read where it lives. Plugins have it as ``self.context``,
-and every :class:`helios.plugins.HookContext` gets it as its argument.
+One live object for the whole run. Loops set some of its fields; everything else is read from the
+session. Plugins have it as ``self.context``; a :class:`helios.plugins.HookContext` gets it as its
+argument.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ Item = TypeVar("Item")
 
 
 class Context:
-    """The live object that hooks get.
+    """The run, as hooks see it: one live object.
 
-    Ids count from 0 and rise after the end hooks of what they number (C13, R25); the counters of
-    :attr:`state` are the published ones, from 1.
+    Ids count from 0 and increase after the end hooks of the epoch, step or batch that they number;
+    the counters of :attr:`state` count from 1.
 
     Attributes:
-        batch: the present batch: as it came for the batch's hooks, transformed for the forward
-            ones (R31); ``None`` between batches.
-        model_outputs: what the present step returned, or its batch processor's outputs.
-        attached_loss: the present loss with its graph, for the loops; hooks read :attr:`loss`.
+        batch: the current batch: as fetched in batch hooks, transformed in forward hooks; ``None``
+            between batches.
+        model_outputs: what the current step returned, or the outputs of its batch processor.
+        attached_loss: the current loss with its graph, for the loops; hooks read :attr:`loss`.
         stepping_optimizer: the optimizer that steps; ``None`` outside an optimizer step.
         is_optimizer_step_committed: whether the last update was made; ``None`` before the first.
-        exception: what ended the run, for exits of contexts; ``None`` while all is well (R16).
-        resumed: whether the scope was begun before this start of the run, in another process.
-        start_epoch: epoch in which this start of the run began, from 0.
-        start_step: optimizer steps that were made before this start.
+        exception: the exception that ended the run, for exits of contexts; otherwise ``None``.
+        resumed: whether the scope began before this start of the run, in another process.
+        start_epoch: the epoch in which this start of the run began, from 0.
+        start_step: optimizer steps made before this start.
     """
 
     def __init__(self, run: RunView) -> None:
@@ -62,20 +63,20 @@ class Context:
         self._is_window_open = False
 
     def begin_batch(self, batch: Any) -> None:
-        """Show a new batch; for the loops."""
+        """Show a new batch; called by the loops."""
         self.batch = self._raw_batch = batch
 
     def show_raw_batch(self) -> None:
-        """Show the batch as it came, for the ends of its hooks (R31); for the loops."""
+        """Show the batch as it was fetched, for batch end hooks; called by the loops."""
         self.batch = self._raw_batch
 
     def end_batch(self) -> None:
-        """Let go of the batch and all that was computed from it; for the loops."""
+        """Release the batch and everything computed from it; called by the loops."""
         self.batch = self._raw_batch = self.model_outputs = self.attached_loss = None
 
     @property
     def loss(self) -> Tensor | None:
-        """The present loss, detached; ``None`` before there is one, and in manual steps (R7)."""
+        """The current loss, detached; ``None`` before there is one, and in manual mode."""
         return None if self.attached_loss is None else self.attached_loss.detach()
 
     @property
@@ -85,83 +86,85 @@ class Context:
 
     @property
     def engine(self) -> Engine:
-        """The engine: the device and what it does."""
+        """The engine."""
         return self._run.engine
 
     @property
     def state(self) -> TrainingState:
-        """The counters, as users know them."""
+        """The counters."""
         return self._run.state
 
     @property
     def phase(self) -> Phase:
-        """What the run is doing now; a validation inside fit is ``Phase.VALIDATION``."""
+        """The current phase; a validation inside fit is ``Phase.VALIDATION``."""
         return self._run.phase
 
     @property
     def is_sanity_check(self) -> bool:
-        """Whether the present validation is a trial before the training, that leaves no trace."""
+        """Whether the current validation is a sanity check, which has no side effects."""
         return self._run.is_sanity_check
 
     @property
     def can_save(self) -> bool:
-        """Whether the run writes checkpoints at all; without them an interruption loses all."""
+        """Whether the run writes checkpoints; without them, an interruption loses all progress."""
         return self._run.can_save
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether the run goes on from a checkpoint that was taken inside an epoch."""
+        """Whether the run resumes from a checkpoint that was taken inside an epoch."""
         return self._run.is_in_epoch
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the run breaks off, or has broken off, unfinished: a scope may end early."""
+        """Whether the run is interrupted, now or soon: a scope may end early."""
         return self._run.is_interrupted
 
     @property
     def num_replicas(self) -> int:
-        """The data-parallel workers over which the run is defined (DESIGN R3); 1 for most runs."""
+        """Number of data-parallel replicas that define the run; 1 for most runs."""
         return self._run.replicas.num_replicas
 
     def choose(self, lone: Any, shared: Any) -> Any:
-        """Return the way for one replica, or that for several: to be chosen once, at a start."""
+        """Return one of two values, for one replica or for several; call it once, at the start."""
         return lone if self._run.replicas.is_lone else shared
 
     @property
     def num_processes(self) -> int:
-        """The processes that carry the replicas; no result may depend on it."""
+        """Number of processes that run the replicas; no result may depend on it."""
         return self._run.replicas.num_processes
 
     @property
     def global_rank(self) -> int:
-        """Number of this process among all of them, from 0."""
+        """Rank of this process among all of them, from 0."""
         return self._run.replicas.rank
 
     rank = global_rank
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its machine, from 0."""
+        """Rank of this process on its machine, from 0."""
         return self._run.model.local_rank
 
     @property
     def replica(self) -> int:
         """Number of the replica that trains now, from 0.
 
-        It holds from ``on_forward_start`` to ``on_backward_end``, which come once for each replica
-        of this process; :attr:`batch`, :attr:`model_outputs` and :attr:`loss` are the replica's.
+        Valid from ``on_forward_start`` to ``on_backward_end``, which are called once for each
+        replica of this process; :attr:`batch`, :attr:`model_outputs` and :attr:`loss` are the
+        replica's.
         """
         return self._run.turns.replica
 
     def agree(self, flag: bool) -> bool:
-        """Return whether any process raises a flag; the same on all of them.
+        """Return whether any process raises a flag; the same on all processes.
 
-        All processes must ask, in the same order: in the events of iterations, windows, updates,
-        epochs and whole passes. Forwards and backwards, and the batches of an evaluation, come as
-        often as a process has replicas with data: one that asks there waits for ever.
+        All processes must call this, in the same order: in the events of iterations, windows,
+        updates, epochs and whole passes. Forward and backward events, and the batches of an
+        evaluation, occur once per replica with data: a process that calls this there may wait
+        forever.
 
         Args:
-            flag: what this process says.
+            flag: the flag of this process.
         """
         (is_raised,) = self._run.replicas.agree(flag)
         return bool(is_raised)
@@ -169,8 +172,9 @@ class Context:
     def gather(self, value: Any) -> list[Any]:
         """Return a small value of every process, in the order of ranks.
 
-        All processes must call it, where :meth:`agree` may be called. Blocks of replicas follow
-        each other, so values by replica, put one behind the other, are in the order of replicas.
+        All processes must call it, where :meth:`agree` may be called. Each process runs a
+        contiguous block of replicas, so concatenated per-replica values are in the order of the
+        replicas.
 
         Args:
             value: plain values and CPU tensors.
@@ -184,27 +188,27 @@ class Context:
 
     @property
     def step_id(self) -> int:
-        """Number of the present optimizer step in its epoch, from 0."""
+        """Number of the current optimizer step in its epoch, from 0."""
         return self._run.cursor.step
 
     @property
     def global_step_id(self) -> int:
-        """Number of the present optimizer step in the run, from 0."""
+        """Number of the current optimizer step in the run, from 0."""
         return self._run.state.global_step
 
     @property
     def micro_step_id(self) -> int:
-        """Number of the present batch in its epoch, from 0."""
+        """Number of the current batch in its epoch, from 0."""
         return self._run.cursor.batch
 
     @property
     def global_micro_step_id(self) -> int:
-        """Number of the present batch in the run, from 0."""
+        """Number of the current batch in the run, from 0."""
         return max(self._run.state.global_iteration - 1, 0)
 
     @property
     def window_index(self) -> int:
-        """Number of the present batch in its accumulation window, from 0."""
+        """Number of the current batch in its accumulation window, from 0."""
         schedule = self._run.schedule
         if not schedule.is_by_epoch:
             return self.global_micro_step_id % schedule.accumulation_steps
@@ -214,13 +218,13 @@ class Context:
 
     @property
     def max_epoch(self) -> float | None:
-        """The epochs that the run is to have; ``None`` where steps are counted."""
+        """Number of epochs of the run; ``None`` if steps are counted."""
         schedule = self._run.schedule
         return schedule.total_steps if schedule.unit is TrainingUnit.EPOCH else None
 
     @property
     def max_step(self) -> float | None:
-        """The optimizer steps that the run is to have; ``None`` where epochs are counted."""
+        """Number of optimizer steps of the run; ``None`` if epochs are counted."""
         schedule = self._run.schedule
         return schedule.total_steps if schedule.unit is TrainingUnit.ITERATION else None
 
@@ -228,7 +232,7 @@ class Context:
     def dataloader(self) -> DataLoader[Any] | None:
         """The loader of the phase, to read its properties; the loop iterates over it.
 
-        A loader that is no ``torch.utils.data.DataLoader`` is returned as it is.
+        A loader that is not a ``torch.utils.data.DataLoader`` is returned unchanged.
         """
         return self._run.find_loader()
 
@@ -239,7 +243,7 @@ class Context:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """The optimizer that steps, or the model's only one; ``None`` where there are several."""
+        """The optimizer that steps, or the model's only one; ``None`` if there are several."""
         return self.stepping_optimizer or _only(self.optimizers)
 
     @property
@@ -249,32 +253,32 @@ class Context:
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """The model's only learning-rate scheduler; ``None`` where there are none or several."""
+        """The model's only learning-rate scheduler; ``None`` if there are none or several."""
         return _only(self.lr_schedulers)
 
     @property
     def is_optimizer_step_boundary(self) -> bool:
-        """Whether the present batch is the last of its window."""
+        """Whether the current batch is the last of its accumulation window."""
         return self._run.state.is_step_boundary
 
     @property
     def place(self) -> Cursor:
-        """Where the present training batch lies in the data: a copy, to be kept if wanted."""
+        """Position of the current training batch in the data, as a copy that you may keep."""
         return dataclasses.replace(self._run.cursor)
 
     def indices_of(self, place: Cursor | None = None) -> list[Any] | None:
-        """Return the indices of the samples of a training batch; ``None`` if nobody knows them.
+        """Return the indices of the samples of a training batch; ``None`` if unknown.
 
-        They are computed anew from the place, so that nothing is kept for it in every iteration.
-        With several replicas they are those of the whole iteration, replica by replica.
+        They are computed from the position, so nothing is kept for this in each iteration. With
+        several replicas they cover the whole iteration, replica by replica.
 
         Args:
-            place: what :attr:`place` was in that batch; the present batch if left out.
+            place: the value of :attr:`place` in that batch; by default the current batch.
         """
         return self._run.indices_of(place or self._run.cursor)
 
     def log(self, scalars: Mapping[str, Any]) -> None:
-        """Log numbers by name, as of the present iteration: to TensorBoard and all who log.
+        """Log numbers by name, for the current iteration: to TensorBoard and all loggers.
 
         Args:
             scalars: numbers, or tensors of one element, by name, such as ``"train/loss"``.
@@ -282,64 +286,64 @@ class Context:
         self._run.log(scalars)
 
     def request_checkpoint(self) -> None:
-        """Ask for a checkpoint at the next safe point (DESIGN R4)."""
+        """Request a checkpoint at the next safe point."""
         self._run.request_checkpoint()
 
     def request_stop(self, reason: str) -> None:
-        """Ask for the regular end of the run at the next safe point."""
+        """Request the regular end of the run at the next safe point."""
         self._run.request_stop(reason)
 
     def interrupt(self, reason: str) -> None:
-        """Ask for a checkpoint and an early return at the next safe point; the run is not finished.
+        """Request a checkpoint and an early return at the next safe point; the run is not finished.
 
-        ``fit`` returns False then, with exit code 75, and the same command goes on.
+        ``fit`` then returns False, and the exit code is 75. Run the same command again to resume.
         """
         self._run.interrupt(reason)
 
     def skip_step(self, reason: str) -> None:
-        """Leave out the present update: from ``on_training_step_start`` to its own start event.
+        """Skip the current update; call it from ``on_training_step_start`` to its start event.
 
-        Its gradients are thrown away; schedulers and, in ITERATION unit, ``current_iteration`` do
-        not move. One process that asks is enough: all of them leave it out, and know by
-        :attr:`is_optimizer_step_committed` in ``on_before_zero_grad``.
+        Its gradients are discarded; schedulers and, in ITERATION unit, ``current_iteration`` do
+        not advance. One process that requests it is enough: all of them skip the update, and
+        :attr:`is_optimizer_step_committed` says so in ``on_before_zero_grad``.
 
         Raises:
-            UsageError: in manual steps, where the model makes the update itself, and outside of a
-                window: the next one would be hit, and a resume in between would not know of it.
+            UsageError: in manual mode, where the model steps its optimizers, and outside a window:
+                it would affect the next one, and be lost if the run resumes in between.
         """
         if self._run.is_manual_mode:
             raise UsageError(
                 "Context.skip_step() must be called in automatic mode, but train_step returns None "
-                "and steps itself. Leave out the step there, or return the loss."
+                "and steps itself. Skip the step there, or return the loss."
             )
         if not self._is_window_open:
             raise UsageError(
                 "Context.skip_step() must be called between on_training_step_start and the update "
-                "that it leaves out, in on_optimizer_step_start at the latest. No window is open "
+                "that it skips, in on_optimizer_step_start at the latest. No window is open "
                 "here."
             )
         self._skip_reason = self._skip_reason or reason
 
     def open_window(self) -> None:
-        """Begin a window, whose update may be left out; for the loops."""
+        """Begin a window, whose update may be skipped; called by the loops."""
         self._is_window_open = True
 
     def close_window(self) -> None:
-        """End a window; for the loops.
+        """End a window; called by the loops.
 
         Raises:
-            UsageError: if a skip was asked for after the update that it was meant for.
+            UsageError: if a skip was requested after the update.
         """
         self._is_window_open = False
         if self._skip_reason:
             self._skip_reason = ""
             raise UsageError(
-                "Context.skip_step() must be called before the update that it leaves out: in "
+                "Context.skip_step() must be called before the update that it skips: in "
                 "on_optimizer_step_start at the latest. This window's update was made already."
             )
 
     def take_skip(self) -> str:
-        """Return why the present update is left out, empty if it is not; for the loops."""
+        """Return why the current update is skipped, empty if it is not; called by the loops."""
         reason, self._skip_reason = self._skip_reason, ""
         return reason
 

@@ -1,7 +1,7 @@
-"""The table of events: what is told, to whom, with which arguments, in which order.
+"""The table of events: their receivers, arguments and order.
 
-Docs are generated from it, signatures are checked against it, and the bus reads nothing else.
-Methods keep the names and parameters that Helios users know (FEATURES section 8).
+``docs/hooks.md`` is generated from it, signatures of receivers are checked against it, and the bus
+reads nothing else. Methods keep the names and parameters that users of Helios know.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Method = TypeVar("Method", bound=Callable[..., object])
 
 
 class Verb(Enum):
-    """How an event is told."""
+    """What happens when an event occurs."""
 
-    EMIT = "tell all"
-    ASK = "any says yes"
-    TRANSFORM = "the one owner maps a batch"
-    CALL = "called, not told: the one who writes it does the work"
+    EMIT = "call all receivers"
+    ASK = "true if any receiver returns True"
+    TRANSFORM = "its one owner maps a batch"
+    CALL = "a method that does the work itself"
 
 
 class Receiver(Enum):
-    """Who may hear an event; the order of the table's column is the order of the calls (C8)."""
+    """Who may receive an event; the order of the table's column is the order of the calls."""
 
     PLUGIN = "plugins, in order of registration"
     DATA = "data module"
@@ -48,13 +48,13 @@ class Event:
     """One row of the table.
 
     Attributes:
-        name: the method that hears it.
+        name: name of the method that receives it.
         parameters: names of its arguments after ``self``.
-        receivers: who may hear it, in the order of the calls.
-        moment: when it is told.
-        verb: how it is told.
-        optional: names of arguments that follow, for methods that take them (L32).
-        scope: the channel whose beginning or end it is, if any (R1).
+        receivers: who may receive it, in the order of the calls.
+        moment: when it occurs.
+        verb: what happens then.
+        optional: names of further arguments, for methods that take them.
+        scope: the channel that it begins or ends, if any.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Event:
 def _start_rows() -> tuple[Event, ...]:
     call, pdme = Verb.CALL, (P, D, M, E)
     return (
-        Event("prepare_data", (), (D,), "once, before all else", call),
-        Event("setup", (), (P, D, M), "networks, data and the like are built", call),
-        Event("on_load_checkpoint", ("checkpoint",), pdme, "fit goes on; nothing is loaded yet"),
-        Event("on_checkpoint_loaded", (), pdme, "all is loaded but the generators"),
-        Event("on_fit_start", (), (P, M), "fit: all is set up and loaded"),
+        Event("prepare_data", (), (D,), "once, before everything else", call),
+        Event("setup", (), (P, D, M), "build networks, data and the like", call),
+        Event("on_load_checkpoint", ("checkpoint",), pdme, "fit resumes; nothing is loaded yet"),
+        Event("on_checkpoint_loaded", (), pdme, "all is loaded except the generators"),
+        Event("on_fit_start", (), (P, M), "fit: everything is set up and loaded"),
         Event("on_sanity_check_start", (), (P,), "a new run; sanity_steps is set"),
-        Event("on_sanity_check_end", (), (P,), "what the trial has changed is put back"),
+        Event("on_sanity_check_end", (), (P,), "changes of the sanity check are undone"),
     )
 
 
@@ -87,10 +87,10 @@ def _training_start_rows() -> tuple[Event, ...]:
             "on_training_start",
             (),
             pme,
-            "the training starts or goes on; before model.train()",
+            "training starts or resumes; before model.train()",
             scope=loop,
         ),
-        Event("on_training_resume", state, pm, "after on_training_start, where the run goes on"),
+        Event("on_training_resume", state, pm, "after on_training_start, if the run resumes"),
         Event(
             "on_training_epoch_start",
             ("current_epoch",),
@@ -105,7 +105,7 @@ def _training_start_rows() -> tuple[Event, ...]:
             "on_training_batch_start",
             state,
             pme,
-            "a batch was fetched, counters have moved; it is not on the device yet",
+            "a batch was fetched and counted; it is not on the device yet",
             scope=batch,
         ),
         Event(
@@ -122,20 +122,18 @@ def _step_rows() -> tuple[Event, ...]:
     pm, optimizer, context = (P, M), ("optimizer",), ("context",)
     forward, backward, update = "on_model_forward", "on_model_backward", "on_optimizer_step"
     return (
-        Event(
-            "on_forward_start", context, pm, "a step is called next, in any phase", scope=forward
-        ),
+        Event("on_forward_start", context, pm, "before a step, in any phase", scope=forward),
         Event("train_step", ("batch", "state"), (M,), "the training step", Verb.CALL),
-        Event("on_forward_end", context, pm, "outputs and loss are there", scope=forward),
+        Event("on_forward_end", context, pm, "outputs and loss are available", scope=forward),
         Event(
-            "on_backward_start", ("loss",), pm, "automatic mode: backward is next", scope=backward
+            "on_backward_start", ("loss",), pm, "automatic mode: before backward", scope=backward
         ),
-        Event("on_backward_end", (), pm, "automatic mode: backward is done", scope=backward),
+        Event("on_backward_end", (), pm, "automatic mode: after backward", scope=backward),
         Event(
             "on_optimizer_step_start",
             optimizer,
             pm,
-            "automatic mode, at a window's end: gradients are averaged, not yet clipped",
+            "automatic mode, end of a window: gradients are averaged, not yet clipped",
             scope=update,
         ),
         Event("on_before_zero_grad", optimizer, pm, "right after the update and the schedulers"),
@@ -143,7 +141,7 @@ def _step_rows() -> tuple[Event, ...]:
             "on_optimizer_step_end",
             ("optimizer", "committed"),
             pm,
-            "gradients are gone",
+            "gradients are cleared",
             scope=update,
         ),
     )
@@ -171,33 +169,33 @@ def _training_end_rows() -> tuple[Event, ...]:
             "on_log",
             ("scalars", "state"),
             pm,
-            "numbers were logged: losses, scores, what context.log got",
+            "numbers were logged: losses, scores, context.log",
         ),
         Event(
             "should_training_stop",
             (),
             pm,
-            "after a batch, a validation by steps, an epoch by epochs",
+            "after a batch; after a validation by steps; after an epoch by epochs",
             Verb.ASK,
         ),
         Event(
             "on_training_epoch_end",
             ("current_epoch",),
             pmme,
-            "an epoch ends, by steps after the checkpoint, by epochs before it",
+            "an epoch ends; by steps after its checkpoint, by epochs before it",
             scope=epoch,
         ),
         Event(
             "on_save_checkpoint",
             ("checkpoint",),
             (P, D, M, E),
-            "a snapshot was taken, and is written next",
+            "a snapshot was taken and is written next",
         ),
         Event(
             "on_training_end",
             (),
             pme,
-            "the run is finished: not after an interruption or an exception",
+            "the run is finished; not after an interruption or an exception",
             scope=loop,
         ),
     )
@@ -232,7 +230,7 @@ def _evaluation_rows(noun: str, step: str, cycle: tuple[str, ...] = ()) -> tuple
             f"on_{noun}_end",
             cycle,
             (P, M, MONITOR, E) if is_validation else pme,
-            "the pass is done and modes are restored",
+            "the pass is finished and modes are restored",
             scope=loop,
         ),
     )
@@ -244,7 +242,7 @@ def _end_rows() -> tuple[Event, ...]:
             "on_exception",
             ("exception",),
             (P, D, M, E),
-            "an exception leaves the call; nothing is torn down yet",
+            "an exception ends the call; nothing is torn down yet",
         ),
         Event(
             "on_fit_end",
@@ -289,8 +287,8 @@ CHANNELS = (
 def silent(method: Method) -> Method:
     """Mark the method of a base class as one that does nothing, so that the bus does not call it.
 
-    ``super().<method>(...)`` in an override reaches it, and then a mixin that stands after the
-    base class, if it has the method.
+    ``super().<method>(...)`` in an override reaches it, and then a mixin after the base class, if
+    that has the method.
     """
 
     @functools.wraps(method)
@@ -304,9 +302,9 @@ def silent(method: Method) -> Method:
 
 
 def find_after_base(owner: object, name: str) -> Callable[..., Any] | None:
-    """Return the method of a mixin that stands after the base class, which has a silent one.
+    """Return the method of a mixin after the base class, which has a silent one.
 
-    ``None`` where there is none, and where a class has made the method of its base silent.
+    ``None`` if there is none, or if a class has silenced the method of its base.
     """
     kinds = [kind for kind in type(owner).__mro__ if name in vars(kind)]
     silent_ones = [kind for kind in kinds if is_silent(vars(kind)[name])]
@@ -316,10 +314,10 @@ def find_after_base(owner: object, name: str) -> Callable[..., Any] | None:
 
 
 def asks_nothing(method: Method) -> Method:
-    """Mark a method that asks for no checkpoint, end or skip, and changes no losses.
+    """Mark a method that requests no checkpoint, end or skip, and changes no losses.
 
-    Then the processes of a run need not agree once more behind it. A method that overrides it is
-    not marked.
+    The processes of a run then need no further exchange after it. A method that overrides it is not
+    marked.
     """
     method.__dict__["_helios_asks_nothing"] = method
     return method
@@ -332,6 +330,6 @@ def may_ask(method: Callable[..., object]) -> bool:
 
 
 def is_silent(method: Callable[..., object]) -> bool:
-    """Whether a method carries the mark of :func:`silent`."""
+    """Whether a method has the mark of :func:`silent`."""
     function = getattr(method, "__func__", method)
     return getattr(function, "_helios_silent", None) is function

@@ -184,10 +184,10 @@ class Hooks:
 
     @silent
     def should_training_stop(self) -> bool:
-        """Return whether the training should end regularly after the present window.
+        """Return whether training should end regularly after the current window.
 
-        Asked after each batch, after each validation and at the end of each epoch; one receiver
-        that returns True is enough.
+        Called after each batch, after each validation and at the end of each epoch; it is enough
+        if one receiver returns True.
         """
         return False
 

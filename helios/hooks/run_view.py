@@ -1,4 +1,4 @@
-"""What a context reads of a run, and what it asks of it; the session has these members."""
+"""``RunView``: the members of a session that a context reads and calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RunView(Protocol):
-    """What a context reads of a session, and what it asks of it."""
+    """The members of a session that a context reads and calls."""
 
     model: Model
     engine: Engine
@@ -34,17 +34,17 @@ class RunView(Protocol):
 
     @property
     def replicas(self) -> Replicas:
-        """The replicas of the run, and who carries them."""
+        """The replicas of the run, and which process runs which."""
         ...
 
     @property
     def is_in_epoch(self) -> bool:
-        """Whether the run goes on inside an epoch."""
+        """Whether the run resumes inside an epoch."""
         ...
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the run breaks off at the next safe point, unfinished."""
+        """Whether the run is interrupted at the next safe point."""
         ...
 
     @property
@@ -73,13 +73,13 @@ class RunView(Protocol):
         ...
 
     def request_checkpoint(self) -> None:
-        """Ask for a checkpoint."""
+        """Request a checkpoint."""
         ...
 
     def request_stop(self, reason: str) -> None:
-        """Ask for the regular end."""
+        """Request the regular end."""
         ...
 
     def interrupt(self, reason: str) -> None:
-        """Ask for an early return."""
+        """Request an early return."""
         ...

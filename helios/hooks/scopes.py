@@ -1,7 +1,7 @@
-"""Scopes that are open: what has been entered is left, once, whatever happens (R12-R16).
+"""Open scopes: every context that was entered is left, once, whatever happens.
 
-Inside of one scope the order of leaving is that of entering; of nested scopes the innermost goes
-first. An error of one is never the end of the others.
+Contexts of one scope are left in the order in which they were entered; nested scopes are left from
+the inside out. An error in one context never keeps the others from being left.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Enterable(Protocol):
-    """What can be entered and left."""
+    """A context that can be entered and left."""
 
     def on_enter(self, ctx: Context) -> object:
-        """Act when the scope begins."""
+        """Called when the scope begins."""
         ...
 
     def on_exit(self, ctx: Context) -> object:
-        """Act when the scope ends."""
+        """Called when the scope ends."""
         ...
 
 
 @dataclass
 class _Scope:
-    """A scope that is open, with the contexts that were entered."""
+    """An open scope, with the contexts that were entered."""
 
     kind: tuple[str, str]
     ctx: Context
@@ -43,10 +43,10 @@ class _Scope:
 
 
 class Scopes:
-    """The scopes that are open, as a stack.
+    """The open scopes, as a stack.
 
     Attributes:
-        is_run_resumed: whether the run under way was begun in another process.
+        is_run_resumed: whether the current run began in another process.
     """
 
     def __init__(self) -> None:
@@ -67,14 +67,14 @@ class Scopes:
         *,
         is_resumed: bool = False,
     ) -> None:
-        """Open a scope: enter contexts in their order, until one raises (R14).
+        """Open a scope: enter contexts in order, until one raises.
 
         Args:
-            kind: what the scope is; one of the same kind that is still open was cut off, and is
-                closed first.
-            ctx: what the contexts get.
+            kind: kind of the scope; an open one of the same kind was interrupted and is closed
+                first.
+            ctx: passed to the contexts.
             hooks: the contexts.
-            is_resumed: whether the scope was begun in another process.
+            is_resumed: whether the scope began in another process.
         """
         self.end(kind)
         scope = _Scope(kind, ctx, is_resumed)
@@ -88,7 +88,7 @@ class Scopes:
             ctx.resumed = False
 
     def end(self, kind: tuple[str, str]) -> None:
-        """Close a scope and all inside of it that is open; one that is not open is no error."""
+        """Close a scope and all open ones inside it; does nothing if it is not open."""
         for depth in reversed(range(len(self._open))):
             if self._open[depth].kind == kind:
                 self.unwind(depth)
@@ -99,12 +99,12 @@ class Scopes:
 
         Args:
             depth: how many stay open.
-            exception: what has broken them off, and goes on by itself; contexts find it in
-                ``ctx.exception``, and what they raise is noted with it.
+            exception: the exception that ended them, which the caller raises again; contexts see
+                it in ``ctx.exception``, and what they raise is added to it as a note.
 
         Raises:
-            BaseException: without ``exception``, the first that was raised on the way, after all
-                contexts were left (R15).
+            BaseException: without ``exception``, the first one that was raised, after all contexts
+                were left.
         """
         errors: list[BaseException] = [] if exception is None else [exception]
         while len(self._open) > depth:
@@ -122,7 +122,7 @@ def leave(
     *,
     is_resumed: bool = False,
 ) -> list[BaseException]:
-    """Leave contexts, all of them; returns what they raised (R15)."""
+    """Leave all contexts; returns what they raised."""
     outer, errors = ctx.exception, list[BaseException]()
     ctx.exception, ctx.resumed = exception, is_resumed
     for hook in hooks:
@@ -136,7 +136,7 @@ def leave(
 
 
 def join_errors(errors: list[BaseException]) -> BaseException:
-    """Return the first of some errors, which carries the others along (R15)."""
+    """Return the first of some errors, with the others added as notes."""
     first = errors[0]
     for other in errors[1:]:
         chain = _chain(first)
@@ -144,7 +144,7 @@ def join_errors(errors: list[BaseException]) -> BaseException:
             continue
         for link in _chain(other):
             if any(link.__context__ is earlier for earlier in chain):
-                link.__context__ = None  # Python's chain leads back to the first: cut the ring
+                link.__context__ = None  # Python's chain leads back to the first: break the cycle
                 break
         chain[-1].__context__ = other
         text = f"While hook contexts were left, {other!r} was raised too."

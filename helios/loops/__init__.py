@@ -1,7 +1,4 @@
-"""The order of things.
-
-Nothing here may open a file, talk to other processes or hold a counter.
-"""
+"""The order of events: the loops over epochs, batches and evaluations."""
 
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop

@@ -1,4 +1,4 @@
-"""The batch of one replica: it goes to the device, and through the optimizer loop."""
+"""``BatchLoop``: move the batch of one replica to the device, and run the optimizer loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BatchLoop(Loop):
 
     @property
     def done(self) -> bool:
-        """Whether the replica had its batch."""
+        """Whether the replica's batch is done."""
         return self._is_done
 
     def reset(self) -> None:
@@ -41,10 +41,10 @@ class BatchLoop(Loop):
     def prepare(self, batch: Any) -> Any:
         """Return a batch on the device, as the owner of ``process_training_batch`` maps it.
 
-        For loops in this one's place, too: a batch goes through it once.
+        Loops that replace this one must call it too, exactly once per batch.
 
         Raises:
-            UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
+            UsageError: if it raises ``StopIteration``, which must not end a loop.
         """
         session = self._session
         try:

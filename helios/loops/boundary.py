@@ -1,6 +1,7 @@
-"""What may follow a step or an epoch, in one order; a resume enters it behind the safe point.
+"""Boundaries: what may follow a step or an epoch, in a fixed order.
 
-Exactly those events follow a resume that follow the safe point of an undisturbed run (DESIGN R4).
+A resume continues after the safe point, with exactly the events that follow it in a run without
+interruptions.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ Validate: TypeAlias = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Kind:
-    """A place at which a run may validate, save and end.
+    """A kind of boundary, at which a run may validate, save and end.
 
     Attributes:
-        agrees: whether all processes first agree on what was asked for. Where an epoch ends they
-            have at its last step, and do so again behind its last event.
+        agrees: whether all processes first exchange requests. At the end of an epoch they have
+            done so at its last step, and do so again after its last event.
         validates: whether a validation may be due.
         is_counted: whether ``total_steps`` and the frequencies count it.
-        polls_late: whether a stop poll always follows the safe point, not only a validation.
+        polls_late: whether a stop poll always follows the safe point, or only after a validation.
     """
 
     agrees: bool = True
@@ -36,18 +37,18 @@ class Kind:
 
 
 STEP = Kind(validates=True, is_counted=True)
-"""A window's end where steps are counted."""
+"""End of a window, if steps are counted."""
 WINDOW = Kind()
-"""A window's end inside an epoch where epochs are counted."""
+"""End of a window inside an epoch, if epochs are counted."""
 EPOCH = Kind(agrees=False, validates=True, is_counted=True, polls_late=True)
-"""The end of an epoch where epochs are counted."""
+"""End of an epoch, if epochs are counted."""
 CUT = Kind(agrees=False)
-"""The end of an epoch that a hook has ended early, behind a window's end; steps are counted."""
+"""End of an epoch that a hook has ended early, after the end of a window; steps are counted."""
 
 
 @final
 class Boundary:
-    """Carries out what follows a step or an epoch.
+    """Runs what follows a step or an epoch.
 
     Args:
         session: the run.
@@ -60,19 +61,19 @@ class Boundary:
     def follow(
         self, kind: Kind, validate: Validate, end_epoch: Callable[[], None] | None = None
     ) -> bool:
-        """Do what follows a step or an epoch; returns whether the run leaves here.
+        """Do what follows a step or an epoch; returns whether the run ends here.
 
         Args:
-            kind: which of them.
+            kind: the kind of boundary.
             validate: runs a validation; returns whether there is data for one.
-            end_epoch: moves the counters behind the validation of an epoch's end.
+            end_epoch: advances the counters after the validation at the end of an epoch.
         """
         session, schedule, state = self._session, self._session.schedule, self._session.state
         if kind.agrees and not session.agree(ends_window=True):
             is_quiet = not kind.is_counted or state.current_iteration < self._next_due
             if is_quiet:
                 return False
-        # At the end of a run by steps nothing more is validated or saved because it is due.
+        # At the end of a run by steps, nothing is validated or saved just because it is due.
         is_open = kind is EPOCH or not session.is_stopping
         has_validated = kind.validates and is_open and self.validate_if_due(validate)
         if end_epoch is not None:
@@ -87,7 +88,7 @@ class Boundary:
         return self._leave(kind, has_validated=has_validated)
 
     def resume(self, kind: Kind) -> bool:
-        """Enter behind the safe point at which the checkpoint was taken; returns as above."""
+        """Continue after the safe point of the checkpoint; returns as :meth:`follow` does."""
         session = self._session
         is_open = kind is EPOCH or not session.is_stopping
         has_validated = (
@@ -100,19 +101,19 @@ class Boundary:
         return self._leave(kind, has_validated=has_validated)
 
     def poll(self) -> None:
-        """Ask plugins and model whether the training should stop (H32, H36)."""
+        """Ask plugins and model whether training should stop."""
         if self._session.hooks.ask("should_training_stop"):
-            self._session.request_stop("should_training_stop said yes")
+            self._session.request_stop("should_training_stop returned True")
 
     def check_limits(self) -> None:
-        """Ask for the end of the run where the options say so."""
+        """Request the end of the run if the options say so."""
         session = self._session
         limit = due.find_limit(session.schedule, session.state, session.cursor)
         if limit:
             session.stop(limit)
 
     def validate_if_due(self, validate: Validate) -> bool:
-        """Run a validation where one is due, and count it; returns whether it took place."""
+        """Run a validation if one is due, and count it; returns whether it took place."""
         session = self._session
         if not due.is_validation_due(session.schedule, session.state) or not validate():
             return False
@@ -128,7 +129,7 @@ class Boundary:
         return True
 
     def _pass_safe_point(self, *, is_due: bool) -> None:
-        """Write a checkpoint if one is due, requested or final (DESIGN R4)."""
+        """Write a checkpoint if one is due, requested or final."""
         session = self._session
         if session.is_stopping:
             limit = due.find_limit(session.schedule, session.state, session.cursor)
@@ -140,7 +141,7 @@ class Boundary:
             session.save()
 
     def _leave(self, kind: Kind, *, has_validated: bool) -> bool:
-        """Do what follows a safe point: the last poll, and the end if one is due (H30-H33)."""
+        """Do what follows a safe point: the last poll, and the end if one is due."""
         session = self._session
         if has_validated or kind.polls_late:
             before = (session.is_stopping, session.is_leaving)

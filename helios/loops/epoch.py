@@ -1,4 +1,4 @@
-"""One epoch, from the cursor to its end, batch by batch; what may follow is the boundary's."""
+"""``EpochLoop``: one epoch, from the cursor to its end; ``Boundary`` decides what follows."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EpochLoop(Loop):
 
     @property
     def has_left(self) -> bool:
-        """Whether the run leaves, at a safe point: the only place where it may (DESIGN R4)."""
+        """Whether the run ends, at a safe point: the only place where it may."""
         return self._has_left
 
     @property
@@ -54,14 +54,14 @@ class EpochLoop(Loop):
 
     @property
     def batches(self) -> BatchIterator:
-        """The epoch's iterations from the cursor on: lists of a batch for each replica here.
+        """The epoch's iterations from the cursor on: lists of one batch for each replica here.
 
-        Outside of a run there are none: the first that is asked for is a ``UsageError``.
+        Outside a run, there are none, and the first access raises ``UsageError``.
         """
         return self._batches
 
     def reset(self) -> None:
-        """Open the data at the cursor; nothing is replayed or skipped through (DESIGN R1)."""
+        """Open the data at the cursor, without replaying or skipping batches."""
         session, cursor = self._session, self._session.cursor
         source = session.training_source
         total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
@@ -80,7 +80,7 @@ class EpochLoop(Loop):
         self._timer.start()
 
     def on_run_start(self) -> None:
-        """Begin the epoch, or go on behind the safe point of a checkpoint taken inside it."""
+        """Begin the epoch, or continue after the safe point of a checkpoint inside it."""
         session = self._session
         if session.is_in_epoch:
             if self._boundary.resume(self._kind):
@@ -90,7 +90,7 @@ class EpochLoop(Loop):
             session.hooks.emit("on_training_epoch_start", session.state.global_epoch)
 
     def advance(self) -> None:
-        """Train on the batches of one iteration (DESIGN section 5, "A batch")."""
+        """Train on the batches of one iteration."""
         session = self._session
         state, context, turns = session.state, session.context, session.turns
         batches = self._batches
@@ -109,7 +109,7 @@ class EpochLoop(Loop):
             raise make_stray_stop(error) from error
 
     def on_advance_end(self) -> None:
-        """Poll for a stop; at a boundary do what is due there."""
+        """Poll for a stop; at a boundary, do what is due there."""
         session = self._session
         try:
             if "should_training_stop" in session.hooks.heard:
@@ -118,7 +118,7 @@ class EpochLoop(Loop):
             if not session.state.is_step_boundary:
                 return
             if self._is_complete and self._kind is WINDOW:
-                # The epoch's end takes the place of its last boundary.
+                # The end of the epoch replaces its last boundary.
                 session.agree(ends_window=True)
             elif self._boundary.follow(self._kind, self._validate):
                 self._leave()
@@ -129,7 +129,7 @@ class EpochLoop(Loop):
         self._has_left = self._is_over = True
 
     def on_run_end(self) -> None:
-        """End the epoch; in EPOCH unit its end is a boundary (C3, H34, H35)."""
+        """End the epoch; in EPOCH unit its end is a boundary."""
         session = self._session
         self._close_batches()
         self._refuse_empty_epoch()
@@ -168,7 +168,7 @@ class EpochLoop(Loop):
     def _is_left_unfinished(self) -> bool:
         """Whether the run was interrupted at a safe point inside the epoch.
 
-        By epochs the end of the epoch is a safe point itself, and is reached first.
+        By epochs, the end of the epoch is a safe point itself, and comes first.
         """
         is_at_its_end = self._session.schedule.is_by_epoch and self._is_complete
         return self._session.is_interrupted and self._has_left and not is_at_its_end
@@ -179,35 +179,35 @@ class EpochLoop(Loop):
         super().teardown()
 
     def _refuse_empty_epoch(self) -> None:
-        # Epochs without batches would follow each other for ever, or pass for a training.
+        # Epochs without batches would run forever, or end a training without any step.
         session = self._session
         if self._num_done == 0 and session.cursor.batch == 0 and not self._has_left:
             if session.is_leaving:
                 raise UsageError(
                     "A hook raises StopIteration at every first batch, while the run waits for the "
-                    "end of an accumulation window, where it may end. Ask for the end with "
-                    "request_stop or interrupt alone, and let the window be completed."
+                    "end of an accumulation window, where it may end. Request the end only with "
+                    "request_stop or interrupt, and let the window be completed."
                 )
             raise UsageError(
-                f"Epoch {session.state.global_epoch} has come to no batch at all. Either the data "
-                "is an iterator that can be read once only (let its __iter__ begin anew), or a "
-                "hook raises StopIteration at every first batch."
+                f"Epoch {session.state.global_epoch} has no batches at all. Either the data is an "
+                "iterator that can be read only once (let its __iter__ start anew), or a hook "
+                "raises StopIteration at every first batch."
             )
 
     def _warn_of_lost_steps(self) -> None:
         session = self._session
         if session.cursor.step == 0 and self._num_done and not session.state.is_step_committed:
             _LOGGER.warning(
-                "Epoch %d has made no optimizer step at all: each was left out. A run that counts "
-                "steps never ends like this.",
+                "Epoch %d has made no optimizer step: all were skipped. A run that counts steps "
+                "never ends like this.",
                 session.state.global_epoch,
             )
 
     def _settle_cut(self) -> None:
-        """Bring an epoch that a hook has ended early to where it may end.
+        """Bring an epoch that a hook has ended early to a point where it may end.
 
-        By steps an open window goes on in the next epoch, and a closed one is a safe point: the run
-        may leave here. By epochs windows do not outlive their epoch.
+        By steps, an open window continues in the next epoch, and a closed one is a safe point,
+        where the run may end. By epochs, windows end with their epoch.
         """
         session, state = self._session, self._session.state
         if not session.schedule.is_by_epoch:
@@ -216,7 +216,7 @@ class EpochLoop(Loop):
                 self._leave()
         elif not state.is_step_boundary and state.global_iteration > 0:
             _LOGGER.warning(
-                "Epoch %d was ended inside of an accumulation window: its gradients are dropped, "
+                "Epoch %d was ended inside an accumulation window: its gradients are dropped, "
                 "without an update.",
                 state.global_epoch,
             )
@@ -229,7 +229,7 @@ class EpochLoop(Loop):
             state.drop_window()
 
     def _begin_iteration(self, batch: Any, *, is_last: bool) -> bool:
-        """Count an iteration and tell that it begins; returns whether it opens a window."""
+        """Count an iteration and emit its start events; returns whether it opens a window."""
         session, state, hooks = self._session, self._session.state, self._session.hooks
         found = (state.is_step_boundary, state.is_step_committed)
         is_boundary = session.schedule.accumulation_steps == 1 or due.ends_window(
@@ -254,7 +254,7 @@ class EpochLoop(Loop):
             obstacle = session.turns.check_stop(error)
             if obstacle:
                 session.add_obstacle(obstacle)
-            # The batch was not trained on: a count of it would end runs and windows too early.
+            # The batch was not trained on: counting it would end runs and windows too early.
             was_boundary, was_committed = found
             state.withdraw_iteration(
                 session.schedule.unit, was_boundary=was_boundary, was_committed=was_committed

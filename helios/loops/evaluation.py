@@ -1,7 +1,7 @@
-"""Passes over data without gradients: validation inside fit or on its own, and testing.
+"""Passes over data without gradients: validation, inside fit or on its own, and testing.
 
-An evaluation runs on random numbers of its own and gives back the generators, modes and cuDNN
-settings that it found, also after an error: training never notices it (DESIGN R2, C4, C5).
+An evaluation uses its own random numbers and restores the generators, modes and cuDNN settings,
+also after an error, so it does not affect training.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _END = object()
 
 
 class EvaluationLoop(Loop):
-    """Base of the loops that evaluate: over one loader, or several in their order (L32).
+    """Base of the evaluation loops, over one loader or several in order.
 
     Attributes:
-        phase: what the loop does.
+        phase: the phase of the loop.
         noun: the part of its events' names that names the phase.
-        step_name: the model's step.
+        step_name: name of the model's step.
     """
 
     _internals: ClassVar[str] = "_batches _loader _modes _pass_number _randomness _sources _step"
@@ -55,17 +55,17 @@ class EvaluationLoop(Loop):
 
     @property
     def skip(self) -> bool:
-        """Whether there is no data for the phase (H57)."""
+        """Whether there is no data for the phase."""
         return self.phase not in self._session.sources
 
     @property
     def done(self) -> bool:
-        """Whether the data is exhausted; the batches say so by ``StopIteration``."""
+        """Whether the data is exhausted; the batches raise ``StopIteration`` then."""
         return False
 
     @property
     def source(self) -> Source:
-        """The data of the present loader."""
+        """The data of the current loader."""
         return self._sources[self._loader]
 
     def reset(self) -> None:
@@ -75,7 +75,7 @@ class EvaluationLoop(Loop):
         self._pass_number = self._session.state.validation_cycles
 
     def on_run_start(self, *args: Any) -> None:
-        """Set evaluation mode, then tell that the pass starts."""
+        """Set evaluation mode, then emit the start of the pass."""
         session, enter = self._session, self._modes.enter_context
         is_inside_fit = session.phase is Phase.TRAINING
         self._randomness.enter_context(session.entering(self.phase, self._pass_number))
@@ -90,7 +90,7 @@ class EvaluationLoop(Loop):
         self._open_batches()
 
     def advance(self, *args: Any) -> None:
-        """Evaluate one batch (H54), or go on to the next loader."""
+        """Evaluate one batch, or continue with the next loader."""
         if self._batches is None:
             raise UsageError(f"{type(self).__name__} was advanced before it was started.")
         is_enough = self._step == self._session.trial_length
@@ -107,7 +107,7 @@ class EvaluationLoop(Loop):
         self._step += 1
 
     def _count_batches(self) -> int | None:
-        """Return the batches of the whole pass, all loaders together; ``None`` if unknown."""
+        """Return the number of batches of the whole pass, of all loaders; ``None`` if unknown."""
         most, total = self._session.trial_length, 0
         for source in self._sources:
             count = source.num_batches()
@@ -129,8 +129,8 @@ class EvaluationLoop(Loop):
         if self._step == 0:
             where = f" in loader {self.source.name!r}" if self.source.name else ""
             raise UsageError(
-                f"The data of {self.phase.value} must give at least one batch, got none{where}. "
-                "Check the data; an iterator that can be read once only cannot serve for it."
+                f"The data of {self.phase.value} must yield at least one batch, got none{where}. "
+                "Check the data; an iterator that can be read only once cannot be used."
             )
         if self._loader + 1 == len(self._sources):
             raise StopIteration
@@ -139,11 +139,11 @@ class EvaluationLoop(Loop):
         self._open_batches()
 
     def _seed(self, replica: int | None = None) -> None:
-        """Set the random numbers of a replica, or, without one, of the hooks."""
+        """Seed the generators for a replica, or, without one, for the hooks."""
         self._session.seed_evaluation(self._pass_number, self._step, self._loader, replica)
 
     def _process(self, batches: Sequence[Any], step: int, *which: int) -> None:
-        """Evaluate the batches of this process's replicas, between one set of events (R3)."""
+        """Evaluate the batches of this process's replicas, between one pair of events."""
         session, hooks, noun = self._session, self._session.hooks, self.noun
         shares = [
             (replica, batch)
@@ -170,14 +170,14 @@ class EvaluationLoop(Loop):
         session.context.end_batch()
 
     def _shown(self, result: Any) -> tuple[Any, ...]:
-        """Return what the end of a batch is told about the step's result."""
+        """Return what the end event of a batch gets of the step's result."""
         return ()
 
     def on_run_end(self) -> Any:
-        """Restore modes, then tell the end of the pass; returns its result."""
+        """Restore modes, then emit the end of the pass; returns its result."""
         result = self._conclude()
         self._modes.close()
-        # A process whose replicas had no batch at the end has drawn less than the others.
+        # A process whose replicas had no batch at the end has drawn fewer numbers than others.
         self._session.turns.end_shares(self._seed)
         self._tell_end()
         self._compare()
@@ -191,7 +191,7 @@ class EvaluationLoop(Loop):
         super().teardown()
 
     def _compare(self) -> None:
-        """Compare results over processes, after the last hook; nothing by default."""
+        """Compare results over processes, after the last hook; does nothing by default."""
 
     def _tell_start(self) -> None:
         self._session.hooks.emit(f"on_{self.noun}_start")
@@ -201,7 +201,7 @@ class EvaluationLoop(Loop):
 
     @abstractmethod
     def _take(self, result: Any, replica: int = 0) -> None:
-        """Take the result of one step of a replica."""
+        """Record the result of one step of a replica."""
 
     @abstractmethod
     def _conclude(self) -> Any:
@@ -209,7 +209,7 @@ class EvaluationLoop(Loop):
 
 
 class Totals:
-    """Sums and weights of named scores, added in the order of the batches (DESIGN R3).
+    """Sums and weights of named scores, added in the order of the batches.
 
     Args:
         step_name: the step whose results are added, for messages.
@@ -223,8 +223,8 @@ class Totals:
         """Add the result of one step.
 
         Args:
-            result: what the step returned; of a batch processor the loss counts, as ``"loss"``.
-            suffix: is appended to the names, so that each of several loaders has its own.
+            result: what the step returned; for a batch processor, its loss, as ``"loss"``.
+            suffix: appended to the names, so that each of several loaders has its own scores.
 
         Raises:
             UsageError: if it is neither ``None`` nor ``{name: (sum, weight)}``.
@@ -257,7 +257,7 @@ def write_scores(sums: Mapping[str, tuple[Any, Any]], scores: dict[str, Any]) ->
 
 
 class ScoringLoop(EvaluationLoop):
-    """Base of the passes whose steps return scores; the result is True, or None without data."""
+    """Base of passes whose steps return scores; the result is True, or None without data."""
 
     _internals: ClassVar[str] = "_totals"
 
@@ -270,7 +270,7 @@ class ScoringLoop(EvaluationLoop):
     @property
     @abstractmethod
     def scores(self) -> dict[str, Any]:
-        """The table of the model that takes the scores."""
+        """The model's table for the scores."""
 
     def _take(self, result: Any, replica: int = 0) -> None:
         suffix = f"/{self.source.name or self._loader}" if len(self._sources) > 1 else ""
@@ -281,7 +281,7 @@ class ScoringLoop(EvaluationLoop):
             self._session.replicas.compare(self._compare_scores)
 
     def _compare_scores(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Warn of scores that are not the same on all processes: they were not summed."""
+        """Warn of scores that differ between processes: they were not summed."""
         first, *others = (
             {name: repr(value) for name, value in table.items()}
             for table in gather(as_numbers(self.scores))
@@ -290,8 +290,8 @@ class ScoringLoop(EvaluationLoop):
         shown = ", ".join(sorted(names))
         if names and self._session.add_obstacle(f"scores that differ between processes: {shown}"):
             _LOGGER.warning(
-                "The scores %s differ between processes, though each sees a part of the data only. "
-                "Return {name: (sum, weight)} from %s: they are added over all.",
+                "The scores %s differ between processes, because each evaluates only a part of the "
+                "data. Return {name: (sum, weight)} from %s: these are summed over all processes.",
                 shown,
                 self.step_name,
             )
@@ -322,9 +322,9 @@ class ValidationLoop(ScoringLoop):
 
 
 class TestingLoop(ScoringLoop):
-    """One test pass (H55)."""
+    """One test pass."""
 
-    __test__: ClassVar[bool] = False  # else pytest takes the class for a test of its users
+    __test__: ClassVar[bool] = False  # else pytest collects the class as a test
     phase = Phase.TESTING
     noun = "testing"
     step_name = "test_step"

@@ -1,4 +1,4 @@
-"""All epochs of a run, from its start or from a checkpoint to its end."""
+"""``FitLoop``: all epochs of a run, from its start or from a checkpoint to its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class FitLoop(Loop):
-    """The default fit loop; its result is the reason for which the run has ended."""
+    """The default fit loop; its result is the reason why the run has ended."""
 
     _internals: ClassVar[str] = "_has_run epoch_loop"
 
@@ -30,7 +30,7 @@ class FitLoop(Loop):
 
     @property
     def done(self) -> bool:
-        """Whether the run is to end; what is asked for between epochs waits for a safe point."""
+        """Whether the run should end; requests between epochs wait for a safe point."""
         if self._has_run:
             return require(self.epoch_loop).has_left
         return self._session.is_leaving and not self._session.is_in_epoch
@@ -40,7 +40,7 @@ class FitLoop(Loop):
         self._has_run = False
 
     def on_run_start(self) -> None:
-        """Tell that the training starts or goes on (C13), and enter where it stands."""
+        """Emit the start events of training, and continue at the cursor."""
         session, cursor = self._session, self._session.cursor
         session.context.start_epoch = cursor.epoch
         session.context.start_step = session.state.global_step
@@ -73,8 +73,8 @@ class FitLoop(Loop):
     def _check_length(self) -> None:
         """Compare the data with that of the epoch in which the checkpoint was taken.
 
-        A data set that grows in training must have grown again by now: its order follows from its
-        length.
+        A data set that grows during training must have been restored by now, because the order of
+        its samples depends on its length.
 
         Raises:
             RunMismatchError: for another length that was not allowed.
@@ -85,13 +85,13 @@ class FitLoop(Loop):
             return
         if not session.allows_other_length:
             raise RunMismatchError(
-                f"The training data must have {saved} samples when the run goes on, as in the "
+                f"The training data must have {saved} samples when the run resumes, as in the "
                 f"checkpoint's epoch, got {present} after on_training_resume. If the data set "
-                "changes while training, bring it there in on_training_resume(state), or allow the "
+                "changes during training, restore it in on_training_resume(state), or allow the "
                 'change with Trainer(allow_changes=("length",)).'
             )
         _LOGGER.warning(
-            "The training data has %d samples, and had %d in the checkpoint's epoch, which begins "
+            "The training data has %d samples, and had %d in the checkpoint's epoch, which starts "
             "anew, as allowed.",
             present,
             saved,
@@ -100,7 +100,7 @@ class FitLoop(Loop):
         session.state.end_epoch()
 
     def _check_sanity(self) -> None:
-        """Run a few batches of validation before a first start, if that is asked for (C17)."""
+        """Validate a few batches before the first step of a new run, if requested."""
         session, val_loop = self._session, require(self.epoch_loop).val_loop
         steps = session.sanity_steps
         if steps and not session.is_resumed and Phase.VALIDATION in session.sources:
@@ -120,7 +120,7 @@ class FitLoop(Loop):
         self._has_run = True
 
     def on_run_end(self) -> str:
-        """Tell that the run is finished; returns the reason, empty after an interruption."""
+        """Emit the end of training; returns the reason, empty after an interruption."""
         self._session.check_alike()
         if not self._session.is_interrupted:
             self._session.hooks.emit("on_training_end")

@@ -1,7 +1,7 @@
-"""The shape of every loop: reset, then advance until done.
+"""``Loop``, the base of all loops: reset, then advance until done.
 
-Loops are small: they hold children by role and no counters; all progress lies in the session's
-state and cursor, so a replaced loop resumes from any checkpoint (DESIGN section 8).
+Loops are small: they hold children by role and no counters. All progress is in the session's state
+and cursor, so a replaced loop resumes from any checkpoint.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ _CYCLE = (*_HOOKS, "on_skip", "done", "advance", "on_run_end", "run")
 
 
 def require(loop: Child | None) -> Child:
-    """Return a child loop that must be there by now.
+    """Return a child loop that must be set by now.
 
     Raises:
         UsageError: if its role is empty.
     """
     if loop is None:
-        raise UsageError("A role of this loop is empty: run it through a trainer, which attaches.")
+        raise UsageError("A role of this loop is empty: run it in a trainer, which attaches it.")
     return loop
 
 
 def make_stray_stop(error: StopIteration) -> UsageError:
-    """Make the error for a ``StopIteration`` out of a step, which must not end a loop (L27, L30).
+    """Make the error for a ``StopIteration`` from a step, which must not end a loop.
 
-    Taken for the end of the innermost loop, it would drop a batch in silence.
+    Otherwise it would end the innermost loop, and a batch would be dropped without an error.
     """
     return UsageError(
-        "A StopIteration came out of a step, the processing of a batch, or a hook that cannot end "
-        "an epoch (on_training_batch_start can). It mostly comes from next() on an exhausted "
-        f"iterator: catch it there, or begin the iterator anew. ({error!r})"
+        "A StopIteration was raised in a step, the processing of a batch, or a hook that cannot "
+        "end an epoch (on_training_batch_start can). It usually comes from next() on an exhausted "
+        f"iterator: catch it there, or restart the iterator. ({error!r})"
     )
 
 
 class _Unattached:
-    """Stands for a loop's session until one is attached; an instance's attribute hides it.
+    """Placeholder for a loop's session until one is attached; an instance attribute hides it.
 
-    A property would do the same, at a cost that every iteration pays a dozen times.
+    A property would do the same, but every iteration reads the session a dozen times.
     """
 
     def __get__(self, loop: Loop, kind: type[Loop]) -> Any:
         raise UsageError(
-            f"{kind.__name__}.session is not set: a loop sees a session only while the trainer "
+            f"{kind.__name__}.session is not set: a loop has a session only while the trainer "
             "runs it."
         )
 
@@ -62,10 +62,10 @@ class Loop(ABC):
         roles: names of the children; each is an attribute that holds a loop.
         role_types: which of Helios' own loops a role takes; a loop that derives from none of them
             may take any role.
-        unsaved: names of attributes that training changes and that no checkpoint needs.
-        session: what the loop may see; before it is attached, a ``UsageError`` (L7). Helios' own
-            loops see all of it, under another name.
-        advances_once: whether a run is one advance and nothing else. A subclass that redefines any
+        unsaved: names of attributes that training changes and that need not be saved.
+        session: what the loop may access; a ``UsageError`` before it is attached. Helios' own loops
+            access all of it, under another name.
+        advances_once: whether a run consists of a single advance. A subclass that redefines any
             method of the cycle gets the whole cycle.
     """
 
@@ -85,9 +85,9 @@ class Loop(ABC):
         self._is_made = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Find out once which hooks a class overrides: run() calls no others.
+        """Determine once which hooks a class overrides: run() calls no others.
 
-        A run of one round, as that of every batch, would else be twice as long.
+        Otherwise a run of a single advance, as for every batch, would take twice as long.
         """
         super().__init_subclass__(**kwargs)
         cls._overridden = frozenset(
@@ -98,10 +98,10 @@ class Loop(ABC):
 
     @final
     def children(self) -> dict[str, Loop]:
-        """Return the child loops that are there, by role.
+        """Return the child loops that are set, by role.
 
         Raises:
-            UsageError: if a subclass's ``__init__`` left out that of its base.
+            UsageError: if a subclass's ``__init__`` does not call that of its base.
         """
         self._check_made()
         found = {role: getattr(self, role) for role in self.roles}
@@ -109,14 +109,14 @@ class Loop(ABC):
 
     @final
     def adopt(self, other: Loop) -> None:
-        """Take over the children of another loop in roles that are still empty here (L11)."""
+        """Take over the children of another loop in roles that are still empty here."""
         for role, child in other.children().items():
             if role in self.roles and getattr(self, role) is None:
                 setattr(self, role, child)
 
     @final
     def attach(self, session: Session | None) -> None:
-        """Give the session to the loop and all below it (L7, L8).
+        """Set the session of the loop and all loops below it.
 
         Raises:
             UsageError: if a role is empty.
@@ -126,7 +126,7 @@ class Loop(ABC):
         if missing:
             raise UsageError(
                 f"{type(self).__name__} has no loop in the roles {missing}. Pass them to its "
-                "constructor, or replace it by connect(...), which keeps the present ones."
+                f"constructor, or replace it with connect(...), which keeps the current ones."
             )
         for name in ("session", "_session", "enter"):
             vars(self).pop(name, None)
@@ -146,8 +146,8 @@ class Loop(ABC):
         """Replace children by role; roles that a new child leaves empty keep the old one's loops.
 
         Raises:
-            ArgumentError: for an unknown role, something that is no loop, or a loop that was made
-                for another role.
+            ArgumentError: for an unknown role, something that is not a loop, or a loop that was
+                made for another role.
         """
         for role, loop in loops.items():
             self._check_child(role, loop)
@@ -163,7 +163,7 @@ class Loop(ABC):
         if not self._is_made:
             raise UsageError(
                 f"{type(self).__name__}.__init__ must call super().__init__(): without it the "
-                "loop has neither children nor a beginning. Add the call."
+                "loop has neither children nor a session. Add the call."
             )
 
     def _check_child(self, role: str, loop: object) -> None:
@@ -182,15 +182,15 @@ class Loop(ABC):
             raise ArgumentError(
                 f"{type(self).__name__}.{role} must be a {wanted.__name__}, got a "
                 f"{type(loop).__name__}, which was made for another role. Derive the loop from "
-                f"{wanted.__name__}, or connect it where it belongs."
+                f"{wanted.__name__}, or connect it in the right role."
             )
 
     @final
     def run(self, *args: Any) -> Any:
-        """Reset, then advance until done; returns what :meth:`on_run_end` returns (L2).
+        """Reset, then advance until done; returns what :meth:`on_run_end` returns.
 
-        ``StopIteration`` from an advance ends the loop like ``break`` (L3); other exceptions leave
-        at once (L4).
+        ``StopIteration`` from an advance ends the loop like ``break``; other exceptions propagate
+        at once.
         """
         overridden = self._overridden
         if "skip" in overridden and self.skip:
@@ -213,12 +213,12 @@ class Loop(ABC):
     def enter(self, *args: Any) -> Any:
         """Run the loop, as its parent does in every iteration.
 
-        While a trainer runs a loop that ``advances_once``, this is its ``advance`` itself.
+        While a trainer runs a loop that ``advances_once``, this is its ``advance`` method.
         """
         return self.run(*args)
 
     def _has_one_round(self) -> bool:
-        """Whether a run is one advance: nobody has redefined what the class said that of."""
+        """Whether a run is a single advance: no subclass redefines a method of the cycle."""
         kind = type(self)
         return (
             self.advances_once
@@ -228,7 +228,7 @@ class Loop(ABC):
         )
 
     def _is_redefined(self) -> bool:
-        """Whether the object itself has a method of the cycle."""
+        """Whether the instance itself has a method of the cycle."""
         return not vars(self).keys().isdisjoint(_CYCLE)
 
     @property
@@ -239,7 +239,7 @@ class Loop(ABC):
     @property
     @abstractmethod
     def done(self) -> bool:
-        """Whether the loop has come to its end."""
+        """Whether the loop has ended."""
 
     def on_skip(self) -> Any:
         """Return the result of a run that is skipped."""
@@ -250,11 +250,11 @@ class Loop(ABC):
         return
 
     def on_run_start(self, *args: Any) -> None:
-        """Act before the first advance."""
+        """Called before the first advance."""
         return
 
     def on_advance_start(self, *args: Any) -> None:
-        """Act before each advance."""
+        """Called before each advance."""
         return
 
     @abstractmethod
@@ -262,29 +262,29 @@ class Loop(ABC):
         """Do one round."""
 
     def on_advance_end(self) -> None:
-        """Act after each advance."""
+        """Called after each advance."""
         return
 
     def on_run_end(self) -> Any:
-        """Act after the last advance; the value is that of :meth:`run`."""
+        """Called after the last advance; :meth:`run` returns its result."""
         return None
 
     def teardown(self) -> None:
-        """Release what the loop holds; called on every exit path, children first (L40)."""
+        """Release what the loop holds; called on every exit path, children first."""
         for child in self.children().values():
             child.teardown()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state besides changed attributes; children are saved beside it."""
+        """Return state besides changed attributes; children are saved separately."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         return
 
     @final
     def collect_states(self, path: str) -> dict[str, dict[str, Any]]:
-        """Return the states of the loop and all below it, by role path; empty ones are left out."""
+        """Return the states of the loop and all below it, by role path, without empty ones."""
         states = {path: self.state_dict()}
         for role, child in self.children().items():
             states |= child.collect_states(f"{path}.{role.removesuffix('_loop')}")
@@ -292,7 +292,7 @@ class Loop(ABC):
 
     @final
     def spread_states(self, path: str, states: dict[str, dict[str, Any]]) -> None:
-        """Give saved states, by role path, to the loop and all below it.
+        """Restore saved states, by role path, of the loop and all below it.
 
         Raises:
             StateError: if a loop refuses its state.

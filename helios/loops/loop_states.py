@@ -1,4 +1,4 @@
-"""The states of a run's loops, with those of loops that are gone."""
+"""Saves and restores the states of loops, and keeps those of loops that were removed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LOGGER = logging.getLogger(__name__)
 
 @final
 class LoopStates:
-    """Takes and gives back the states of loops.
+    """Saves and restores the states of loops.
 
     Args:
-        root: the loop above all others.
-        path: its role, which begins the names of all.
+        root: the outermost loop.
+        path: its role, which is the first part of all names.
     """
 
     def __init__(self, root: Loop, path: str) -> None:
@@ -30,13 +30,13 @@ class LoopStates:
         return self._carried | self._root.collect_states(self._path)
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Give each loop its state; what is left is saved again, unread."""
+        """Restore the state of each loop; unused states are kept and saved again."""
         left = dict(states)
         self._root.spread_states(self._path, left)
         self._carried.update(left)
         if left:
             _LOGGER.warning(
-                "The checkpoint holds the state of a loop that is not there: %s. It is carried "
-                "along unread; register it again to use it.",
+                "The checkpoint holds the state of a loop that is not connected: %s. It is kept "
+                "unread in later checkpoints; connect the loop again to use it.",
                 ", ".join(left),
             )

@@ -1,4 +1,4 @@
-"""One micro-batch of one replica: the step, and, where it returns a loss, backward and update."""
+"""``OptimizerLoop``: the step of one micro-batch, and backward and update if it returns a loss."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def refuse_closures(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that computes the loss by itself, several times a step (L24).
+    """Refuse an optimizer that evaluates the loss itself, several times per step.
 
     Raises:
         UsageError: if its ``step`` cannot be called without a closure.
     """
-    # Of the class: a scheduler puts a function in the place of the object's own method.
+    # That of the class: a scheduler replaces the method of the object by a function.
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
         raise UsageError(
             f"{type(optimizer).__name__}.step needs a closure that computes the loss again, but a "
-            "loss that train_step gives is computed once. Let train_step call "
-            "optimizer.step(closure) itself and return None."
+            "loss that train_step returns is computed once. Call optimizer.step(closure) in "
+            "train_step and return None."
         )
 
 
 class OptimizerLoop(Loop):
-    """The default optimizer loop: automatic or manual, as ``train_step`` returns (C12)."""
+    """The default optimizer loop: automatic or manual mode, depending on ``train_step``."""
 
     _internals: ClassVar[str] = "_attribute _has_begun _is_done _optimizer _shown _updated_in"
 
@@ -63,11 +63,11 @@ class OptimizerLoop(Loop):
         """Run the step; in automatic mode do backward and, at a boundary, the update.
 
         Raises:
-            UsageError: if a ``StopIteration`` comes out of it, which must end no loop (L30).
+            UsageError: if ``StopIteration`` is raised, which must not end a loop.
         """
         self._is_done = True
         if not self._has_begun:
-            # A resume brings back the table as the last batch before it left it.
+            # A resume restores the table as the last batch before it left it.
             items = self._session.model.loss_items.items()
             self._shown = {name: loss for name, loss in items if name.startswith("loss")}
         try:
@@ -109,9 +109,9 @@ class OptimizerLoop(Loop):
             engine.close_window()
 
     def _note_update(self, *, is_committed: bool) -> None:
-        """Count the window's step if one of its updates was made (R26).
+        """Count the window's step if one of its updates was made.
 
-        A loop around may run this one several times in a window.
+        An outer loop may run this one several times in a window.
         """
         state, unit = self._session.state, self._session.schedule.unit
         if is_committed:
@@ -122,7 +122,7 @@ class OptimizerLoop(Loop):
             state.withdraw_step(unit)
 
     def _show(self, losses: dict[str, Tensor]) -> None:
-        """Put detached losses into the table, if the model has put nothing there in this batch."""
+        """Put detached losses into the table, unless the model has written to it in this batch."""
         table, shown = self._session.model.loss_items, self._shown
         # A model that overrides on_training_batch_start without super() does not clear it.
         if table and (table.keys() != shown.keys() or any(table[x] is not shown[x] for x in shown)):
@@ -132,7 +132,7 @@ class OptimizerLoop(Loop):
         table.update(losses)
 
     def _settle_mode(self, *, is_manual: bool) -> None:
-        """Know the mode from the first step on.
+        """Set the mode at the first step.
 
         Raises:
             UsageError: if a later step is of the other mode.
@@ -159,8 +159,8 @@ class OptimizerLoop(Loop):
     def _make_generator_error(self) -> UsageError:
         name = type(self._session.model).__name__
         return UsageError(
-            f"{name}.train_step is a generator (it holds a `yield`), which takes a loop of its "
-            "own: connect a YieldLoop by trainer.fit_loop.epoch_loop.batch_loop.connect("
+            f"{name}.train_step is a generator (it contains a `yield`), which needs its own loop: "
+            "connect a YieldLoop with trainer.fit_loop.epoch_loop.batch_loop.connect("
             "optimizer_loop=YieldLoop()), or return one loss."
         )
 
@@ -168,7 +168,7 @@ class OptimizerLoop(Loop):
         before, now = ("None", "a loss")[:: 1 if self._session.is_manual else -1]
         return UsageError(
             f"{type(self._session.model).__name__}.train_step returned {now} after it had returned "
-            f"{before}; it must keep to one of both. To train on nothing, return a loss of zero."
+            f"{before}; it must always return the same. To skip a batch, return a loss of zero."
         )
 
     def _begin(self, *, is_manual: bool) -> None:
@@ -184,7 +184,7 @@ class OptimizerLoop(Loop):
             self._warn_of_automatic_options()
 
     def _warn_of_automatic_options(self) -> None:
-        """Say which options have no effect because the model steps its optimizers itself."""
+        """Warn of options without effect because the model steps its optimizers itself."""
         session = self._session
         ignored = session.engine.automatic_options
         if session.schedulers is not None and session.schedulers.has_intervals_but_step:
@@ -197,7 +197,7 @@ class OptimizerLoop(Loop):
             )
 
     def _find_optimizer(self) -> Optimizer:
-        """Return the one optimizer; look again where its attribute holds another object."""
+        """Return the one optimizer; search again if its attribute holds another object."""
         attributes = vars(self._session.model)
         name, holder = self._attribute
         if self._optimizer is None or attributes.get(name) is not holder:
@@ -211,19 +211,19 @@ class OptimizerLoop(Loop):
         if len(optimizers) != 1:
             raise UsageError(
                 "When train_step returns a loss, the model must have exactly one optimizer as an "
-                f"attribute, found {sorted(optimizers) or 'none'}. For several, let train_step "
-                "do backward and step them itself and return None, or use a YieldLoop."
+                f"attribute, found {sorted(optimizers) or 'none'}. For several, call backward and "
+                "step them in train_step and return None, or use a YieldLoop."
             )
         path, optimizer = next(iter(optimizers.items()))
         refuse_closures(optimizer)
         return path, optimizer
 
     def _update(self, optimizer: Optimizer, schedules_of: Optimizer | None = None) -> bool:
-        """Make an update, unless a hook has asked to leave it out (C10); returns whether it was.
+        """Make an update, unless a hook has requested to skip it; returns whether it was made.
 
         Args:
             optimizer: the optimizer to step.
-            schedules_of: the optimizer whose schedulers move; ``None`` for all of them.
+            schedules_of: the optimizer whose schedulers step; ``None`` for all of them.
         """
         session, context = self._session, self._session.context
         engine, hooks, heard = session.engine, session.hooks, session.hooks.heard
@@ -252,7 +252,7 @@ class OptimizerLoop(Loop):
         return is_committed
 
     def teardown(self) -> None:
-        """Forget the optimizer of this training."""
+        """Release the optimizer of this training."""
         self._optimizer = None
         self._has_begun = False
         self._shown = {}

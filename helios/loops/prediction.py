@@ -1,4 +1,4 @@
-"""One pass that returns what the model predicts, in the order of the data."""
+"""``PredictionLoop``: one pass that returns the predictions, in the order of the data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from helios.state import Phase
 class PredictionLoop(EvaluationLoop):
     """One prediction pass.
 
-    Its result is the list of predictions, a batch each; with several loaders a list of such lists,
-    one for each loader (L34).
+    Its result is the list of predictions, one per batch; with several loaders, a list of such
+    lists, one for each loader.
     """
 
     _internals: ClassVar[str] = "_predictions"

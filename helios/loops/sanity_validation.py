@@ -1,4 +1,4 @@
-"""A trial validation before the training, which leaves no trace (C17, K14)."""
+"""The sanity check: a validation before training, without side effects."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from helios.terminal import root_logger as log
 
 @contextmanager
 def trying(session: Session, *others: object) -> Iterator[None]:
-    """Run a trial validation; what it has changed is put back.
+    """Run a sanity check; everything that it has changed is restored.
 
-    After an error nothing is put back: the run ends before the training begins.
+    After an error nothing is restored: the run ends before training begins.
 
     Args:
         session: the run.
@@ -35,7 +35,7 @@ def trying(session: Session, *others: object) -> Iterator[None]:
                 yield
         finally:
             session.is_sanity_check = False
-        # Workers that live from pass to pass end here, and not when they are collected.
+        # Persistent workers end here, not when they are garbage collected.
         for source in sources:
             source.close()
         trace.erase()

@@ -1,4 +1,4 @@
-"""One call of a model's step, between the events of the forward pass."""
+"""Calls a step of the model, between the events of the forward pass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _CONTRACT = (
 
 
 def take_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
-    """Run a step of the model on a batch that lies on the device; returns what it returned.
+    """Run a step of the model on a batch that is on the device; returns what it returned.
 
     Args:
         session: the run.
         step: the name of the step, such as ``"train_step"``.
-        batch: the batch; a batch processor's transforms are applied to it here (R31).
-        args: what the step gets besides the batch.
+        batch: the batch; a batch processor's transforms are applied to it here.
+        args: arguments of the step after the batch.
     """
     batch = begin_forward(session, batch)
     if session.is_plain:
@@ -33,7 +33,7 @@ def take_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
 
 
 def begin_forward(session: Session, batch: Any) -> Any:
-    """Tell that a forward pass begins; returns the batch as the processor's transforms leave it."""
+    """Emit the start of a forward pass; returns the batch with the processor's transforms."""
     context, processor = session.context, session.model.batch_processor
     if processor is not None:
         batch = processor.transform(batch)
@@ -44,7 +44,7 @@ def begin_forward(session: Session, batch: Any) -> Any:
 
 
 def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
-    """Tell that a forward pass has ended; its outputs and its loss are to be seen."""
+    """Emit the end of a forward pass, with its outputs and its loss in the context."""
     context = session.context
     context.model_outputs = result.outputs if isinstance(result, Processed) else result
     context.attached_loss = loss
@@ -56,7 +56,7 @@ def loss_of(result: Any) -> Tensor | None:
     """Return the loss in what a training step returned; ``None`` for a manual step.
 
     Raises:
-        UsageError: if it is nothing that a step may return, or no loss to do backward on.
+        UsageError: if a step may not return this, or the loss has no graph.
     """
     if result is None:
         return None

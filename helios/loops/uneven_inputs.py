@@ -1,4 +1,4 @@
-"""The batches of processes whose data may end at different iterations."""
+"""Ends a pass together if the data of the processes ends at different iterations."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _END = object()
 
 @final
 class EvenBatches(BatchIterator):
-    """Ends the pass of all processes where the first one's data ends (R46).
+    """Ends the pass of all processes when the data of the first one ends.
 
-    What the others have left is not used.
+    The remaining batches of the others are not used.
 
     Args:
         batches: those of this process.

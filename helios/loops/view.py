@@ -1,4 +1,4 @@
-"""What a loop of your own may see of a run, and build on: docs/loops.md names the same members."""
+"""``SessionView``: what custom loops may access; docs/loops.md lists the same members."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class SessionView(Protocol):
 
     @property
     def engine(self) -> Engine:
-        """The device, and what it does with a loss."""
+        """The engine."""
         ...
 
     @property
     def state(self) -> TrainingState:
-        """The counters that users see; to be read, the default loops move them."""
+        """The counters that users see; read only: the default loops advance them."""
         ...
 
     @property
     def cursor(self) -> Cursor:
-        """Where the next batch lies; to be read, the default loops move it."""
+        """Position of the next batch; read only: the default loops advance it."""
         ...
 
     @property
@@ -49,18 +49,18 @@ class SessionView(Protocol):
 
     @property
     def hooks(self) -> Bus:
-        """Who hears what: ``emit``, ``ask``, ``transform``."""
+        """The receivers of each event: ``emit``, ``ask``, ``transform``."""
         ...
 
     @property
     def replicas(self) -> Replicas:
-        """How many replicas and processes there are; ``agree(flag)`` lets all decide alike."""
+        """Numbers of replicas and processes; ``agree(flag)`` combines flags of all processes."""
         ...
 
     def agree(self) -> bool:
-        """Let every process know what any of them has asked for; all call it at one place.
+        """Exchange requests; all processes call this at the same place.
 
         Returns:
-            Whether anything is asked for.
+            Whether anything is requested.
         """
         ...

@@ -1,7 +1,7 @@
-"""A training step that is a generator: it yields one loss for each optimizer (L27, L28).
+"""``YieldLoop``: a training step that is a generator and yields one loss for each optimizer.
 
-Between two yields the optimizer of the first one makes its update. So the rest of the step computes
-with the new weights, and has its local variables still: nothing is computed twice.
+Each optimizer makes its update between its yield and the next one, so the rest of the step computes
+with the new weights and still has its local variables: nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Losses = Generator[Any, None, Any]
 
 
 class YieldLoop(OptimizerLoop):
-    """Trains by a ``train_step`` that yields one loss for each optimizer of the model.
+    """Trains with a ``train_step`` that yields one loss for each optimizer of the model.
 
-    What is done at a yield touches that optimizer's parameters only: backward, and at a window's
-    last micro-batch the average, the clipping, the update and the optimizer's own schedulers. An
+    Each yield affects only the parameters of its optimizer: backward, and at the last micro-batch
+    of a window the average, the clipping, the update and the optimizer's own schedulers. An
     optimizer whose parameters are all frozen gets no backward. The generator's body runs under the
-    engine's autocast, from yield to yield; a ``with`` block must not reach over a yield.
+    engine's autocast, from yield to yield; a ``with`` block must not contain a yield.
 
     Args:
         optimizers: the model's optimizers in the order of the yields, by attribute name
@@ -42,7 +42,7 @@ class YieldLoop(OptimizerLoop):
 
     Raises:
         ArgumentError: for an optimizer that is named twice.
-        ArgumentTypeError: for something that is no sequence of names.
+        ArgumentTypeError: for something that is not a sequence of names.
     """
 
     _internals: ClassVar[str] = "_holders _order _skips _turns _unreached"
@@ -83,10 +83,10 @@ class YieldLoop(OptimizerLoop):
             self._note_update(is_committed=is_committed)
 
     def _start(self, batch: Any) -> Losses:
-        """Call the step, which runs nothing of it yet.
+        """Call the step, which does not run its body yet.
 
         Raises:
-            UsageError: if it is no generator.
+            UsageError: if it is not a generator.
         """
         session = self._session
         batch = begin_forward(session, batch)
@@ -97,12 +97,12 @@ class YieldLoop(OptimizerLoop):
         raise UsageError(
             f"With a YieldLoop {type(session.model).__name__}.train_step must be a generator "
             f"(`yield loss`, once for each optimizer), but it returned "
-            f"{type(generator).__name__}. Write yield in the place of return, or leave out the "
+            f"{type(generator).__name__}. Write yield instead of return, or remove the "
             "YieldLoop."
         )
 
     def _learn(self, generator: Losses, path: str, *, is_first: bool) -> Tensor:
-        """Run the step to its next yield and do backward from there; returns the detached loss."""
+        """Run the step to its next yield and do backward; returns the detached loss."""
         session, context = self._session, self._session.context
         if not is_first:
             context.model_outputs = context.attached_loss = None
@@ -129,10 +129,10 @@ class YieldLoop(OptimizerLoop):
         except RuntimeError as error:
             if any(words in str(error) for words in _STALE_GRAPH):
                 error.args = (
-                    f"{error}\n\nThe loss yielded for {path!r} leads through what was computed "
-                    "before an earlier yield (of this batch or the one before), and the backward "
-                    "or the update there has used that up. Compute it anew after that yield, or "
-                    "detach it (x.detach()).",
+                    f"{error}\n\nThe loss yielded for {path!r} depends on values computed before "
+                    "an earlier yield (of this batch or the one before), and the backward "
+                    "or the update there has freed or changed them. Compute them again after that "
+                    "yield, or detach them (x.detach()).",
                 )
             raise
         is_reached = any(parameter.grad is not None for parameter in inputs)
@@ -159,7 +159,7 @@ class YieldLoop(OptimizerLoop):
             try:
                 return next(generator, _END)
             except RuntimeError as error:
-                # Python's own word for a StopIteration out of a generator's body.
+                # Python's message for a StopIteration in the body of a generator.
                 if isinstance(error.__cause__, StopIteration):
                     raise make_stray_stop(error.__cause__) from error
                 raise
@@ -176,10 +176,10 @@ class YieldLoop(OptimizerLoop):
         return self._update(optimizer, schedules_of=optimizer)
 
     def _hold_skip(self, *paths: str) -> None:
-        """Keep a skip that was asked for until the updates that it is meant for.
+        """Keep a requested skip until the updates that it is meant for.
 
-        It belongs to the optimizer whose yield it followed, or, asked for before the first one, to
-        all. The end of the window would else give it to whoever comes first.
+        It belongs to the optimizer whose yield it followed, or, if requested before the first one,
+        to all. Otherwise it would apply to the next update at the end of the window.
         """
         reason = self._session.context.take_skip()
         if reason:
@@ -188,7 +188,7 @@ class YieldLoop(OptimizerLoop):
     def _find_turns(self) -> dict[str, Optimizer]:
         """Return the optimizers by path, in the order of the yields.
 
-        Found anew where an attribute of the model holds another object.
+        Searched again if an attribute of the model holds another object.
         """
         attributes = vars(self._session.model)
         holders = self._holders.items()
@@ -206,7 +206,7 @@ class YieldLoop(OptimizerLoop):
                 "none. Build it in setup()."
             )
         if not self._order:
-            # Discovery goes by name: `disc` would come before `gen`, whatever setup() says.
+            # Discovery sorts by name: `disc` would come before `gen`, whatever setup() does.
             places = {name: place for place, name in enumerate(vars(self._session.model))}
             paths = sorted(found, key=lambda path: places[path.partition(".")[0]])
             return {path: found[path] for path in paths}
@@ -227,14 +227,14 @@ class YieldLoop(OptimizerLoop):
             is_owned = any(scheduler.optimizer is owner for owner in self._turns.values())
             if is_by_step and not is_owned:
                 _LOGGER.warning(
-                    "The scheduler %r belongs to none of the optimizers %s, so no step moves it. "
+                    "The scheduler %r belongs to none of the optimizers %s, so it never steps. "
                     "Build it with one of them.",
                     path,
                     ", ".join(self._turns),
                 )
 
     def _refuse_shared_windows(self) -> None:
-        """Refuse parameters of two optimizers where both would gather gradients in them."""
+        """Refuse parameters of two optimizers if both would accumulate gradients in them."""
         if self._session.schedule.accumulation_steps == 1:
             return
         owners: dict[int, str] = {}
@@ -244,7 +244,7 @@ class YieldLoop(OptimizerLoop):
             if shared is not None:
                 raise UsageError(
                     f"With accumulation_steps > 1 a parameter must belong to one optimizer, but "
-                    f"{shared!r} and {path!r} share some: the gradients of both would be added up "
+                    f"{shared!r} and {path!r} share some: the gradients of both would be summed "
                     "in it. Give each its own, or train without accumulation."
                 )
             owners |= dict.fromkeys(members, path)
@@ -258,7 +258,7 @@ class YieldLoop(OptimizerLoop):
         )
 
     def teardown(self) -> None:
-        """Forget the optimizers of this training."""
+        """Release the optimizers of this training."""
         self._turns, self._holders, self._skips = {}, {}, {}
         self._unreached = set()
         super().teardown()
@@ -288,6 +288,6 @@ def _as_names(optimizers: Sequence[str]) -> tuple[str, ...]:
     if len(set(optimizers)) != len(optimizers):
         raise ArgumentError(
             "YieldLoop(optimizers=...) must name each optimizer once, got "
-            f"{list(optimizers)}. Drop the repetition; each has one yield in a step."
+            f"{list(optimizers)}. Remove the repetition; each has one yield in a step."
         )
     return tuple(optimizers)

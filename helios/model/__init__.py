@@ -1,7 +1,4 @@
-"""What users subclass, and which of its attributes are state.
-
-Nothing here may open a file or decide when something happens.
-"""
+"""``Model``, the class that users subclass, and the discovery of its state."""
 
 from helios.model.model import MODEL_REGISTRY, Model, create_model, find_pretrained_file
 from helios.model.processor import BatchProcessor, Processed

@@ -1,7 +1,7 @@
-"""The class that users subclass: networks, optimizers and the steps that use them.
+"""``Model``, the class that users subclass: networks, optimizers and the steps that use them.
 
-``setup`` builds plain attributes; what of them is state is discovered. Every method here is an
-event or a step that a loop calls; a base method that does nothing is marked, and costs nothing.
+``setup`` builds plain attributes, and Helios discovers which of them are state. Every method is an
+event or a step that a loop calls; base methods that do nothing are marked, and cost nothing.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class Model(Hooks, ABC):
     """Base of all models.
 
     Attributes:
-        unsaved: names of attributes that training changes and that no checkpoint needs.
+        unsaved: names of attributes that training changes and that need not be saved.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
-        global_rank: number of this process among all, from 0.
+        global_rank: rank of this process among all, from 0.
         rank: same as ``local_rank``.
-        batch_processor: a :class:`BatchProcessor` that stands in for the steps; ``None`` for none.
-        scheduler_interval: when schedulers move in automatic mode, ``{name: "step" | "epoch" |
+        batch_processor: a :class:`BatchProcessor` that replaces the steps; ``None`` for none.
+        scheduler_interval: when schedulers step in automatic mode, ``{name: "step" | "epoch" |
             "validation:<metric>"}``; default ``"step"``.
 
     Args:
-        save_name: names the run's folder, and its checkpoints where the trainer has no run name.
+        save_name: name of the run's folder, and of its checkpoints if the trainer has no run name.
     """
 
     _internals: ClassVar[str] = (
@@ -107,7 +107,7 @@ class Model(Hooks, ABC):
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its machine, from 0."""
+        """Rank of this process on its machine, from 0."""
         return self.rank
 
     @property
@@ -132,7 +132,7 @@ class Model(Hooks, ABC):
 
     @property
     def engine(self) -> Engine:
-        """The engine, for manual steps: backward, the update, wrapping.
+        """The engine, for manual mode: backward, the update, wrapping.
 
         Raises:
             UsageError: before a trainer has set it.
@@ -150,7 +150,7 @@ class Model(Hooks, ABC):
         """The trainer that runs the model.
 
         Raises:
-            UsageError: outside of a trainer.
+            UsageError: outside a trainer.
         """
         if self._trainer is None:
             raise UsageError("Model.trainer is not set yet: a trainer sets it before setup().")
@@ -162,7 +162,7 @@ class Model(Hooks, ABC):
 
     @property
     def loss_items(self) -> dict[str, Any]:
-        """The losses of the present batch, by name."""
+        """The losses of the current batch, by name."""
         return self._loss_items
 
     @property
@@ -172,17 +172,17 @@ class Model(Hooks, ABC):
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The validation scores; plain numbers among them go into the checkpoint's sidecar."""
+        """The validation scores; plain numbers among them are written to the sidecar."""
         return self._val_scores
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The tables of losses and scores, by attribute name; saved by the trainer always."""
+        """The tables of losses and scores, by attribute name; the trainer always saves them."""
         return {name: getattr(self, name) for name in TABLES}
 
     @property
     def discovery(self) -> Discovery:
-        """What of the model's attributes is state."""
+        """Which of the model's attributes are state."""
         return self._discovery
 
     @abstractmethod
@@ -190,40 +190,40 @@ class Model(Hooks, ABC):
         """Build networks, optimizers and schedulers as plain attributes.
 
         Args:
-            fast_init: networks only; set outside of training.
+            fast_init: build networks only; True outside of training.
         """
 
     def load_for_testing(self) -> None:
         """Load weights for a test when there is no checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; by default all that discovery finds (DESIGN section 6).
+        """Return the state; by default everything that Helios discovers.
 
-        Outside of a run it holds networks, optimizers and the like, but no plain values: what
-        training has changed is known by comparing with what setup() made. A model without any of
-        these has the state ``{}``.
+        Outside a run it holds networks, optimizers and the like, but no plain values: these are
+        found by comparing with what setup() created. A model without any of these has the state
+        ``{}``.
 
-        Override it together with :meth:`load_state_dict`, or not at all.
+        Override both this and :meth:`load_state_dict`, or neither.
         """
         return self._discovery.capture()
 
     def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
-        """Take back what :meth:`state_dict` returned.
+        """Restore what :meth:`state_dict` returned.
 
         Args:
-            state_dict: the state, on the CPU; loading copies it to where parameters are.
-            fast_init: the state is wanted for inference: networks only, left-overs are no error.
+            state_dict: the state, on the CPU; loading copies it to the devices of the parameters.
+            fast_init: load networks only, for inference; unused entries are not an error.
 
         Raises:
-            StateError: for the state of a model with a ``state_dict`` of its own, or another state
-                than that of the present attributes.
+            StateError: for a state that was made by an overridden ``state_dict``, or that does not
+                match the current attributes.
         """
         if "objects" not in state_dict:
             found = ", ".join(map(repr, state_dict)) or "nothing"
             raise StateError(
-                f"{type(self).__name__} has no load_state_dict of its own, and this state was made "
-                f"by another model's own state_dict, as in helios-ml: it holds {found}. Give the "
-                "model the state_dict and load_state_dict that it had (user_state_dict and "
+                f"{type(self).__name__} does not override load_state_dict, but this state was made "
+                f"by a model that overrides state_dict, as in helios-ml: it holds {found}. Define "
+                "the state_dict and load_state_dict that the model had (user_state_dict and "
                 "load_user_state_dict in helios-ml 2), both of them."
             )
         self._discovery.restore(state_dict, is_inference=fast_init)
@@ -233,15 +233,15 @@ class Model(Hooks, ABC):
         return {}
 
     def types_for_safe_load(self) -> list[Any]:
-        """Return the types of the user's own that a checkpoint may hold."""
+        """Return your own types that a checkpoint may hold."""
         return []
 
     def append_metadata_to_chkpt_name(self, chkpt_name: str) -> str:
-        """Return an addition to a checkpoint's name, or the whole name with the addition (C2)."""
+        """Return a suffix for a checkpoint's name, or the whole name with the suffix."""
         return chkpt_name
 
     def append_to_banner(self, banner: str) -> str:
-        """Return the banner that is shown at start, with additions."""
+        """Return the banner that is logged at the start, with additions."""
         return banner
 
     def _process(self, batch: Any, *, is_evaluating: bool) -> Processed | None:
@@ -251,20 +251,20 @@ class Model(Hooks, ABC):
         return processor.process(self, batch, is_evaluating=is_evaluating)
 
     def batch_to_device(self, batch: Any, phase: Phase) -> Any:
-        """Return a batch with its tensors on the device (DESIGN section 5, "A batch").
+        """Return a batch with its tensors on the device.
 
         Descends into dicts, lists, tuples, named tuples and dataclasses.
         """
         return move_to_device(batch, self.device)
 
     def train(self) -> None:
-        """Give back to every network and its parts the mode that :meth:`eval` found (L33)."""
+        """Restore the mode of every network and its modules that :meth:`eval` has changed."""
         for module, is_training in self._modes_before_eval:
             module.training = is_training
         self._modes_before_eval = []
 
     def eval(self) -> None:
-        """Set every network that discovery finds to evaluation mode."""
+        """Set every discovered network to evaluation mode."""
         networks = self._discovery.modules().values()
         if not self._modes_before_eval:
             self._modes_before_eval = [
@@ -280,22 +280,22 @@ class Model(Hooks, ABC):
     def train_step(
         self, batch: Any, state: TrainingState
     ) -> Tensor | dict[str, Any] | Processed | Iterator[Any] | None:
-        """Train on one batch (C12); by default as :attr:`batch_processor` does.
+        """Train on one batch; by default with :attr:`batch_processor`.
 
         Returns:
             A scalar loss, or a dict with the loss under ``"loss"``: Helios does backward and steps
-            the one optimizer and its schedulers. ``None``: the model did all that itself. A
-            generator of losses where a ``YieldLoop`` is connected.
+            the one optimizer and its schedulers. ``None``: the model has done all that itself. A
+            generator of losses if a ``YieldLoop`` is connected.
         """
         return self._process(batch, is_evaluating=False)
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
-        """Add the losses to the running losses, on their device (H58)."""
+        """Add the losses to the running losses, on their device."""
         running = self._running_losses
         for name, loss in self._loss_items.items():
             value = loss.detach() if isinstance(loss, Tensor) and loss.requires_grad else loss
-            # Not in place: what a hook has kept of a sum would move on, but not after a resume.
+            # Not in place: a sum that a hook has kept would change, but not after a resume.
             running[name] = running[name] + value if name in running else value
 
     def on_validation_start(self, validation_cycle: int) -> None:
@@ -303,13 +303,13 @@ class Model(Hooks, ABC):
         self._val_scores.clear()
 
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]] | Processed | None:
-        """Validate one batch, without gradients; by default as :attr:`batch_processor` does.
+        """Validate one batch, without gradients; by default with :attr:`batch_processor`.
 
-        Where there are several loaders, a step that takes ``dataloader_idx`` too is told which.
+        If there are several loaders, a step that also takes ``dataloader_idx`` gets their number.
 
         Returns:
-            ``None``, or ``{name: (sum, weight)}``: the ratio of the totals stands in the scores
-            before :meth:`on_validation_end`, under ``<name>/<loader>`` with several loaders.
+            ``None``, or ``{name: (sum, weight)}``: the ratio of the totals is in the scores before
+            :meth:`on_validation_end`, under ``<name>/<loader>`` with several loaders.
         """
         return self._process(batch, is_evaluating=True)
 
@@ -318,7 +318,7 @@ class Model(Hooks, ABC):
         self._running_losses.clear()
 
     def have_metrics_improved(self) -> bool:
-        """Say whether the last validation was better than those before; asked after each."""
+        """Return whether the last validation was better than earlier ones; called after each."""
         return True
 
     def on_testing_start(self) -> None:
@@ -332,7 +332,7 @@ class Model(Hooks, ABC):
     def predict_step(self, batch: Any, step: int) -> Any:
         """Return the prediction for one batch, without gradients.
 
-        By default the outputs of :attr:`batch_processor`.
+        By default, the outputs of :attr:`batch_processor`.
 
         Raises:
             UsageError: without a processor.

@@ -1,7 +1,7 @@
-"""A batch processor: a second way to write a step, as one function of model and batch (R27-R33).
+"""Batch processors: a step written as one function of model and batch.
 
-A model that names one as ``self.batch_processor`` needs no steps of its own. The loops do backward
-and the update; the processor does neither (R33).
+A model that sets ``self.batch_processor`` needs no steps of its own. The loops do backward and the
+update; the processor does neither.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Forward = Callable[["Model", Any], tuple[Any, Tensor | None]]
 
 @dataclass(frozen=True)
 class Processed:
-    """What a processor made of a batch.
+    """The result of a processor for a batch.
 
     Attributes:
-        outputs: the outputs of the model; hooks find them as ``context.model_outputs``.
-        loss: the scalar loss; ``None`` where there is none.
+        outputs: the outputs of the model; hooks read them as ``context.model_outputs``.
+        loss: the scalar loss; ``None`` if there is none.
     """
 
     outputs: Any
@@ -39,10 +39,10 @@ class BatchProcessor(ABC):
     """Base of all batch processors.
 
     Args:
-        need_backward: whether training does backward on the loss; with False the processor, or
-            somebody else, updates the model, as in a manual step.
-        transforms: a function, or several in their order, that map a batch before the forward
-            pass. Hooks of the batch see it before, those of the forward pass after them (R31).
+        need_backward: whether training does backward on the loss; if False, the processor or other
+            code updates the model, as in manual mode.
+        transforms: a function, or several in order, that map a batch before the forward pass.
+            Batch hooks see the batch before, forward hooks after them.
 
     Raises:
         ArgumentTypeError: for a transform that cannot be called, and for a ``need_backward`` that
@@ -55,7 +55,7 @@ class BatchProcessor(ABC):
         if not isinstance(need_backward, bool):
             raise ArgumentTypeError(
                 "BatchProcessor(need_backward=...) must be True or False, got "
-                f"{need_backward!r}. Pass transforms by their name: transforms=[...]."
+                f"{need_backward!r}. Pass transforms by keyword: transforms=[...]."
             )
         self._need_backward = need_backward
         self._is_evaluating = False
@@ -66,7 +66,7 @@ class BatchProcessor(ABC):
         """Check that the processor is ready for use.
 
         Raises:
-            UsageError: if a subclass's ``__init__`` left out that of this class.
+            UsageError: if a subclass's ``__init__`` does not call that of this class.
         """
         if "_transforms" not in vars(self):
             raise UsageError(
@@ -80,7 +80,7 @@ class BatchProcessor(ABC):
         need_backward: bool = True,
         transforms: Transform | Sequence[Transform] | None = None,
     ) -> BatchProcessor:
-        """Return a processor whose forward pass is a plain function (R30).
+        """Return a processor whose forward pass is a plain function.
 
         Args:
             function: takes the model and a batch, returns ``(outputs, loss)``.
@@ -99,7 +99,7 @@ class BatchProcessor(ABC):
 
     @property
     def need_backward(self) -> bool:
-        """Whether backward follows the present forward pass; False in every evaluation (R6)."""
+        """Whether backward follows the current forward pass; False in every evaluation."""
         return self._need_backward and not self._is_evaluating
 
     @abstractmethod
@@ -107,13 +107,13 @@ class BatchProcessor(ABC):
         """Run the model on one batch.
 
         Returns:
-            The outputs, and the loss as a scalar; the loss may be ``None`` where
+            The outputs, and the loss as a scalar; the loss may be ``None`` if
             :attr:`need_backward` is False.
         """
 
     @final
     def transform(self, batch: Any) -> Any:
-        """Return a batch as the forward pass gets it."""
+        """Return a batch for the forward pass."""
         for transform in self._transforms:
             batch = transform(batch)
         return batch
@@ -123,8 +123,8 @@ class BatchProcessor(ABC):
         """Run the forward pass on a transformed batch.
 
         Raises:
-            LossNotProvidedError: if backward is needed, and there is no loss (R29).
-            UsageError: if the forward pass returns something else than a pair.
+            LossNotProvidedError: if backward is needed, and there is no loss.
+            UsageError: if the forward pass returns anything but a pair.
         """
         self._is_evaluating = is_evaluating
         try:
@@ -134,7 +134,7 @@ class BatchProcessor(ABC):
         if not isinstance(result, tuple) or len(result) != 2:
             raise UsageError(
                 f"{type(self).__name__}.forward must return (outputs, loss), got "
-                f"{type(result).__name__}. Return (outputs, None) where there is no loss."
+                f"{type(result).__name__}. Return (outputs, None) if there is no loss."
             )
         outputs, loss = result
         if is_evaluating or not self._need_backward:

@@ -1,4 +1,4 @@
-"""When schedulers move in automatic mode: per step, per epoch, or after a validation."""
+"""When schedulers step in automatic mode: per step, per epoch, or after a validation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _inner(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 
 
 def _position(scheduler: LRScheduler) -> Any:
-    """Return where a scheduler stands; a chained one stands where its members do."""
+    """Return the step count of a scheduler; for a chained one, those of its members."""
     position, members = vars(scheduler).get("last_epoch"), _members(scheduler)
     return (position, *map(_position, members)) if members else position
 
@@ -39,19 +39,19 @@ def _takes_metric(scheduler: LRScheduler) -> bool:
 
 @contextmanager
 def _no_false_alarm() -> Iterator[None]:
-    # PyTorch takes a scheduler that moves first after a resume at an epoch's end for one that moves
-    # before its optimizer: it looks for a step in this process. The loop keeps the order anyway.
+    # PyTorch warns about a scheduler that steps first after a resume at an epoch's end, because it
+    # looks for an optimizer step in this process. The loop keeps the order anyway.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         yield
 
 
 class Schedulers:
-    """The schedulers of a model, by attribute path, with the moment at which each moves.
+    """The schedulers of a model, by attribute path, and when each of them steps.
 
     Args:
         schedulers: by path, as discovery finds them; those inside a chained or sequential one are
-            left to it.
+            stepped by it.
         intervals: ``{path: "step" | "epoch" | "validation:<metric>"}``, default ``"step"``.
 
     Raises:
@@ -59,7 +59,7 @@ class Schedulers:
             for a scheduler that takes none.
 
     Attributes:
-        is_empty: whether there is nothing to move.
+        is_empty: whether there are no schedulers.
     """
 
     def __init__(self, schedulers: Mapping[str, LRScheduler], intervals: Mapping[str, str]) -> None:
@@ -114,19 +114,19 @@ class Schedulers:
 
     @property
     def has_intervals_but_step(self) -> bool:
-        """Whether anything was asked for that manual stepping ignores."""
+        """Whether an interval is set that has no effect in manual mode."""
         return any(interval != "step" for interval in self._intervals.values())
 
     def remember(self) -> None:
-        """Note where the schedulers stand, after they were built or loaded."""
+        """Record the step counts of the schedulers, after they were built or loaded."""
         for path, scheduler in self._schedulers.items():
             self._positions[path] = _position(scheduler)
 
     def after_step(self, optimizer: Optimizer | None = None) -> None:
-        """Move the schedulers that count optimizer steps.
+        """Step the schedulers that count optimizer steps.
 
         Args:
-            optimizer: move only those of this optimizer, which has just stepped.
+            optimizer: step only those of this optimizer, which has just stepped.
 
         Raises:
             ArgumentError: at the first step, for a plateau scheduler without a metric.
@@ -140,13 +140,13 @@ class Schedulers:
                 self._move(path)
 
     def after_epoch(self) -> None:
-        """Move the schedulers that count epochs."""
+        """Step the schedulers that count epochs."""
         for path, interval in self._intervals.items():
             if interval == "epoch":
                 self._move(path)
 
     def after_validation(self, scores: Mapping[str, Any]) -> None:
-        """Move the schedulers that follow a metric.
+        """Step the schedulers that follow a metric.
 
         Raises:
             UsageError: if the scores lack the metric.
@@ -167,9 +167,9 @@ class Schedulers:
         found = _position(scheduler)
         if found != self._positions[path]:
             raise UsageError(
-                f"The scheduler model.{path} was moved outside of the training loop (it stood at "
+                f"The scheduler model.{path} was stepped outside the training loop (its count was "
                 f"{self._positions[path]}, now {found}). When train_step returns a loss, Helios "
-                "moves the schedulers: remove your call of step(), or set Model.scheduler_interval."
+                "steps the schedulers: remove your call of step(), or set Model.scheduler_interval."
             )
         with _no_false_alarm() if path not in self._moved else nullcontext():
             scheduler.step(*metric)  # type: ignore[arg-type]

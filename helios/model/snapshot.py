@@ -1,7 +1,7 @@
-"""What objects hold at a moment, to be put back: a trial validation must leave no trace (C17).
+"""Snapshots of objects, restored after a sanity check, which must have no side effects.
 
-Everything is put back in place. Whoever holds a list, a network or a tensor still holds the same
-one afterwards, with its old content. No ``state_dict`` is asked: what counts are the attributes.
+Everything is restored in place: references to a list, a network or a tensor stay valid and see its
+old content. Attributes are restored; ``state_dict`` is not called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OUTSIDE = frozenset(
         *("_asyncio", "socket", "_socket", "subprocess", "io", "_io", "sqlite3", "_sqlite3"),
     )
 )
-"""Modules whose objects reach beyond the process's memory, or belong to another thread."""
+"""Modules whose objects use resources outside the process's memory, or belong to other threads."""
 
 _MACHINERY = ("logging", "weakref", "_weakref", "ctypes", "_ctypes", "importlib", "inspect")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.distributed")
@@ -42,23 +42,23 @@ _HOUSE = (
     *("helios.trainer", "helios.startup", "helios.session", "helios.loops", "helios.hooks"),
     *("helios.checkpoint", "helios.data.datamodule", "helios.run_state.discovery"),
 )
-"""What a model or plugin refers to without owning it."""
+"""Objects that a model or plugin refers to without owning them."""
 
 _LEFT_ALONE = (type, FunctionType, ModuleType, Enum, Dataset, DataLoader)
 
 
 class Snapshot:
-    """A copy of what some objects hold, and of what these hold in turn.
+    """A copy of the content of some objects, and of the objects that they refer to.
 
-    Attributes, containers, arrays, tensors and generators are followed wherever they lead. Left as
-    they are: data sets, classes, modules of Python, loggers, and objects that hold a thread, a
-    lock, a queue, a file or a connection. Tensors are kept on the host, each storage once.
+    Attributes, containers, arrays, tensors and generators are followed recursively. Not copied:
+    data sets, classes, Python modules, loggers, and objects that hold a thread, a lock, a queue, a
+    file or a connection. Tensors are copied to the host, each storage once.
 
     Args:
-        owners: the model, the plugins and what else validation may change.
+        owners: the model, the plugins and everything else that validation may change.
 
     Raises:
-        UsageError: for a network with lazy parameters, whose first batch cannot be taken back.
+        UsageError: for a network with lazy parameters, whose first batch cannot be undone.
     """
 
     def __init__(self, owners: Sequence[object]) -> None:
@@ -69,7 +69,7 @@ class Snapshot:
         self._numpy = np.random.get_state()
 
     def erase(self) -> None:
-        """Put back what the objects held."""
+        """Restore the content of the objects."""
         for restore in self._restores:
             restore()
         np.random.set_state(self._numpy)
@@ -77,7 +77,7 @@ class Snapshot:
 
 @final
 class _Looker:
-    """Visits each object once, and notes how it is put back."""
+    """Visits each object once, and records how to restore it."""
 
     def __init__(self) -> None:
         self.restores: list[Restore] = []
@@ -86,7 +86,7 @@ class _Looker:
         self._storages: set[tuple[torch.device, int]] = set()
 
     def look(self, owners: Iterable[object]) -> None:
-        """Visit some objects, and all that they lead to."""
+        """Visit some objects, and all that they refer to."""
         for owner in owners:
             self._seen[id(owner)] = owner
             if isinstance(owner, DataLoader):
@@ -97,7 +97,7 @@ class _Looker:
             self._visit(self._waiting.pop())
 
     def _pass_over_data(self, loader: DataLoader[Any]) -> None:
-        """Leave out the data of a loader, whatever it is: samplers refer to it, too."""
+        """Skip the data of a loader, whatever it is: samplers refer to it, too."""
         dataset = loader.dataset
         inner = dataset.dataset if isinstance(dataset, KeyedDataset) else dataset
         self._seen |= {id(data): data for data in (dataset, inner)}
@@ -106,7 +106,7 @@ class _Looker:
         kind = type(value)
         if kind in ATOMS or id(value) in self._seen or isinstance(value, _LEFT_ALONE):
             return
-        # Kept alive as long as its number is known: another object could get it else.
+        # Kept alive while its id is recorded: another object could get the same id.
         self._seen[id(value)] = value
         if self._visit_known(value) or _is_of_others(kind):
             return
@@ -115,7 +115,7 @@ class _Looker:
             self._visit_members(value)
 
     def _visit_known(self, value: Any) -> bool:
-        """Visit what is no ordinary object; returns whether it was one of these."""
+        """Visit an object of a known kind; returns whether it was one."""
         if isinstance(value, Tensor):
             self._visit_tensor(value)
         elif isinstance(value, dict | list | set | deque | bytearray):
@@ -142,7 +142,7 @@ class _Looker:
             self.restores.append(_list_restore(value))
             if not isinstance(value, bytearray):
                 self._waiting += value
-        # A class of a user's may add attributes to a container.
+        # A user's class may add attributes to a container.
         self._visit_members(value)
 
     def _visit_dict(self, value: dict[Any, Any]) -> None:
@@ -163,7 +163,7 @@ class _Looker:
             self.restores.append(partial(descriptor.__set__, value, member))
             self._waiting.append(member)
         if isinstance(value, nn.Module):
-            # A scripted module holds them where no attribute leads.
+            # A scripted module holds them outside its attributes.
             self._waiting += value.parameters(recurse=False)
             self._waiting += value.buffers(recurse=False)
 
@@ -178,8 +178,8 @@ class _Looker:
     def _visit_tensor(self, tensor: Tensor) -> None:
         if is_lazy(tensor):
             raise UsageError(
-                "A trial validation needs networks that are complete, got a lazy parameter. Run "
-                "one batch through the network in setup(), or leave out SanityCheck."
+                "A sanity check needs complete networks, got a lazy parameter. Run one batch "
+                "through the network in setup(), or remove SanityCheck."
             )
         self._visit_members(tensor)
         alias = tensor.detach()
@@ -196,7 +196,7 @@ class _Looker:
 
 
 def _is_of_others(kind: type) -> bool:
-    """Whether objects of a class are machinery, or parts of the house that owners refer to."""
+    """Whether objects of a class belong to the standard library or to Helios, not to the user."""
     if issubclass(kind, nn.Module):
         return False
     names = [base.__module__ for base in kind.__mro__]
@@ -232,7 +232,7 @@ def _empty_slot(descriptor: MemberDescriptorType, owner: object) -> None:
 
 
 def _dict_restore(value: dict[Any, Any]) -> Restore:
-    # The methods of the built-in class: a user's own would do more than put back.
+    # The methods of the built-in class: those of a user's subclass could have side effects.
     base = OrderedDict if isinstance(value, OrderedDict) else dict
     before = list(base.items(value))
 
@@ -265,14 +265,14 @@ def _list_restore(value: Any) -> Restore:
 
 
 def _generator_of(value: Any) -> Restore | None:
-    """Return how a generator of random numbers is put back; ``None`` for anything else."""
+    """Return how to restore a random number generator; ``None`` for anything else."""
     if not is_generator(value):
         return None
     return partial(load_generator, value, copy.deepcopy(state_of_generator(value)))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a tensor as bytes: views and overlaps are in it once."""
+    """Return the whole storage of a tensor as bytes, which covers views and overlaps once."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     with torch.no_grad():
         return whole.set_(tensor.untyped_storage())
@@ -286,7 +286,7 @@ def _restore_leaf(tensor: Tensor, grad: Tensor | None, requires_grad: bool) -> N
 
 
 def _restore_place(tensor: Tensor, alias: Tensor) -> None:
-    """Let a tensor look again at the memory that it looked at."""
+    """Make a tensor refer to its former storage again."""
     with torch.no_grad():
         is_there = (
             storage_of(tensor) == storage_of(alias)

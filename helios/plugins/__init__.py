@@ -1,7 +1,4 @@
-"""What users attach to a training: plugins.
-
-Nothing here may import more than hooks and what lies below.
-"""
+"""Plugins: objects that users attach to a run, and the ready-made ones."""
 
 from helios.hooks.events import asks_nothing
 from helios.plugins.averaging import EMA, SWA

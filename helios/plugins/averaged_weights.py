@@ -1,6 +1,6 @@
-"""Averages of the tensors of networks: kept, compared with what is there, claimed and swapped in.
+"""Averages of the tensors of networks: updated, checked against the networks, and swapped in.
 
-Swapping works in place: parameters stay the objects that optimizers, graphs and compiled code know.
+Swapping copies in place, so optimizers, graphs and compiled code keep their parameter objects.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _TABLES = ("_modules", "_parameters")
 _FORM = attrgetter("shape", "dtype", "device")
 
 _CLAIMS = "_helios_averages"
-"""Attribute of a tensor that averages swap: who does, by phase."""
+"""Attribute of a tensor that averages swap: which plugins do, by phase."""
 
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Work on ordinary tensors without gradients, also inside of an inference mode."""
+    """Work on ordinary tensors without gradients, also inside inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of an average: float32 at least.
+    """Return the type of an average: at least float32.
 
-    In half precision 1 - 0.999 is less than half a unit in the last place: nothing would move.
+    In half precision, 1 - 0.999 is less than half a unit in the last place: updates would be lost.
     """
     return torch.promote_types(dtype, torch.float32)
 
 
 def tensors_of(network: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
-    """Return the floating-point parameters of a network by name, and its buffers if wanted.
+    """Return the floating-point parameters of a network by name, optionally with its buffers.
 
-    Names are those without wrappers (USERS.md 12).
+    Names have no prefixes of wrappers.
     """
     bare = BareNames(network)
     found: list[tuple[str, Tensor]] = list(network.named_parameters())
@@ -61,19 +61,19 @@ def tensors_of(network: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
 
 
 def difference(averages: Tensors, tensors: Tensors) -> str:
-    """Return in which names and shapes averages differ from tensors; empty if they fit."""
+    """Return how averages differ from tensors in names and shapes; empty if they match."""
     shapes = [
         f"{name} is {tuple(tensor.shape)}, its average {tuple(averages[name].shape)}"
         for name, tensor in tensors.items()
         if name in averages and averages[name].shape != tensor.shape
     ]
     missing = [f"{name} has no average" for name in tensors if name not in averages]
-    left_over = [f"the averaged {name} is not there" for name in averages if name not in tensors]
+    left_over = [f"the averaged {name} does not exist" for name in averages if name not in tensors]
     return ", ".join((*missing, *left_over, *shapes))
 
 
 def claim(tensor: Tensor, who: str, phases: Iterable[str]) -> tuple[str, str] | None:
-    """Note on a tensor who swaps it in which phases; returns the phase and name of another one."""
+    """Record on a tensor that a plugin swaps it in some phases; returns a conflicting claim."""
     claims: dict[str, str] = vars(tensor).setdefault(_CLAIMS, {})
     for phase in phases:
         if claims.setdefault(phase, who) != who:
@@ -82,7 +82,7 @@ def claim(tensor: Tensor, who: str, phases: Iterable[str]) -> tuple[str, str] | 
 
 
 def release(tensor: Tensor, who: str) -> None:
-    """Forget what :func:`claim` has noted for somebody."""
+    """Remove what :func:`claim` has recorded for a plugin."""
     attributes: dict[str, Any] = vars(tensor)
     claims = attributes.pop(_CLAIMS, {})
     if others := {phase: name for phase, name in claims.items() if name != who}:
@@ -91,10 +91,10 @@ def release(tensor: Tensor, who: str) -> None:
 
 @final
 class _Pairs:
-    """Averages beside the tensors of networks, in groups, and whether they are still those.
+    """Averages paired with the tensors of networks, in groups of one device and type.
 
-    To walk through networks by name costs several times what an update does. So it is done once,
-    and every update only compares what modules hold, by identity, and what tensors are.
+    Collecting tensors by name costs several times as much as an update, so it is done once; each
+    update only checks, by identity, that modules still hold the same tensors.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class _Pairs:
         return list(names), list(chain.from_iterable(table.values() for table in tables))
 
     def are_those_of(self, networks: Networks) -> bool:
-        """Whether these are the networks, and nothing in them was replaced, moved or reshaped."""
+        """Whether these are the networks, with no tensor replaced, moved or reshaped."""
         if networks != self._networks:
             return False
         names, objects = self._look()
@@ -133,17 +133,17 @@ class _Pairs:
         )
 
     def groups(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yield averages beside their tensors in lists of one device and type each."""
+        """Yield averages and their tensors as lists, one pair per device and type."""
         for (_, dtype, own), (averages, tensors) in self._groups.items():
             yield averages, tensors if own is dtype else [x.to(dtype) for x in tensors]
 
 
 @final
 class Averages:
-    """Averages by network and name, and how many weights went into them.
+    """Averages by network and name, and the number of updates.
 
     Args:
-        owner: whom messages name.
+        owner: name of the owner in messages.
         with_buffers: whether floating-point buffers are averaged too.
     """
 
@@ -155,32 +155,32 @@ class Averages:
         self.num_updates = 0
 
     def clear(self) -> None:
-        """Forget all averages."""
+        """Remove all averages."""
         self.let_go()
         self._parts = {}
         self.num_updates = 0
 
     def let_go(self) -> None:
-        """Look anew at the networks in the next update, and hold none of them until then."""
+        """Release the networks; the next update collects their tensors again."""
         self._pairs = None
 
     def tensors_of(self, network: nn.Module) -> dict[str, Tensor]:
-        """Return what is averaged of a network, by name."""
+        """Return the tensors of a network that are averaged, by name."""
         return tensors_of(network, with_buffers=self._with_buffers)
 
     def pairs(self, networks: Networks) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        """Return averages beside what they are averages of."""
+        """Return averages, each with the tensors that it averages."""
         return [(self._parts[path], self.tensors_of(part)) for path, part in networks.items()]
 
     def update(self, networks: Networks, merge: Merge) -> None:
-        """Take the present weights of networks into the averages.
+        """Update the averages with the current weights of networks.
 
         Args:
             networks: the same at every update.
             merge: moves averages towards weights in place, given the number of updates so far.
 
         Raises:
-            StateError: if their weights are not those of the averages.
+            StateError: if the weights do not match the averages.
         """
         with ordinary():
             if not self.num_updates:
@@ -202,15 +202,15 @@ class Averages:
         return self._pairs
 
     def match(self, networks: Networks, *, is_strict: bool) -> dict[str, nn.Module]:
-        """Return the networks that have averages, which are moved to their devices.
+        """Return the networks that have averages, and move the averages to their devices.
 
         Args:
-            networks: the networks that are there.
-            is_strict: whether they must be all that have averages, and no others. Where nothing is
-                trained, a model may build fewer networks, or more, which are named.
+            networks: the networks of the model.
+            is_strict: whether all of them must have averages, and no others may have. Outside of
+                training a model may build fewer networks, or more, for which a warning is logged.
 
         Raises:
-            StateError: if the averages are of other weights.
+            StateError: if the averages belong to other weights.
         """
         lacking = [path for path in networks if path not in self._parts]
         left_over = [path for path in self._parts if path not in networks]
@@ -223,12 +223,12 @@ class Averages:
         ]
         if is_strict or not known:
             faults += [f"{path} has no average" for path in lacking]
-            faults += [f"the averaged {path} is not there" for path in left_over]
+            faults += [f"the averaged {path} does not exist" for path in left_over]
         if faults:
             raise StateError(
-                f"The average of {self._owner} is not that of the model's networks: "
-                f"{'; '.join(faults)}. Build the networks in setup() and pass the plugin's options "
-                "as they were, or give it another plug_id to begin a new average."
+                f"The average of {self._owner} does not match the model's networks: "
+                f"{'; '.join(faults)}. Build the networks in setup() and pass the same options to "
+                "the plugin, or give it another plug_id to start a new average."
             )
         if lacking:
             _LOGGER.warning(
@@ -240,7 +240,7 @@ class Averages:
         return known
 
     def _rename(self, networks: Networks) -> None:
-        """Bring the names of earlier versions, which had those of data parallelism, to ours."""
+        """Convert names of earlier versions, which included those of data parallelism."""
         for path, network in networks.items():
             averages = self._parts[path]
             names = match_names(averages, self.tensors_of(network))
@@ -254,7 +254,7 @@ class Averages:
                     averages[name] = averages[name].to(tensor.device, wide(tensor.dtype))
 
     def state_dict_of(self, network: nn.Module, path: str) -> dict[str, Any]:
-        """Return a network's state with averages in the place of its own values, as copies."""
+        """Return a network's state with the averages instead of its own values, as copies."""
         names = {id(tensor): name for name, tensor in self.tensors_of(network).items()}
         state = network.state_dict(keep_vars=True)
         for key, value in state.items():
@@ -270,7 +270,7 @@ class Averages:
         return {"num_updates": self.num_updates, "averages": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a copy of what :meth:`state_dict` returned."""
+        """Load a copy of what :meth:`state_dict` returned."""
         self.let_go()
         self.num_updates = state["num_updates"]
         self._parts = {
@@ -281,29 +281,29 @@ class Averages:
 
 @final
 class Swap:
-    """Averages in the place of a network's own values, and the way back."""
+    """Swaps averages into a network, and its own values back."""
 
     def __init__(self) -> None:
         self._own: list[tuple[Tensor, Tensor]] = []
 
     @property
     def is_in(self) -> bool:
-        """Whether averages are in."""
+        """Whether averages are swapped in."""
         return bool(self._own)
 
     def put_in(self, pairs: Iterable[tuple[Tensors, Tensors]]) -> None:
-        """Copy averages into tensors, whose own values are set aside."""
+        """Copy averages into tensors, and keep their own values."""
         self.put_back()
         pairs = list(pairs)
         with ordinary():
-            # All own values first: networks may share tensors.
+            # Save all own values first: networks may share tensors.
             self._own = [(part, part.clone()) for _, own in pairs for part in own.values()]
             for averages, tensors in pairs:
                 for name, tensor in tensors.items():
                     tensor.copy_(averages[name])
 
     def put_back(self) -> None:
-        """Copy the own values back, if averages are in."""
+        """Restore the own values, if averages are swapped in."""
         own, self._own = self._own, []
         with ordinary():
             for tensor, value in own:

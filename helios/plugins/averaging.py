@@ -1,7 +1,7 @@
-"""EMA and SWA: averages of weights beside the networks, swapped in for evaluations.
+"""EMA and SWA: averages of the weights, swapped in for evaluations.
 
-The arithmetic is that of ``torch.optim.swa_utils``. Its ``AveragedModel`` is not used: its names
-change with ``torch.compile``, and it pairs tensors by their order alone.
+The arithmetic is that of ``torch.optim.swa_utils``. Its ``AveragedModel`` is not used, because its
+names change with ``torch.compile``, and it pairs tensors by their order alone.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ EVALUATIONS = (Phase.VALIDATION, Phase.TESTING, Phase.PREDICTION)
 
 
 class WeightAverage(Plugin, ABC):
-    """Base of the averages: which tensors are averaged, when they move, when they are swapped in.
+    """Base of the averages: which tensors are averaged, when, and in which evaluations.
 
-    Floating-point parameters are averaged, frozen ones too. Everything else stays the network's
-    own, also during an evaluation; so do buffers, such as BatchNorm's statistics, unless
-    ``averages_buffers``. Averages of half-precision weights are kept in float32.
+    Floating-point parameters are averaged, frozen ones too. Everything else keeps the network's own
+    value, also during an evaluation; so do buffers, such as BatchNorm's statistics, unless
+    ``averages_buffers`` is set. Averages of half-precision weights are kept in float32.
 
-    An evaluation's start event swaps the averages into the networks, in place, and its end event
-    (or an exception) puts the networks' own weights back. Before the first update, nothing is.
+    When an evaluation starts, the averages are swapped into the networks, in place; when it ends,
+    or after an exception, the networks' own weights are restored. Before the first update, nothing
+    is swapped.
 
     Args:
-        plug_id: the plugin's name.
+        plug_id: unique id of the plugin.
         network: names of the model's attributes, or paths such as ``"nets.0"``; ``None`` for all
             networks of the model.
         start: number of the optimizer step, from 1, whose weights are the first to be averaged.
         every: steps between two updates.
         averages_buffers: average floating-point buffers too, and swap them in.
-        swaps_in: the evaluations that see the average.
+        swaps_in: the evaluations that use the average.
     """
 
     _internals: ClassVar[str] = (
@@ -89,43 +90,43 @@ class WeightAverage(Plugin, ABC):
         if not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
             raise ArgumentTypeError(
                 f"{type(self).__name__}(network=...) must be the name of an attribute of the "
-                f'model, several of them, or None for all, got {network!r}. Pass e.g. "net".'
+                f'model, several names, or None for all, got {network!r}. Pass e.g. "net".'
             )
         if not paths:
-            raise self._fail("network", "one name or more", network, "Pass None for all networks.")
+            raise self._fail("network", "at least one name", network, "Pass None for all networks.")
         return tuple(paths)
 
     @property
     def num_updates(self) -> int:
-        """How many weights went into the average; 0 before there is one."""
+        """Number of updates of the average; 0 before there is one."""
         return self._averages.num_updates
 
     @abstractmethod
     def _merge(self, averages: list[Tensor], present: list[Tensor], count: int) -> None:
-        """Move averages of ``count`` weights to present ones, in place; of one device and type."""
+        """Move averages of ``count`` weights to current ones, in place; same device and type."""
 
     def setup(self) -> None:
-        """Begin without an average: the model builds new networks, a checkpoint brings its own."""
+        """Start without an average: the model builds new networks; a checkpoint restores it."""
         self._averages.clear()
 
     def on_fit_start(self) -> None:
-        """Find the networks; refuse an average of other ones."""
+        """Find the networks; raise an error if the average belongs to other ones."""
         self._is_fitting = True
         self._bind()
 
     def on_training_resume(self, state: TrainingState) -> None:
-        """Say so where the checkpoint should hold an average, and does not."""
+        """Warn if the checkpoint holds no average."""
         if not self.num_updates and state.global_step >= self._start:
             _LOGGER.warning(
-                "The checkpoint holds no average of plugin %r, which was not there when it was "
-                "written: the average begins after step %d.",
+                "The checkpoint holds no average of plugin %r, which was not registered when it "
+                "was written: the average starts after step %d.",
                 self.plug_id,
                 state.global_step,
             )
 
     @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
-        """Update the average with the weights of a step that was made (R26)."""
+        """Update the average after a step that was not skipped."""
         number = state.global_step + 1
         is_due = number >= self._start and (number - self._start) % self._every == 0
         if committed and is_due:
@@ -137,7 +138,7 @@ class WeightAverage(Plugin, ABC):
         self._swap_in(Phase.VALIDATION)
 
     def on_validation_end(self, validation_cycle: int) -> None:
-        """Put the networks' own weights back."""
+        """Restore the networks' own weights."""
         self._swap.put_back()
 
     def on_testing_start(self) -> None:
@@ -145,7 +146,7 @@ class WeightAverage(Plugin, ABC):
         self._swap_in(Phase.TESTING)
 
     def on_testing_end(self) -> None:
-        """Put the networks' own weights back."""
+        """Restore the networks' own weights."""
         self._swap.put_back()
 
     def on_predicting_start(self) -> None:
@@ -153,23 +154,23 @@ class WeightAverage(Plugin, ABC):
         self._swap_in(Phase.PREDICTION)
 
     def on_predicting_end(self) -> None:
-        """Put the networks' own weights back."""
+        """Restore the networks' own weights."""
         self._swap.put_back()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint that would hold the average under ``model``.
+        """Refuse to save a checkpoint that would hold the average under ``model``.
 
         Raises:
-            UsageError: if an evaluation was left without its end.
+            UsageError: if an evaluation did not emit its end event.
         """
         self._refuse_if_swapped_in("save a checkpoint")
 
     def on_exception(self, exception: BaseException) -> None:
-        """Put the networks' own weights back."""
+        """Restore the networks' own weights."""
         self._swap.put_back()
 
     def teardown(self) -> None:
-        """Let go of the networks; the average stays, for :meth:`copy_to`."""
+        """Release the networks; the average stays, for :meth:`copy_to`."""
         self._swap.put_back()
         for network in self._networks.values():
             for tensor in self._averages.tensors_of(network).values():
@@ -183,15 +184,15 @@ class WeightAverage(Plugin, ABC):
         return self._averages.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a copy of what :meth:`state_dict` returned."""
+        """Load a copy of what :meth:`state_dict` returned."""
         self._averages.load_state_dict(state_dict)
 
     def copy_to(self, model: Model) -> None:
-        """Copy the average into the model's networks for good, e.g. after ``fit``.
+        """Copy the average into the model's networks permanently, e.g. after ``fit``.
 
         Raises:
             UsageError: without an average, or during an evaluation that has it swapped in.
-            StateError: if it is of other networks.
+            StateError: if it belongs to other networks.
         """
         self._refuse_if_swapped_in("copy the average into the model")
         networks = self._find_averaged(model)
@@ -203,16 +204,16 @@ class WeightAverage(Plugin, ABC):
     def averaged_state_dict(self, model: Model, network: str | None = None) -> dict[str, Any]:
         """Return a network's ``state_dict()`` with the averages in place of its own weights.
 
-        The tensors are copies, and the names those without ``torch.compile``.
+        The tensors are copies, and the names have no prefix of ``torch.compile``.
 
         Args:
             model: the model that was trained.
-            network: which of its averaged networks; may be left out where there is one only.
+            network: which of its averaged networks; optional if there is only one.
 
         Raises:
             UsageError: without an average.
             ArgumentError: if ``network`` names none of them.
-            StateError: if the average is of other networks.
+            StateError: if the average belongs to other networks.
         """
         networks = self._find_averaged(model)
         path = next(iter(networks)) if network is None and len(networks) == 1 else network
@@ -245,21 +246,21 @@ class WeightAverage(Plugin, ABC):
     def _find_averaged(self, model: Model) -> dict[str, nn.Module]:
         if not self.num_updates:
             raise UsageError(
-                f"Plugin {self.plug_id!r} has no average: none was loaded, and no step from number "
-                f"{self._start} on was made. Train longer, or start it earlier."
+                f"Plugin {self.plug_id!r} has no average: none was loaded, and no step with number "
+                f"{self._start} or above was made. Train longer, or start it earlier."
             )
         return self._averages.match(self._find_networks(model), is_strict=False)
 
     def _bind(self) -> dict[str, nn.Module]:
-        """Return the networks of the run, and see that they stay those of its start."""
+        """Return the networks of the run, and check that they are those of its start."""
         networks = self._find_networks(self.context.model)
         if not self._networks:
             self._networks = networks
             self._claim(networks)
         elif networks != self._networks:
             raise UsageError(
-                f"Plugin {self.plug_id!r} averages {sorted(self._networks)}, but these networks "
-                f"were replaced, came or went since the run's start; now there are "
+                f"Plugin {self.plug_id!r} averages {sorted(self._networks)}, but since the start "
+                f"of the run networks were replaced, added or removed; now there are "
                 f"{sorted(networks)}. Build all networks in setup(), and change them in place."
             )
         if self.num_updates:
@@ -285,7 +286,7 @@ class WeightAverage(Plugin, ABC):
             self._swap.put_in(self._averages.pairs(networks))
         elif not self._is_fitting:
             _LOGGER.warning(
-                "Plugin %r has no average: this %s is of the networks' own weights.",
+                "Plugin %r has no average yet: this %s uses the networks' own weights.",
                 self.plug_id,
                 phase.value,
             )
@@ -294,8 +295,8 @@ class WeightAverage(Plugin, ABC):
         if self._swap.is_in:
             raise UsageError(
                 f"Cannot {deed} while the average of plugin {self.plug_id!r} is swapped in: the "
-                "model would lose its own weights. Do it after the evaluation; one that was broken "
-                "off must end the run, or tell its end."
+                "model would lose its own weights. Do it after the evaluation; if one is "
+                "interrupted, end the run or emit its end event."
             )
 
 
@@ -303,20 +304,20 @@ class WeightAverage(Plugin, ABC):
 class EMA(WeightAverage):
     """An exponential moving average of weights.
 
-    The first update takes the weights as they are; each later one makes of the average ``a`` and
-    the weights ``w``: ``decay * a + (1 - decay) * w``.
+    The first update copies the weights; each later one sets the average ``a``, given the weights
+    ``w``, to ``decay * a + (1 - decay) * w``.
 
     Args:
-        decay: how much of the average stays, in (0, 1).
+        decay: how much of the average is kept, in (0, 1).
         network: which networks; see :class:`WeightAverage`.
-        every: optimizer steps between two updates; their numbers are its multiples.
-        warmup: begin with smaller decays: after ``t`` updates ``min(decay, (1 + t) / (10 + t))``.
+        every: update after each optimizer step whose number is a multiple of this.
+        warmup: start with smaller decays: after ``t`` updates ``min(decay, (1 + t) / (10 + t))``.
         averages_buffers: average floating-point buffers too, instead of using the network's.
-        swaps_in: the evaluations that see the average.
-        plug_id: the plugin's name.
+        swaps_in: the evaluations that use the average.
+        plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for a value outside of its range (a ``ValueError``).
+        ArgumentError: for a value outside its range (a ``ValueError``).
         ArgumentTypeError: for networks that are not named by strings.
 
     Example:
@@ -359,20 +360,20 @@ class EMA(WeightAverage):
 class SWA(WeightAverage):
     """Stochastic weight averaging: the mean of the weights after some steps.
 
-    The weights after optimizer step ``start`` are the first, those of every ``every``-th step from
-    there on follow; steps that were left out do not count (R26). BatchNorm's statistics stay the
-    network's own: average them too, or let ``torch.optim.swa_utils.update_bn`` compute them anew.
+    It averages the weights after optimizer step ``start``, and after every ``every``-th step from
+    there on; skipped updates do not count. BatchNorm's statistics stay the network's own: average
+    them too, or recompute them with ``torch.optim.swa_utils.update_bn``.
 
     Args:
         start: number of the first step whose weights count, from 1.
         every: steps between two that count.
         network: which networks; see :class:`WeightAverage`.
         averages_buffers: average floating-point buffers too, instead of using the network's.
-        swaps_in: the evaluations that see the average.
-        plug_id: the plugin's name.
+        swaps_in: the evaluations that use the average.
+        plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for a value outside of its range (a ``ValueError``).
+        ArgumentError: for a value outside its range (a ``ValueError``).
         ArgumentTypeError: for networks that are not named by strings.
     """
 

@@ -1,10 +1,10 @@
-"""Hook channels: contexts with a beginning and an end around each part of a run (R1-R22).
+"""Hook channels: contexts that are entered and left around each part of a run.
 
 A :class:`HookContext` is entered and left together with one of seven nested scopes; a
 :class:`PipelineHooks` is the plugin that holds contexts, an ordered list for each channel. Scopes
 are the pairs of events that the table of events names: on_loop around the whole run, on_epoch,
-on_step (a window of accumulation), on_batch, on_model_forward, on_model_backward and
-on_optimizer_step (C10).
+on_step (an accumulation window), on_batch, on_model_forward, on_model_backward and
+on_optimizer_step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEARD = EVENTS.keys() - {"setup"}
 
 @dataclass(eq=False)
 class _Entry:
-    """A context in a channel, the number of its registration, and how many of them still stand."""
+    """A context in a channel, the number of its registration, and its number of live handles."""
 
     hook: HookContext
     number: int
@@ -48,7 +48,7 @@ class _Channel:
             if entry.hook is hook:
                 break
         else:
-            # Never given again: another context must not get the state of one that was removed.
+            # Never reused: another context must not get the state of one that was removed.
             entry = _Entry(hook, self._count)
             self._count += 1
             self.entries.append(entry)
@@ -56,7 +56,7 @@ class _Channel:
         return entry
 
     def live(self) -> Iterator[HookContext]:
-        """Yield the contexts that are there now, without those that go away in the meantime."""
+        """Yield the current contexts; one that is removed meanwhile is not yielded."""
         for entry in tuple(self.entries):
             if entry.claims:
                 yield entry.hook
@@ -76,15 +76,15 @@ class _Channel:
 
 @final
 class HookHandle:
-    """Takes registrations back: by :meth:`remove`, or at the end of a ``with`` statement (R17)."""
+    """Removes registrations: by :meth:`remove`, or at the end of a ``with`` statement."""
 
     def __init__(self, registrations: Iterable[tuple[_Channel, _Entry]]) -> None:
         self._registrations = list(registrations)
 
     def remove(self) -> None:
-        """Take back what the handle stands for; more calls do nothing.
+        """Remove the registrations; calling it again does nothing.
 
-        A context that was registered several times goes with the last of its handles.
+        A context that was registered several times is removed with the last of its handles.
         """
         registrations, self._registrations = self._registrations, []
         for channel, entry in registrations:
@@ -103,7 +103,7 @@ class HookHandle:
 
 
 def _opens(channel: str, noun: str = "") -> Callable[..., None]:
-    """Return a method that hears the beginning of a scope."""
+    """Return a method that receives the start event of a scope."""
 
     def begin(self: PipelineHooks, *args: Any) -> None:
         self._begin(channel, noun)
@@ -112,7 +112,7 @@ def _opens(channel: str, noun: str = "") -> Callable[..., None]:
 
 
 def _closes(channel: str, noun: str = "") -> Callable[..., None]:
-    """Return a method that hears the end of a scope."""
+    """Return a method that receives the end event of a scope."""
 
     def end(self: PipelineHooks, *args: Any) -> None:
         self._end(channel, noun)
@@ -122,20 +122,20 @@ def _closes(channel: str, noun: str = "") -> Callable[..., None]:
 
 @PLUGIN_REGISTRY.register
 class PipelineHooks(Plugin):
-    """Contexts by channel, as one plugin (R19).
+    """Contexts by channel, as one plugin.
 
-    Contexts of a channel are entered in the order of their registration and left in the same order
-    (R13, C11). Where a scope ends while scopes inside of it are open, those end first; after an
-    exception all that was entered is left, innermost scope first, with ``ctx.exception`` set.
+    Contexts of a channel are entered in the order of their registration and left in the same order.
+    If a scope ends while scopes inside it are open, those end first; after an exception all entered
+    contexts are left, innermost scope first, with ``ctx.exception`` set.
 
     Args:
-        plug_id: the plugin's name; the states of its contexts are saved under it.
+        plug_id: unique id of the plugin; the states of its contexts are saved under it.
     """
 
     _internals: ClassVar[str] = "_channels _scopes"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse methods that would switch a channel off: those that leave out the base's.
+        """Refuse overrides that would disable a channel because they do not call the base method.
 
         Raises:
             UsageError: if a class overrides an event that opens or closes a scope, without a call
@@ -148,9 +148,9 @@ class PipelineHooks(Plugin):
             code = function.__code__ if inspect.isfunction(function) else None
             if code is not None and bases.isdisjoint(code.co_names + code.co_freevars):
                 raise UsageError(
-                    f"{cls.__name__}.{name} must call super().{name}(...): by this event "
-                    "PipelineHooks enters or leaves its contexts, which would else never run. Add "
-                    "the call, or hear the event in a plugin of its own."
+                    f"{cls.__name__}.{name} must call super().{name}(...): in this event "
+                    "PipelineHooks enters or leaves its contexts, which would otherwise never run. "
+                    "Add the call, or receive the event in a separate plugin."
                 )
 
     def __init__(self, plug_id: str = "pipeline-hooks") -> None:
@@ -160,13 +160,13 @@ class PipelineHooks(Plugin):
 
     @staticmethod
     def from_hooks(source: Any) -> PipelineHooks:
-        """Return the set of contexts that something stands for (R21).
+        """Return the contexts that a value describes.
 
         Args:
-            source: ``None`` (an empty set); a ``PipelineHooks`` (itself); a table ``{"type": name,
+            source: ``None`` (no contexts); a ``PipelineHooks`` (itself); a table ``{"type": name,
                 ...}``, built by the registry of plugins with the rest as arguments; a class or a
-                function without arguments that gives one; or an iterable of these, which gives a
-                new set of all their contexts.
+                function without arguments that returns one; or an iterable of these, which gives a
+                new object with all their contexts.
 
         Raises:
             ArgumentTypeError: for anything else.
@@ -187,25 +187,25 @@ class PipelineHooks(Plugin):
         return _as_hooks(source, source)
 
     def register(self, channel: str, hook: HookContext) -> HookHandle:
-        """Add a context to a channel; returns a handle whose ``remove`` takes it back.
+        """Add a context to a channel; returns a handle whose ``remove`` removes it.
 
-        The same object counts once in a channel, at its first place (R17). Each call has its own
-        handle, and the context stays until the last of them was removed. In a scope that is open
-        nothing changes: a context is entered from the next beginning on, and one that was entered
-        is left, also if it was removed in between.
+        The same object counts once in a channel, at its first position. Each call has its own
+        handle, and the context stays until the last of them was removed. An open scope does not
+        change: a new context is entered when the scope next begins, and one that was entered is
+        left, even if it was removed in between.
 
         Raises:
-            ArgumentError: for a channel that does not exist (R18), and a context that overrides
-                neither ``on_enter`` nor ``on_exit``, or only one of ``state_dict`` and
+            ArgumentError: for a channel that does not exist, and a context that overrides neither
+                ``on_enter`` nor ``on_exit``, or only one of ``state_dict`` and
                 ``load_state_dict``.
-            ArgumentTypeError: for something that is no ``HookContext``, and for methods that take
-                other arguments than the context, or are async or generators.
+            ArgumentTypeError: for anything but a ``HookContext``, and for methods that take other
+                arguments than the context, or are async or generators.
         """
         place = self._find(channel)
         if not isinstance(hook, HookContext):
             raise ArgumentTypeError(
                 f"PipelineHooks.register(hook=...) must be a HookContext object, got {hook!r}. "
-                "Wrap functions by HookContext.from_callable(before=..., after=...)."
+                "Wrap functions with HookContext.from_callable(before=..., after=...)."
             )
         check_parts(hook)
         has_state(hook)  # raises
@@ -220,18 +220,18 @@ class PipelineHooks(Plugin):
         return [entry.hook for entry in self._find(channel).entries]
 
     def unregister_all(self) -> None:
-        """Take all contexts out of all channels; handles of before do nothing any more (R19)."""
+        """Remove all contexts from all channels; existing handles have no effect any more."""
         for channel in self._channels.values():
             channel.clear()
 
     def extend(self, other: PipelineHooks) -> HookHandle:
-        """Add the contexts that another set holds now, channel by channel (R20).
+        """Add the contexts that another object holds now, channel by channel.
 
         Returns:
             One handle for all of them.
 
         Raises:
-            ArgumentTypeError: for something that is no ``PipelineHooks``.
+            ArgumentTypeError: for anything but a ``PipelineHooks``.
         """
         if not isinstance(other, PipelineHooks):
             raise ArgumentTypeError(
@@ -248,7 +248,7 @@ class PipelineHooks(Plugin):
         return self
 
     def __add__(self, other: PipelineHooks) -> PipelineHooks:
-        """Return a new set with the contexts of both, under the id of the first (R20)."""
+        """Return a new object with the contexts of both, under the id of the first."""
         hooks = PipelineHooks(self.plug_id)
         hooks.extend(self)
         hooks.extend(other)
@@ -274,7 +274,7 @@ class PipelineHooks(Plugin):
         return {name: hook.state_dict() for name, hook in self._with_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the contexts back their states; warn of any that is left over or missing."""
+        """Restore the states of the contexts; warn if any are left over or missing."""
         left, missing = dict(state_dict), []
         for name, hook in self._with_state():
             if name in left:
@@ -285,8 +285,8 @@ class PipelineHooks(Plugin):
         if (left or missing) and not is_inference:
             _LOGGER.warning(
                 "The contexts of plugin %r are not those of the checkpoint. States without a "
-                "context: %s. Contexts that begin without their state: %s. Register the same ones "
-                "in the same order, before the run starts.",
+                "context: %s. Contexts without a saved state: %s. Register the same ones in the "
+                "same order, before the run starts.",
                 self.plug_id,
                 ", ".join(left) or "none",
                 ", ".join(missing) or "none",
@@ -308,31 +308,31 @@ class PipelineHooks(Plugin):
         self._scopes.end((channel, noun))
 
     def on_checkpoint_loaded(self) -> None:
-        """Know that the loop was begun in another process."""
+        """Remember that the loop began in another process."""
         self._scopes.is_run_resumed = True
 
     def on_sanity_check_start(self) -> None:
-        """Begin the loop before the trial, so that its batches lie in it too (R1, R4)."""
+        """Begin the loop before the sanity check, so that its batches are inside it."""
         self._begin("on_loop", "training")
 
     def on_training_start(self) -> None:
-        """Begin the loop, unless a trial has begun it."""
+        """Begin the loop, unless a sanity check has done so."""
         if not self._scopes:
             self._begin("on_loop", "training", is_resumed=self._scopes.is_run_resumed)
 
     def on_training_resume(self, state: TrainingState) -> None:
-        """Go on in an epoch: its named event is not told again (DESIGN section 7)."""
+        """Open the scope of the epoch in which the run resumes: its start is not emitted again."""
         if self.context.is_in_epoch:
             self._begin("on_epoch", "training", is_resumed=True)
 
     def on_training_batch_start(self, state: TrainingState) -> None:
-        """Begin the batch; and a step where a window goes on that another epoch has begun."""
+        """Begin the batch; and a step, if a window that began in another epoch continues."""
         if ("on_step", "training") not in self._scopes:
             self._begin("on_step", "training")
         self._begin("on_batch", "training")
 
     def on_validation_start(self, validation_cycle: int) -> None:
-        """Begin the loop of a validation that is a run of its own."""
+        """Begin the loop, if the validation is a run of its own."""
         if not self._scopes:
             self._begin("on_loop", "validation")
 
@@ -361,17 +361,17 @@ class PipelineHooks(Plugin):
     on_optimizer_step_end = _closes("on_optimizer_step")
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave all that was entered; the exception goes on by itself (R14, R16)."""
+        """Leave everything that was entered; the exception propagates."""
         if self._scopes:
             self.context.exception = exception
             self._scopes.unwind(exception=exception)
 
     def on_fit_end(self) -> None:
-        """Leave what an interruption has left open: the ends of its scopes are not told."""
+        """Leave what an interruption has left open: its end events are not emitted."""
         self._scopes.unwind()
 
     def teardown(self) -> None:
-        """Leave what is still open, and be ready for another run."""
+        """Leave what is still open, and prepare for another run."""
         self._scopes.is_run_resumed = False
         self._scopes.unwind()
 
@@ -380,8 +380,8 @@ def _build(table: Mapping[str, Any]) -> Any:
     arguments = dict(table)
     if "type" not in arguments:
         raise ArgumentError(
-            f"PipelineHooks.from_hooks(...) must get tables with a 'type', got {arguments!r}. Name "
-            "a registered class there, e.g. {'type': 'PipelineHooks'}."
+            f"PipelineHooks.from_hooks(...) must get tables with a 'type', got {arguments!r}. Set "
+            "it to a registered class, e.g. {'type': 'PipelineHooks'}."
         )
     return create_plugin(arguments.pop("type"), **arguments)
 
@@ -390,7 +390,7 @@ def _as_hooks(made: Any, source: Any) -> PipelineHooks:
     if not isinstance(made, PipelineHooks):
         raise ArgumentTypeError(
             "PipelineHooks.from_hooks(...) must get None, PipelineHooks, a table with a type, a "
-            f"class or function that gives PipelineHooks, or an iterable of these, got {source!r}. "
-            "Register single contexts by register(channel, hook)."
+            f"class or function that returns PipelineHooks, or an iterable of these, got "
+            f"{source!r}. Register single contexts with register(channel, hook)."
         )
     return made

@@ -1,4 +1,4 @@
-"""Hook contexts: a beginning and an end around a part of a run (R10-R12)."""
+"""``HookContext``: methods that are called at the beginning and the end of a part of a run."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ Part = Callable[[Context], object]
 
 
 class HookContext:
-    """A beginning and an end of a scope; override either or both (R10).
+    """Called at the beginning and the end of a scope; override one or both methods.
 
-    One that has been entered is left, whatever happens in between. Where ``ctx.exception`` is set
-    then, the scope was broken off by it (R16). Attributes that training changes survive a
-    restart; a context may also say itself what to save, by :meth:`state_dict` and
-    :meth:`load_state_dict`.
+    A context that was entered is always left. If ``ctx.exception`` is set then, an exception ended
+    the scope. Attributes that training changes survive a restart; to control what is saved,
+    override :meth:`state_dict` and :meth:`load_state_dict`.
 
     Attributes:
-        unsaved: names of attributes that training changes and that no checkpoint needs.
+        unsaved: names of attributes that training changes and that need not be saved.
     """
 
     unsaved: tuple[str, ...] = ()
 
     def on_enter(self, ctx: Context) -> None:
-        """Act when the scope begins; if this raises, the context was not entered (R14)."""
+        """Called when the scope begins; if this raises, the context was not entered."""
         return
 
     def on_exit(self, ctx: Context) -> None:
-        """Act when the scope ends."""
+        """Called when the scope ends."""
         return
 
     @staticmethod
     def from_callable(before: Part | None = None, after: Part | None = None) -> HookContext:
-        """Return a context made of functions; either may be left out (R11).
+        """Return a context made of functions; one of them may be omitted.
 
         Args:
-            before: called with the context object when the scope begins.
+            before: called with the run's ``Context`` when the scope begins.
             after: called with it when the scope ends.
 
         Raises:
             ArgumentTypeError: for something that cannot be called, does not take one argument, or
                 is async or a generator.
-            ArgumentError: if both are left out.
+            ArgumentError: if both are omitted.
         """
         for name, part in (("before", before), ("after", after)):
             if part is not None and not callable(part):
@@ -59,17 +58,17 @@ class HookContext:
                 _check_part(f"HookContext.from_callable({name}=...)", part)
         if before is None and after is None:
             raise ArgumentError(
-                "HookContext.from_callable(before=..., after=...) must get one of both, got none: "
+                "HookContext.from_callable(before=..., after=...) must get at least one, got none: "
                 "the context would do nothing. Pass a function of the context."
             )
         return _FunctionContext(before, after)
 
     @contextmanager
     def begin(self, ctx: Context) -> Iterator[HookContext]:
-        """Enter, run the body of a ``with`` statement, and leave in any case (R12).
+        """Enter, run the body of a ``with`` statement, and always leave.
 
-        An exception of the body stands in ``ctx.exception`` while the context is left, and goes on
-        afterwards; what leaving raises besides is noted with it (R15, R16).
+        An exception in the body is in ``ctx.exception`` while the context is left, and propagates
+        afterwards; what leaving raises is added to it as a note.
         """
         self.on_enter(ctx)
         errors: list[BaseException] = []
@@ -86,11 +85,11 @@ class HookContext:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
 
 
 def has_state(hook: HookContext) -> bool:
-    """Whether a checkpoint keeps something of a context.
+    """Whether a checkpoint saves state of a context.
 
     Raises:
         ArgumentError: if it overrides only one of the two methods.
@@ -101,7 +100,7 @@ def has_state(hook: HookContext) -> bool:
     if saves is not loads:
         present = "state_dict" if saves else "load_state_dict"
         raise ArgumentError(
-            f"{kind.__name__} must override both state_dict and load_state_dict or none of them, "
+            f"{kind.__name__} must override both state_dict and load_state_dict or neither, "
             f"got {present} only. Add the other one."
         )
     return saves

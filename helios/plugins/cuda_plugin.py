@@ -1,4 +1,4 @@
-"""The historical plugin that moves batches to the GPU; today a name for what the engine does."""
+"""``CUDAPlugin``, a historical name: the engine moves batches now."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
 
 @PLUGIN_REGISTRY.register
 class CUDAPlugin(Plugin):
-    """Accepted for scripts of Helios 1: batches are moved by ``Model.batch_to_device`` (H61).
+    """Accepted for scripts of Helios 1: ``Model.batch_to_device`` moves batches.
 
     Raises:
         RuntimeError: without CUDA.

@@ -1,7 +1,7 @@
-"""An early stop by any validation score, with patience of its own.
+"""``EarlyStopping``: end a run when a validation score no longer improves.
 
-The trainer's ``early_stop_cycles`` counts what ``have_metrics_improved`` says; this plugin needs
-no method of the model, and several of them may watch several scores.
+The trainer's ``early_stop_cycles`` relies on ``have_metrics_improved``; this plugin needs no method
+of the model, and several of them can watch several scores.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ class EarlyStopping(Plugin):
     """Ends the run regularly when a validation score no longer improves.
 
     The score is read after each validation of a training, from the model's ``metrics``, after the
-    model's own ``on_validation_end``. A score that is not finite is no improvement, and is warned
-    of. Neither a trial validation nor ``Trainer.validate`` counts.
+    model's own ``on_validation_end``. A score that is not finite counts as no improvement, and is
+    logged as a warning. Sanity checks and ``Trainer.validate`` do not count.
 
-    A run that this plugin has ended and that is extended afterwards gets its patience anew, and
-    has still to improve on the best score; one that ended for another reason counts on.
+    If you extend a run that this plugin has ended, its patience starts anew, and the best score
+    stays; if the run ended for another reason, the count continues.
 
     Args:
         metric: name of the score.
         mode: ``"min"`` if small scores are good, ``"max"`` if large ones are.
-        patience: validations without improvement, in a row, after which the run ends.
+        patience: end the run after that many validations in a row without improvement.
         min_delta: a score must be better than the best one by more than this.
         threshold: end the run as soon as the score is at least as good as this; ``None`` for never.
         stop_on_nan: end the run at a score that is not finite.
-        plug_id: the plugin's name.
+        plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for a value outside of its range (a ``ValueError``).
-        ArgumentTypeError: for a metric that is no name.
+        ArgumentError: for a value outside its range (a ``ValueError``).
+        ArgumentTypeError: for a metric that is not a name.
 
     Example:
         >>> EarlyStopping("loss", patience=3).best is None
@@ -72,7 +72,7 @@ class EarlyStopping(Plugin):
                 ' Pass e.g. "loss".'
             )
         if mode not in ("min", "max"):
-            raise _fail("mode", '"min" or "max"', mode, "Say whether small or large is good.")
+            raise _fail("mode", '"min" or "max"', mode, "Pass max if large scores are good.")
         if type(patience) is not int or patience < 1:
             raise _fail("patience", "a positive int", patience, "It counts validations.")
         if not _is_finite(min_delta) or min_delta < 0:
@@ -104,24 +104,24 @@ class EarlyStopping(Plugin):
         self._has_stopped = False
 
     def setup(self) -> None:
-        """Begin without a best score; a checkpoint brings its own."""
+        """Start without a best score; a checkpoint restores it."""
         self._forget()
 
     def on_training_start(self) -> None:
-        """Watch from here on: a trial validation comes before, ``Trainer.validate`` without."""
+        """Start watching: after a sanity check, and not in ``Trainer.validate``."""
         self._is_training = True
 
     def on_validation_end(self, validation_cycle: int) -> None:
-        """Look at the score, and ask for the end of the run where it is due.
+        """Read the score, and request the end of the run if it is due.
 
         Raises:
-            UsageError: if the score is missing, or no number.
+            UsageError: if the score is missing, or not a number.
         """
         if not self._is_training:
             return
         if self._has_stopped:
             _LOGGER.info(
-                "Plugin %r had ended this run, which was extended: its patience begins anew.",
+                "Plugin %r had ended this run, which was extended: its patience starts anew.",
                 self.plug_id,
             )
             self._has_stopped = False
@@ -129,7 +129,7 @@ class EarlyStopping(Plugin):
         score = self._read()
         if not math.isfinite(score):
             _LOGGER.warning(
-                "The validation score %r is %s: plugin %r takes that for no improvement.",
+                "The validation score %r is %s: plugin %r counts it as no improvement.",
                 self._metric,
                 score,
                 self.plug_id,
@@ -144,7 +144,7 @@ class EarlyStopping(Plugin):
             self.context.request_stop(reason)
 
     def teardown(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._is_training = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class EarlyStopping(Plugin):
         return {"best": self._best, "count": self._count, "has_stopped": self._has_stopped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self._best = state_dict["best"]
         self._count = state_dict["count"]
         self._has_stopped = state_dict["has_stopped"]
@@ -161,8 +161,8 @@ class EarlyStopping(Plugin):
         scores = self.context.model.metrics
         if self._metric not in scores:
             raise UsageError(
-                f"EarlyStopping(metric={self._metric!r}) must name a score of the validation; "
-                f"there are {sorted(scores) or 'none'}. Return it from valid_step, put it into "
+                f"EarlyStopping(metric={self._metric!r}) must name a validation score; there are "
+                f"{sorted(scores) or 'none'}. Return it from valid_step, put it into "
                 "self._val_scores, or correct the name."
             )
         score = scores[self._metric]
@@ -181,7 +181,7 @@ class EarlyStopping(Plugin):
         return self._best is None or self._sign * (self._best - score) > self._min_delta
 
     def _find_reason(self, score: float) -> str:
-        """Return why the run is to end now; empty while it is not."""
+        """Return why the run should end now; empty if it should not."""
         name = f"{self.plug_id}: {self._metric}"
         if not math.isfinite(score):
             if self._stop_on_nan:

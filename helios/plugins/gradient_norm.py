@@ -1,7 +1,7 @@
-"""Curves of the norms of gradients, as they are before clipping.
+"""``GradientNormMonitor``: log the norms of gradients before clipping.
 
-A norm is computed at every update, where the gradients are, and stays on the device: it is read
-only where logging is due.
+A norm is computed at every update, on the device of the gradients, and read only when logging is
+due.
 """
 
 from __future__ import annotations
@@ -38,23 +38,22 @@ def _gradient_of(parameter: Tensor) -> Tensor | None:
 class GradientNormMonitor(Plugin):
     """Logs the norm of the gradients of each update, with the losses.
 
-    Gradients are those of the whole window, averaged and not yet clipped. The curves are called
-    ``grad_norm``, or ``grad_norm/<optimizer>`` where the model has several optimizers; below them
-    lie ``/<network>`` and ``/<network>.<parameter>``; a parameter in no network is called by its
-    optimizer, group and number. Where logging is due inside of a window, the
-    norm of the newest update is logged.
+    Gradients are those of the whole accumulation window, averaged and not yet clipped. The scalars
+    are named ``grad_norm``, or ``grad_norm/<optimizer>`` if the model has several optimizers, with
+    ``/<network>`` and ``/<network>.<parameter>`` appended for networks and parameters; a parameter
+    in no network is named by its optimizer, group and number. If logging is due inside a window,
+    the norm of the last update is logged.
 
-    In manual steps the model makes the updates itself: there is nothing to hear, which is said
-    once.
+    In manual mode, no norm can be measured, which is logged once.
 
     Args:
         norm_type: the ``p`` of the norm, above 0; ``inf`` for the largest magnitude.
         per_network: log the norm for each network too.
         per_parameter: log the norm for each parameter too.
-        plug_id: the plugin's name.
+        plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for a norm that there is not (a ``ValueError``).
+        ArgumentError: for an invalid norm (a ``ValueError``).
 
     Example:
         >>> GradientNormMonitor(norm_type=float("inf")).plug_id
@@ -93,7 +92,7 @@ class GradientNormMonitor(Plugin):
         self._has_warned = False
 
     def setup(self) -> None:
-        """Begin without a norm; a checkpoint brings its own."""
+        """Start without a norm; a checkpoint restores it."""
         self._forget()
 
     @asks_nothing
@@ -114,7 +113,7 @@ class GradientNormMonitor(Plugin):
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        """Log the newest norms, where logging is due."""
+        """Log the last norms, if logging is due."""
         if not should_log or not self._norms:
             return
         self._has_logged = True
@@ -125,23 +124,23 @@ class GradientNormMonitor(Plugin):
             for place, norm in norms.items()
         }
         device = next(iter(norms.values())).device
-        # One transfer for all: each number that is read by itself waits for the device.
+        # One transfer for all: reading each number separately waits for the device each time.
         numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist()
         self.context.log(dict(zip(norms, numbers, strict=True)))
 
     @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
-        """Say once that manual steps are not heard."""
+        """Warn once that manual steps cannot be measured."""
         if not self._norms and not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
-                "Plugin %r has nothing to log: train_step returns None, so the model makes its "
-                "updates itself. Return the loss, or log the norm there.",
+                "Plugin %r has nothing to log: train_step returns None, so the model steps its "
+                "optimizers itself. Return the loss, or log the norm there.",
                 self.plug_id,
             )
 
     def on_training_end(self) -> None:
-        """Say so if nothing was logged in the whole run."""
+        """Warn if nothing was logged in the whole run."""
         if self._norms and not self._has_logged and self.context.start_step == 0:
             _LOGGER.warning(
                 "Plugin %r has logged nothing: logging was never due. Set "
@@ -150,7 +149,7 @@ class GradientNormMonitor(Plugin):
             )
 
     def teardown(self) -> None:
-        """Let go of the optimizers and parameters."""
+        """Release the optimizers and parameters."""
         self._paths = {}
         self._places = {}
 
@@ -159,11 +158,11 @@ class GradientNormMonitor(Plugin):
         return {"norms": {path: dict(norms) for path, norms in self._norms.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self._norms = {path: dict(norms) for path, norms in state_dict["norms"].items()}
 
     def _measure(self, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return norms by place; that of all has an empty one."""
+        """Return norms by network or parameter; the key of the total is empty."""
         norms = {"": get_total_norm(list(gradients.values()), self._norm_type)}
         if self._per_network:
             parts: dict[str, list[Tensor]] = {}
@@ -176,7 +175,7 @@ class GradientNormMonitor(Plugin):
         return norms
 
     def _learn_names(self, optimizer: Optimizer) -> None:
-        """Find out how optimizers are called, and the parameters of networks."""
+        """Find the names of optimizers, and the parameters of networks."""
         self._paths = {part: path for path, part in self.context.optimizers.items()}
         self._paths.setdefault(optimizer, type(optimizer).__name__)
         for path, network in self.context.model.discovery.modules().items():

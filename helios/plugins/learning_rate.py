@@ -1,7 +1,7 @@
-"""Curves of learning rates, and of momenta if wanted.
+"""``LearningRateMonitor``: log learning rates and momenta.
 
-What is logged is the rate that the step just made has used: a scheduler moves right after the
-step, so what an optimizer holds at the end of a batch is already the next step's.
+It logs the rate that the step just made has used: a scheduler steps right after the optimizer, so
+at the end of a batch the optimizer already holds the rate of the next step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def _read(optimizer: Optimizer, *, with_momentum: bool) -> list[dict[str, Any]]:
-    """Return the numbers of each group; tensors, which schedulers fill in place, are copied."""
+    """Return the numbers of each group; tensors, which schedulers change in place, are copied."""
     groups = []
     for group in optimizer.param_groups:
         numbers = {"lr": group["lr"]}
@@ -38,9 +38,9 @@ def _read(optimizer: Optimizer, *, with_momentum: bool) -> list[dict[str, Any]]:
 
 
 def _names_of(optimizer: Optimizer) -> list[str]:
-    """Return how the groups are called: by their names where all have different ones, or numbers.
+    """Return the names of the groups: their own if all are different, otherwise their numbers.
 
-    Where there is one group only, it needs no name.
+    A single group needs no name.
     """
     groups = optimizer.param_groups
     names = [str(group["name"]) for group in groups if "name" in group]
@@ -53,18 +53,18 @@ def _names_of(optimizer: Optimizer) -> list[str]:
 
 @PLUGIN_REGISTRY.register
 class LearningRateMonitor(Plugin):
-    """Logs the learning rates with the losses, in both modes of training (R42).
+    """Logs the learning rates with the losses, in automatic and manual mode.
 
-    The curves are called ``lr``; ``lr/<optimizer>`` where the model has several optimizers; and
-    ``lr/<optimizer>/<group>`` for each group of an optimizer that has several, by the groups'
-    ``"name"`` if all of them have one, else by number. Logged is what the last step of the batch
-    has used; where a batch makes none (inside of a window, or in manual steps) what the optimizer
-    holds.
+    The scalars are named ``lr``; ``lr/<optimizer>`` if the model has several optimizers; and
+    ``lr/<optimizer>/<group>`` for each group of an optimizer with several, by its ``"name"`` if
+    all of them have one, otherwise by number. The values are those that the last step of the
+    batch has used; if a batch makes no step (inside a window, or in manual mode), those that the
+    optimizer holds.
 
     Args:
-        momentum: log the momentum as well (``momentum`` or the first of ``betas``), under names
-            that begin with ``momentum``.
-        plug_id: the plugin's name.
+        momentum: also log the momentum (``momentum`` or the first of ``betas``), under names that
+            begin with ``momentum``.
+        plug_id: unique id of the plugin.
 
     Example:
         >>> LearningRateMonitor(momentum=True).plug_id
@@ -88,19 +88,19 @@ class LearningRateMonitor(Plugin):
 
     @asks_nothing
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
-        """Note what the step uses."""
+        """Record the values that the step uses."""
         self._used[optimizer] = _read(optimizer, with_momentum=self._with_momentum)
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        """Log, where logging is due."""
+        """Log, if logging is due."""
         if should_log:
             self._has_logged = True
             self.context.log(self._find_numbers())
         self._used = {}
 
     def on_training_end(self) -> None:
-        """Say so if nothing was logged in the whole run."""
+        """Warn if nothing was logged in the whole run."""
         if not self._has_logged and self.context.start_step == 0:
             _LOGGER.warning(
                 "Plugin %r has logged nothing: logging was never due. Set "
@@ -109,7 +109,7 @@ class LearningRateMonitor(Plugin):
             )
 
     def teardown(self) -> None:
-        """Let go of the optimizers."""
+        """Release the optimizers."""
         self._used = {}
 
     def _find_numbers(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""How batches come into metrics: with one replica at their end, with several at each forward's.
+"""How metrics are updated: after each batch with one replica, after each forward with several.
 
-Which of both serves a run is chosen once, where it begins.
+The choice is made once, when a run begins.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Take: TypeAlias = Callable[[], list[Any]]
 
 
 class Intake(ABC):
-    """Takes batches into metrics.
+    """Updates metrics with batches.
 
     Args:
-        whole: the metrics, which hold what all replicas have taken in when they are joined.
-        tallies: those of each replica of this process.
+        whole: the metrics; after :meth:`join`, they hold the data of all replicas.
+        tallies: the metrics of each replica of this process.
     """
 
     def __init__(self, whole: Tally, tallies: dict[int, Tally]) -> None:
@@ -34,28 +34,28 @@ class Intake(ABC):
         self._tallies = tallies
 
     def reset(self) -> None:
-        """Forget all that was taken in."""
+        """Reset all metrics."""
         for tally in (self._whole, *self._tallies.values()):
             tally.reset()
 
     @abstractmethod
     def end_forward(self, take: Take) -> None:
-        """Act at the end of a forward in the phase that is measured."""
+        """Called at the end of a forward in the phase that is measured."""
 
     @abstractmethod
     def end_batch(self, take: Take) -> None:
-        """Act at the end of an iteration's batches in that phase."""
+        """Called at the end of an iteration's batches in that phase."""
 
     @abstractmethod
     def join(self) -> None:
-        """Let the whole hold what all replicas have taken in; all processes call it at once."""
+        """Merge the data of all replicas into the whole; all processes call this together."""
 
     @abstractmethod
     def capture(self, *, has_data: bool) -> dict[str, Any]:
-        """Return the state; all processes call it at once.
+        """Return the state; all processes call this together.
 
         Args:
-            has_data: whether there may be something that a later start needs.
+            has_data: whether there may be data that a later start needs.
         """
 
     @abstractmethod
@@ -63,45 +63,45 @@ class Intake(ABC):
         """Return the states in what :meth:`capture` returned, by replica."""
 
     def restore(self, saved: Mapping[int, Any]) -> None:
-        """Take states back, of the replicas of this process."""
+        """Restore the states of the replicas of this process."""
         for replica in saved.keys() & self._tallies.keys():
             self._tallies[replica].restore(saved[replica])
 
 
 @final
 class LoneIntake(Intake):
-    """One replica: each batch goes into the metrics themselves, at its end.
+    """One replica: each batch updates the metrics themselves, at its end.
 
     Args:
         whole: the metrics.
-        context: the run; not needed, and not there before one.
+        context: the run; not needed, and ``None`` before one.
     """
 
     def __init__(self, whole: Tally, context: Context | None = None) -> None:
         super().__init__(whole, {0: whole})
 
     def end_forward(self, take: Take) -> None:
-        """Wait for the end of the batch."""
+        """Do nothing: the batch is used at its end."""
 
     def end_batch(self, take: Take) -> None:
-        """Take in the batch."""
+        """Update the metrics with the batch."""
         with aside():
             self._whole.update(take())
 
     def join(self) -> None:
-        """Do nothing: the whole holds it all."""
+        """Do nothing: the whole holds all data."""
 
     def capture(self, *, has_data: bool) -> dict[str, Any]:
         """Return the state of the metrics."""
         return self._whole.capture()
 
     def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the state as that of replica 0; nothing where several replicas have saved it."""
+        """Return the state as that of replica 0; nothing if several replicas have saved it."""
         return {0: state_dict} if "metrics" in state_dict else {}
 
 
 class _Turn(NamedTuple):
-    """What a replica has to take in at the end of its turn."""
+    """What a replica's metrics are updated with at the end of its turn."""
 
     replica: int
     arguments: list[Any]
@@ -110,14 +110,14 @@ class _Turn(NamedTuple):
 
 @final
 class SharedIntake(Intake):
-    """Several replicas: each has copies of the metrics, which take in its own batches.
+    """Several replicas: each has copies of the metrics, updated with its own batches.
 
     Args:
         whole: the metrics.
         context: the run.
 
     Raises:
-        ArgumentError: for metrics that cannot be joined.
+        ArgumentError: for metrics that cannot be merged.
     """
 
     def __init__(self, whole: Tally, context: Context) -> None:
@@ -129,7 +129,7 @@ class SharedIntake(Intake):
         self._forget_turns()
 
     def reset(self) -> None:
-        """Forget all that was taken in, and a turn that is open."""
+        """Reset all metrics, and discard an open turn."""
         super().reset()
         self._forget_turns()
 
@@ -138,7 +138,7 @@ class SharedIntake(Intake):
         self._num_turns = 0
 
     def end_forward(self, take: Take) -> None:
-        """Note the batch of a replica, and take in that of the one before."""
+        """Record the batch of a replica, and update with that of the replica before."""
         context = self._context
         is_training = context.phase is Phase.TRAINING
         # In an evaluation each forward is a turn; replicas without a batch are the last ones.
@@ -146,12 +146,12 @@ class SharedIntake(Intake):
         self._num_turns += 1
         if self._turn is not None and self._turn.replica != replica:
             self._end_turn()
-        # A batch may be trained on in several forwards, of which the last one counts.
+        # A batch may be used in several forwards, of which the last one counts.
         with aside(), _at_its_end(context):
             self._turn = _Turn(replica, take(), rng.get_rng_state_dict())
 
     def end_batch(self, take: Take) -> None:
-        """Take in the batch of the last replica."""
+        """Update with the batch of the last replica."""
         self._end_turn()
         self._num_turns = 0
 
@@ -159,12 +159,12 @@ class SharedIntake(Intake):
         turn, self._turn = self._turn, None
         if turn is not None:
             with aside():
-                # What a metric draws must not depend on whose turn it is here next.
+                # What a metric draws must not depend on which replica of this process is next.
                 rng.load_rng_state_dict(turn.randomness)
                 self._tallies[turn.replica].update(turn.arguments)
 
     def join(self) -> None:
-        """Join what the replicas have taken in, in their order."""
+        """Merge the data of the replicas, in their order."""
         self._whole.join(self._gather(), self._spare)
 
     def _gather(self) -> list[dict[str, Any]]:
@@ -177,13 +177,13 @@ class SharedIntake(Intake):
         return {"replicas": self._gather() if has_data else []}
 
     def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the states; nothing where one replica has saved its own."""
+        """Return the states; nothing if a single replica has saved its own."""
         return dict(enumerate(state_dict.get("replicas", [])))
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Run a block without gradients, and without a trace in the random numbers."""
+    """Run a block without gradients, and without changing the random number generators."""
     found = rng.get_rng_state_dict()
     try:
         with torch.no_grad():
@@ -194,7 +194,7 @@ def aside() -> Iterator[None]:
 
 @contextmanager
 def _at_its_end(context: Context) -> Iterator[None]:
-    """Show the batch in a forward as it is shown at the batch's end (R31)."""
+    """Show the batch in a forward as it is shown at the batch's end."""
     shown = context.batch
     context.show_raw_batch()
     try:

@@ -1,7 +1,7 @@
-"""Metrics and what of them is state: one set for each replica, and the one that all of them make.
+"""Metrics and their state: one set for each replica, and the merged one.
 
-Replicas take in their own batches. Where a value is due, the states of all of them are joined in
-the order of replicas, so that it does not depend on the number of processes (DESIGN R3).
+Replicas use their own batches. When a value is due, the states of all replicas are merged in the
+order of replicas, so that the value does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from helios.protocols import Stateful
 
 _METHODS = "update, compute, reset, state_dict and load_state_dict"
 _REMEDY = (
-    "Give it merge_state(other), which takes in what another one has accumulated before it; or "
-    "return {name: (sum, weight)} from the step, which is added over all replicas."
+    "Give it merge_state(other), which adds the data of another metric before its own; or "
+    "return {name: (sum, weight)} from the step, which is summed over all replicas."
 )
 
 
 @runtime_checkable
 class Metric(Stateful, Protocol):
-    """A measure that is accumulated over batches."""
+    """A metric that accumulates over batches."""
 
     def update(self, *args: Any) -> Any:
-        """Take in a batch."""
+        """Add a batch."""
         ...
 
     def compute(self) -> Any:
-        """Return the value over all that was taken in."""
+        """Return the value over all data since the last reset."""
         ...
 
     def reset(self) -> Any:
-        """Forget all that was taken in."""
+        """Discard all data."""
         ...
 
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """A metric that can be measured by several replicas."""
+    """A metric that several replicas can measure."""
 
     def merge_state(self, other: Any, /) -> Any:
-        """Take in what another metric of the kind has accumulated, as if before this one."""
+        """Add the data of another metric of the same kind, as if it came before this one's."""
         ...
 
 
 @runtime_checkable
 class _Persistent(Protocol):
-    """What leaves its state out of its ``state_dict`` until it is told otherwise."""
+    """A metric that omits its state from its ``state_dict`` unless ``persistent`` is called."""
 
     def persistent(self, mode: bool) -> Any: ...
 
 
 @runtime_checkable
 class _SelfJoining(Protocol):
-    """What joins its state over a process group by itself, where a function says there is one."""
+    """A metric that merges its state over a process group by itself, if a function says so."""
 
     distributed_available_fn: Any
 
@@ -69,10 +69,10 @@ def _is_never_there() -> bool:
 
 
 class _Holder:
-    """One metric, and what of it is state.
+    """One metric and its state.
 
-    A metric that is a module may hold counters beside its state, such as the number of its updates:
-    numbers among the attributes that differ from those of a metric without data are saved, too.
+    A metric that is a module may hold counters beside its state, such as its number of updates:
+    numeric attributes that differ from those of a metric without data are saved, too.
     """
 
     def __init__(self, metric: Metric) -> None:
@@ -110,7 +110,7 @@ class _Holder:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take the state back."""
+        """Restore the state."""
         self.metric.load_state_dict(dict(saved["state"]))
         present, parts = self._numbers(), self._parts()
         for name, value in (self._fresh | saved["numbers"]).items():
@@ -119,18 +119,18 @@ class _Holder:
                 setattr(parts[path], attribute, value)
 
     def leave_alone(self) -> None:
-        """Let nobody but us join the states of several processes: else they counted twice."""
+        """Keep the metric from merging over processes by itself: data would count twice."""
         for part in self._parts().values():
             if isinstance(part, _SelfJoining):
                 vars(part)["distributed_available_fn"] = _is_never_there
 
     def find_fault(self) -> str:
-        """Return why metrics of this kind cannot be joined; empty if they can."""
+        """Return why metrics of this kind cannot be merged; empty if they can."""
         if not isinstance(self.metric, Mergeable):
             return "it has no merge_state"
         inner = [path for path, part in self._parts().items() if path and self._is_missed(part)]
         if inner:
-            return f"its merge_state does not join the metrics in it ({', '.join(inner)})"
+            return f"its merge_state does not merge the metrics in it ({', '.join(inner)})"
         try:
             one, other = copy.deepcopy(self.metric), copy.deepcopy(self.metric)
         except Exception as error:
@@ -138,20 +138,20 @@ class _Holder:
         try:
             one.merge_state(other)
         except Exception as error:
-            return f"two without data cannot be joined: {error!r}"
+            return f"two without data cannot be merged: {error!r}"
         if not _is_same(one.state_dict(), other.state_dict()):
-            return "two without data, joined, are not one without data"
+            return "merging two without data does not give one without data"
         return ""
 
     def _is_missed(self, part: nn.Module) -> bool:
-        """Whether a part has the very merge_state that the whole has, which knows of no parts."""
+        """Whether a part has the same merge_state as the whole, which does not handle parts."""
         owner = next(kind for kind in type(self.metric).__mro__ if "merge_state" in vars(kind))
         return isinstance(part, owner)
 
 
 @final
 class Tally:
-    """Metrics by name, and how often they were updated: those of one replica, or of all.
+    """Metrics by name, and their number of updates: those of one replica, or of all.
 
     Args:
         metrics: the metrics; they are reset.
@@ -168,7 +168,7 @@ class Tally:
         return list(self._holders)
 
     def reset(self) -> None:
-        """Forget all that was taken in."""
+        """Discard all data."""
         for holder in self._holders.values():
             holder.metric.reset()
         self.num_updates = 0
@@ -180,7 +180,7 @@ class Tally:
             holder.move(device)
 
     def update(self, arguments: Sequence[Any]) -> None:
-        """Take in a batch."""
+        """Add a batch."""
         for holder in self._holders.values():
             holder.metric.update(*arguments)
         self.num_updates += 1
@@ -195,14 +195,14 @@ class Tally:
         return {"num_updates": self.num_updates, "metrics": metrics}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take the state back, of the metrics that are there."""
+        """Restore the state of the metrics that exist."""
         self.num_updates = saved["num_updates"]
         for name in saved["metrics"].keys() & self._holders.keys():
             self._holders[name].restore(saved["metrics"][name])
             self._holders[name].move(self._device)
 
     def prepare_to_join(self) -> None:
-        """Begin without data, and see that the metrics of several replicas can be joined.
+        """Reset the metrics, and check that those of several replicas can be merged.
 
         Raises:
             ArgumentError: for one that cannot.
@@ -212,25 +212,25 @@ class Tally:
             holder.leave_alone()
             if fault := holder.find_fault():
                 raise ArgumentError(
-                    f"Metrics(metrics=...) must hold metrics that can be joined, as each of "
+                    f"Metrics(metrics=...) must hold metrics that can be merged, because each of "
                     f"several replicas measures by itself, got {name!r} "
                     f"({type(holder.metric).__name__}): {fault}. {_REMEDY}"
                 )
 
     def copy(self) -> Tally:
-        """Return one of its own, without data."""
+        """Return a copy without data."""
         metrics = {name: copy.deepcopy(part.metric) for name, part in self._holders.items()}
         tally = Tally(metrics)
         tally.move(self._device)
         return tally
 
     def join(self, states: Sequence[Mapping[str, Any]], spare: Tally) -> None:
-        """Hold what several have taken in, one after the other.
+        """Merge the data of several, one after the other, into this one.
 
         Args:
-            states: what they have captured, in order. Those without data do not count: what they
-                hold need not be neutral.
-            spare: a copy, for use on the way.
+            states: their captured states, in order. Those without data are skipped, because an
+                empty state need not be neutral.
+            spare: a copy to load each state into.
         """
         self.reset()
         full = [state for state in states if state["num_updates"]]
@@ -278,14 +278,14 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def take_apart(metrics: object) -> dict[str, Metric]:
-    """Return the metrics by name, members of module dicts each for itself.
+    """Return the metrics by name, with module dicts split into their members.
 
-    Some collections find out in their first update which members may share a state. A run that goes
-    on inside an epoch would find out something else.
+    Some collections decide in their first update which members share a state. A run that resumes
+    inside an epoch could decide differently.
 
     Raises:
-        ArgumentError: if there is none, or one twice.
-        ArgumentTypeError: for something that is no metric.
+        ArgumentError: if there is none, or the same one twice.
+        ArgumentTypeError: for something that is not a metric.
     """
     if not isinstance(metrics, Mapping | nn.ModuleDict) or not metrics:
         raise ArgumentError(
@@ -302,7 +302,7 @@ def take_apart(metrics: object) -> dict[str, Metric]:
         if not isinstance(name, str) or not isinstance(metric, Metric):
             raise ArgumentTypeError(
                 f"Metrics(metrics=...) must map names to objects with {_METHODS}, got "
-                f"{name!r}: {type(metric).__name__}. Give it the methods that are missing."
+                f"{name!r}: {type(metric).__name__}. Add the missing methods."
             )
     if len({id(metric) for metric in found.values()}) < len(found):
         raise ArgumentError(

@@ -1,7 +1,7 @@
-"""Accumulates metrics over batches: any object with update, compute, reset and a state.
+"""``Metrics``: accumulate metrics over batches, and log their values.
 
-A metric's state is in the checkpoint, so a run that goes on inside an epoch gives the value of an
-undisturbed one. torchmetrics is served, and not needed.
+Any object with update, compute, reset and a state is a metric, as those of torchmetrics are. Its
+state is in the checkpoint, so a run that resumes inside an epoch gives the same value.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ class Metrics(Plugin):
     """Update metrics after every batch of a phase, and log their values.
 
     They are logged as ``train/<name>``, ``valid/<name>`` or ``test/<name>``. Values of validations
-    and tests also stand in ``model.metrics`` and ``model.test_scores``, as ``<name>``, before the
-    model hears that the pass has ended. A value that is a dict or a vector is spread:
-    ``<name>/<key>``, ``<name>/<index>``; one of another shape stands in the table only.
+    and tests are also in ``model.metrics`` and ``model.test_scores``, as ``<name>``, before the
+    model's end event. A value that is a dict or a vector is split into ``<name>/<key>`` or
+    ``<name>/<index>``; one of another shape is only in the table.
 
     Args:
         metrics: the metrics by name; the plugin resets, updates and saves them. A module dict, such
-            as torchmetrics' ``MetricCollection``, is taken apart, each member for itself. With
-            several replicas each has copies of them, which must have ``merge_state``.
+            as torchmetrics' ``MetricCollection``, is split into its members. With several replicas
+            each has copies of them, which must have ``merge_state``.
         inputs: takes the context, at the end of a batch, and returns the tuple of arguments for
             ``update``. With several replicas it is called for each, at the end of its forward.
-        phase: what is measured.
-        every: ``"epoch"`` for a value an epoch or pass; in training also a number of optimizer
+        phase: the phase to measure.
+        every: ``"epoch"`` for one value per epoch or pass; in training also a number of optimizer
             steps.
-        plug_id: the plugin's name; ``"metrics-<phase>"`` if left out.
+        plug_id: unique id of the plugin; ``"metrics-<phase>"`` by default.
 
     Raises:
-        ArgumentError: for a value that breaks a rule.
-        ArgumentTypeError: for something that is no metric, or no function.
+        ArgumentError: if a value is invalid.
+        ArgumentTypeError: for something that is not a metric, or not a function.
     """
 
     _internals: ClassVar[str] = (
@@ -86,34 +86,34 @@ class Metrics(Plugin):
         self._leave_run()
 
     def setup(self) -> None:
-        """Begin without data, on the device."""
+        """Start without data, on the device."""
         self._leave_run()
         self._intake.reset()
         self._whole.move(self.device)
 
     def on_fit_start(self) -> None:
-        """Refuse metrics that several replicas cannot measure, before the training."""
+        """Check before training that several replicas can measure the metrics."""
         self._enter_run()
         self._is_fitting = True
 
     def on_training_epoch_start(self, current_epoch: int) -> None:
-        """Begin an epoch without data, if values are those of epochs."""
+        """Reset the metrics, if values are per epoch."""
         if self._phase is Phase.TRAINING and self._every is None:
             self._intake.reset()
 
     def on_forward_end(self, context: Context) -> None:
-        """Take in the batch of one of several replicas."""
+        """Update with the batch of one of several replicas."""
         if context.phase is self._phase:
             self._intake.end_forward(self._find_arguments)
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        """Take in a training batch."""
+        """Update with a training batch."""
         self._update(Phase.TRAINING)
 
     @asks_nothing
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
-        """Log the values every so many steps."""
+        """Log the values every ``every`` steps."""
         if self._every is not None and committed and (state.global_step + 1) % self._every == 0:
             self._conclude_training()
 
@@ -123,24 +123,24 @@ class Metrics(Plugin):
             self._conclude_training()
 
     def on_validation_start(self, validation_cycle: int) -> None:
-        """Begin a validation without data."""
+        """Reset the metrics for a validation."""
         self._begin_pass(Phase.VALIDATION)
 
     def on_validation_batch_end(self, step: int) -> None:
-        """Take in a validation batch."""
+        """Update with a validation batch."""
         self._update(Phase.VALIDATION)
 
     def on_validation_end(self, validation_cycle: int) -> None:
-        """Put the values into ``model.metrics``; the training logs what stands there."""
+        """Put the values into ``model.metrics``; training logs what is there."""
         if self._phase is Phase.VALIDATION:
             self._write()
 
     def on_testing_start(self) -> None:
-        """Begin a test without data."""
+        """Reset the metrics for a test."""
         self._begin_pass(Phase.TESTING)
 
     def on_testing_batch_end(self, step: int) -> None:
-        """Take in a test batch."""
+        """Update with a test batch."""
         self._update(Phase.TESTING)
 
     def on_testing_end(self) -> None:
@@ -149,11 +149,11 @@ class Metrics(Plugin):
             self._log(self._write())
 
     def on_fit_end(self) -> None:
-        """Know that no checkpoint follows."""
+        """Remember that no checkpoint follows."""
         self._is_fitting = False
 
     def teardown(self) -> None:
-        """Let go of the copies that replicas had."""
+        """Release the copies of the replicas."""
         self._is_fitting = False
         self._leave_run()
 
@@ -161,7 +161,7 @@ class Metrics(Plugin):
         if phase is self._phase:
             self._enter_run()
             self._intake.reset()
-            # A model that keeps its scores from pass to pass finds none of ours.
+            # A model that keeps its scores from pass to pass must not find old values of ours.
             for name in self._written:
                 self._table.pop(name, None)
             self._written = []
@@ -173,12 +173,12 @@ class Metrics(Plugin):
         return table
 
     def _leave_run(self) -> None:
-        """Have one set of metrics, as one replica needs."""
+        """Use a single set of metrics, as for one replica."""
         self._intake: Intake = LoneIntake(self._whole)
         self._is_chosen = False
 
     def _enter_run(self) -> None:
-        """Give each replica of this process metrics of its own, where there are several."""
+        """Give each replica of this process its own metrics, if there are several."""
         if not self._is_chosen:
             make = self.context.choose(LoneIntake, SharedIntake)
             self._intake = make(self._whole, self.context)
@@ -195,11 +195,11 @@ class Metrics(Plugin):
                 f"Metrics(inputs=...) must return the tuple of arguments for update, got "
                 f"{type(arguments).__name__}. Return e.g. (predictions, targets)."
             )
-        # A metric that keeps its inputs would keep the graph that they hang in.
+        # A metric that keeps its inputs would keep their graph.
         return [item.detach() if isinstance(item, Tensor) else item for item in arguments]
 
     def _compute(self) -> dict[str, Any]:
-        """Return the values over all that was taken in, and forget it."""
+        """Return the values over all data, and reset."""
         values: dict[str, Any] = {}
         with aside():
             self._intake.join()
@@ -213,7 +213,7 @@ class Metrics(Plugin):
         values = self._compute()
         for name, value in values.items():
             if not isinstance(value, float):
-                self._warn(name, "is no number, and is not logged. Log what you need of it")
+                self._warn(name, "is not a number, and is not logged. Log parts of it yourself")
             elif name in self.context.model.loss_items:
                 self._warn(name, "has the name of a loss, and both are logged. Rename one of them")
         self._log(values)
@@ -242,16 +242,16 @@ class Metrics(Plugin):
             _LOGGER.warning("The %s metric %r %s.", self._phase.value, name, text)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the metrics have accumulated, of several replicas each for itself."""
-        # Between passes an evaluation has nothing, and behind a training nobody asks for it.
+        """Return the data of the metrics, for each of several replicas."""
+        # There is none between passes of an evaluation, and after training nobody needs it.
         has_data = self._is_fitting and self._phase is Phase.TRAINING
         return self._intake.capture(has_data=has_data)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it back; warns of metrics that are new or gone while there is data."""
+        """Restore the state; warn of metrics that were added or removed while there is data."""
         self._enter_run()
         saved = self._intake.read(state_dict)
-        # Only an evaluation may find the state of another number of replicas, and needs none.
+        # Only an evaluation may find the state of another number of replicas; it needs none.
         self._warn_of_differences(saved.values())
         self._intake.restore(saved)
 
@@ -264,15 +264,15 @@ class Metrics(Plugin):
         }
         if different:
             _LOGGER.warning(
-                "The checkpoint and the plugin %r hold different metrics: %s. What is new covers "
-                "only the rest of the present epoch; what is gone is dropped.",
+                "The checkpoint and the plugin %r hold different metrics: %s. New ones cover only "
+                "the rest of the current epoch; removed ones are dropped.",
                 self.plug_id,
                 ", ".join(sorted(different)),
             )
 
 
 def _spread(name: str, value: Any) -> dict[str, Any]:
-    """Return a value as numbers by name, as far as it is made of them."""
+    """Return a value as numbers by name, as far as possible."""
     if isinstance(value, Mapping):
         parts = [_spread(f"{name}/{key}", part) for key, part in value.items()]
         return {key: number for part in parts for key, number in part.items()}
@@ -299,6 +299,6 @@ def _check_every(every: object, phase: Phase) -> int | None:
     if phase is not Phase.TRAINING:
         raise ArgumentError(
             f'Metrics(every=...) must be "epoch" with {phase}, got {every!r}: a pass has one value.'
-            " Leave it out."
+            " Omit it."
         )
     return every

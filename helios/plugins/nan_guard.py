@@ -1,7 +1,7 @@
-"""A guard against losses and gradients that are not finite: none of them reaches the weights.
+"""``NaNGuard``: keep losses and gradients that are not finite from reaching the weights.
 
-Losses are noted where they are, without waiting for the device; at each update one number is read
-that says whether all of them and all gradients are finite. What is wrong is looked for only then.
+Losses are recorded without waiting for the device; at each update, one number is read that says
+whether all of them and all gradients are finite. Only if not, the causes are searched for.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ class _Note(NamedTuple):
 
 @PLUGIN_REGISTRY.register
 class NaNGuard(Plugin):
-    """Looks for losses and gradients that are NaN or infinite, before they reach the weights.
+    """Checks that losses and gradients are finite before they reach the weights.
 
     The message names the epoch, the iteration, the batches, the indices of their samples and the
     parameters. Losses are those on which Helios does backward; gradients are those of the whole
-    window, averaged and not yet clipped. In manual steps only ``model.loss_items`` can be checked,
-    after the model has made its update: ``action="skip"`` and ``checks="gradients"`` are errors
+    window, averaged and not yet clipped. In manual mode only ``model.loss_items`` can be checked,
+    after the model has made its update, so ``action="skip"`` and ``checks="gradients"`` are errors
     there.
 
-    A skipped update is thrown away with its gradients (R26): schedulers and, in ITERATION unit,
-    ``current_iteration`` stay where they are, and what was due at that count is not repeated. The
-    buffers of all networks go back to what they were when the window began, or a running average
-    of BatchNorm would keep the NaN for ever; so ``"skip"`` and ``"stop"`` hold a copy of them.
+    A skipped update is discarded with its gradients: schedulers and, in ITERATION unit,
+    ``current_iteration`` do not advance, and what was due at that count is not repeated. The
+    buffers of all networks are restored to their values at the start of the window, because a
+    running average of BatchNorm would keep the NaN; ``"skip"`` and ``"stop"`` keep a copy for this.
 
-    With several replicas one of them is enough: the update of all is left out, and every process
-    does and says the same. While all is well, nothing is exchanged for it.
+    With several replicas, one of them is enough: all processes skip the update, with the same
+    message. As long as everything is finite, this costs no communication.
 
     Args:
-        action: ``"raise"`` an error; ``"skip"`` the update, with a warning, and go on; ``"stop"``:
-            skip it and end the run regularly.
+        action: ``"raise"`` an error; ``"skip"`` the update, with a warning, and continue;
+            ``"stop"``: skip it and end the run regularly.
         checks: ``"loss"``, ``"gradients"`` or ``"both"``.
-        limit: with ``"skip"`` the most windows in a row whose update is left out, 10 by default;
-            one more is an error.
-        plug_id: the plugin's name.
+        limit: maximum number of skipped windows in a row with ``"skip"``, 10 by default; one more
+            is an error.
+        plug_id: unique id of the plugin.
 
     Attributes:
-        num_skipped: updates that were left out in the whole run.
+        num_skipped: number of updates skipped in the whole run.
 
     Raises:
-        ArgumentError: for a value that breaks a rule.
+        ArgumentError: if a value is invalid.
 
     Example:
         >>> NaNGuard(action="skip", limit=3).num_skipped
@@ -100,12 +100,12 @@ class NaNGuard(Plugin):
             if value not in known:
                 raise ArgumentError(
                     f"NaNGuard({name}=...) must be one of {', '.join(known)}, got {value!r}. "
-                    f"Leave it out for {known[0] if name == 'action' else known[-1]!r}."
+                    f"Omit it for {known[0] if name == 'action' else known[-1]!r}."
                 )
         if limit is not None and (type(limit) is not int or limit < 1):
             raise ArgumentError(
                 f"NaNGuard(limit=...) must be None or a positive int, got {limit!r}. Pass the "
-                "windows in a row that may be left out."
+                "number of windows in a row that may be skipped."
             )
         if limit is not None and action != "skip":
             _LOGGER.warning('NaNGuard(limit=...) has no effect without action="skip".')
@@ -127,12 +127,12 @@ class NaNGuard(Plugin):
         self._buffers.forget()
 
     def setup(self) -> None:
-        """Begin without counts; a checkpoint brings its own."""
+        """Start without counts; a checkpoint restores them."""
         self.num_skipped = self._num_in_a_row = 0
         self._forget()
 
     def on_training_epoch_start(self, current_epoch: int) -> None:
-        """Look for buffers anew: a hook may have changed the networks."""
+        """Find the buffers again: a hook may have changed the networks."""
         self._buffers.look_again()
 
     def on_training_step_start(self, state: TrainingState) -> None:
@@ -141,29 +141,28 @@ class NaNGuard(Plugin):
             self._buffers.keep(self.context.model.discovery.modules)
 
     def on_backward_start(self, loss: Tensor) -> None:
-        """Note a loss and where its batch lies."""
+        """Record a loss and the position of its batch."""
         context = self.context
         self._window.append(_Note(context.place, context.replica, loss.detach().reshape(())))
 
     def on_optimizer_step_start(self, optimizer: Optimizer) -> None:
-        """Check the window; nothing but one number is read while all is well."""
+        """Check the window; reads a single number if everything is finite."""
         if self._seems_finite(optimizer):
             return
         found = self._find(optimizer)
         if found.is_empty:
             return
-        # Other processes may have found nothing. That the update is left out they will know.
+        # Other processes may have found nothing; they learn that the update is skipped.
         self._found = found
         self.context.skip_step(f"plugin {self.plug_id!r}: a loss or gradient is not finite")
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Act on what was found in any replica, on all processes alike.
+        """Handle what any replica has found, in the same way on all processes.
 
-        An update is left out on all of them or on none, so this costs no exchange of its own where
-        it was made.
+        All processes skip an update or none does, so no communication is needed if it was made.
 
         Raises:
-            UsageError: if something is not finite, as ``action`` says.
+            UsageError: if something is not finite and ``action`` says so.
         """
         context = self.context
         if context.is_optimizer_step_committed:
@@ -174,10 +173,10 @@ class NaNGuard(Plugin):
             self._act(self._describe(found))
 
     def _act(self, text: str) -> None:
-        """Raise, or leave the update out, as ``action`` says."""
+        """Raise, or report the skipped update, as ``action`` says."""
         if self._action == "raise":
             raise UsageError(
-                f"{text} The weights are as they were before. The same command comes here again: "
+                f"{text} The weights are unchanged. The same command would fail here again: "
                 'correct the data or the model, or pass NaNGuard(action="skip").'
             )
         if self._action == "stop":
@@ -185,10 +184,10 @@ class NaNGuard(Plugin):
         self._skip(text)
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        """Check the losses of a manual step: its update is made already.
+        """Check the losses of a manual step, whose update was made already.
 
         Raises:
-            UsageError: if one is not finite and ``action`` says so, and for what cannot be done.
+            UsageError: if one is not finite and ``action`` says so, or for invalid options.
         """
         context = self.context
         if context.attached_loss is not None:
@@ -201,8 +200,8 @@ class NaNGuard(Plugin):
             return
         text = (
             f"In {name_moment(context)} not finite: the losses {', '.join(bad)} of "
-            f"{name_batch(context, context.place)}. The model has made its update by itself, so "
-            "the weights may have taken harm."
+            f"{name_batch(context, context.place)}. The model has made its update itself, so "
+            "the weights may be damaged."
         )
         if self._action == "raise":
             raise UsageError(f"{text} Go back to an earlier checkpoint.")
@@ -217,20 +216,20 @@ class NaNGuard(Plugin):
         self._window.clear()
 
     def teardown(self) -> None:
-        """Let go of losses and buffers."""
+        """Release losses and buffers."""
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts; a window is closed wherever a checkpoint is taken."""
+        """Return the counts; no window is open when a checkpoint is taken."""
         return {"num_skipped": self.num_skipped, "num_in_a_row": self._num_in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self.num_skipped = state_dict["num_skipped"]
         self._num_in_a_row = state_dict["num_in_a_row"]
 
     def _seems_finite(self, optimizer: Optimizer) -> bool:
-        """Whether losses and gradients are finite; if not, a sum may have overflowed only."""
+        """Whether losses and gradients are finite; False also if only their sum overflows."""
         values = [note.loss for note in self._window] if self._sees_losses else []
         if self._sees_gradients:
             gradients = [part.grad for part in _parameters_of(optimizer) if part.grad is not None]
@@ -238,7 +237,7 @@ class NaNGuard(Plugin):
                 gradients = list(map(_numbers_of, gradients))
             if gradients:
                 with torch.no_grad():
-                    values += torch._foreach_norm(gradients)  # noqa: SLF001 - a pass over all
+                    values += torch._foreach_norm(gradients)  # noqa: SLF001 - one pass over all
         return _are_finite(values)
 
     def _skip(self, text: str) -> None:
@@ -248,13 +247,13 @@ class NaNGuard(Plugin):
         if self._action == "skip" and self._num_in_a_row > self._limit:
             raise UsageError(
                 f"{text} This is window number {self._num_in_a_row} in a row, and "
-                f"NaNGuard(limit={self._limit}) were to be left out at most: the training does not "
-                "recover. Go back to an earlier checkpoint, or lower the learning rate."
+                f"NaNGuard(limit={self._limit}) allows no more to be skipped: the training does "
+                "not recover. Go back to an earlier checkpoint, or lower the learning rate."
             )
         self.num_skipped += 1
         self._buffers.put_back()
         _LOGGER.warning(
-            "%s The update is left out: window number %d in a row, update number %d in all.%s",
+            "%s The update is skipped: window number %d in a row, update number %d in all.%s",
             text,
             self._num_in_a_row,
             self.num_skipped,
@@ -267,7 +266,7 @@ class NaNGuard(Plugin):
         )
 
     def _find(self, optimizer: Optimizer) -> NonFiniteReport:
-        """Look for what is not finite; nothing if all is."""
+        """Look for values that are not finite; the report is empty if there are none."""
         bad = [note for note in self._window if self._sees_losses and not _is_fine(note.loss)]
         return NonFiniteReport(
             [BadLoss(note.place, note.replica, note.loss.item()) for note in bad],
@@ -293,14 +292,14 @@ class NaNGuard(Plugin):
         return ", ".join(bad[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
     def _settle_manual(self) -> None:
-        """Say what cannot be done because the model steps its optimizers itself."""
+        """Report options that cannot work because the model steps its optimizers itself."""
         self._keeps_buffers = False
         self._buffers.forget()
         why = "train_step returns None, so the model makes its updates itself"
         if self._action == "skip":
             raise UsageError(
                 f'NaNGuard(action="skip") must come with a train_step that returns the loss, but '
-                f'{why}. Leave out the update there, or pass action="raise" or "stop".'
+                f'{why}. Skip the update there, or pass action="raise" or "stop".'
             )
         if not self._sees_losses:
             raise UsageError(
@@ -320,7 +319,7 @@ class NaNGuard(Plugin):
             )
 
     def _bad_items(self) -> list[str]:
-        """Return which losses of the present batch are bad; reads the device once."""
+        """Return which losses of the current batch are not finite; reads the device once."""
         items = self.context.model.loss_items.items()
         tensors = {name: item.detach() for name, item in items if isinstance(item, Tensor)}
         bad = [name for name, item in items if _is_bad_number(item)]
@@ -330,7 +329,7 @@ class NaNGuard(Plugin):
 
 
 def _are_finite(values: list[Tensor]) -> bool:
-    """Whether the sum of some numbers, each without a dimension, is finite; waits for it once."""
+    """Whether the sum of some zero-dimensional tensors is finite; waits for the device once."""
     if not values:
         return True
     device = values[0].device

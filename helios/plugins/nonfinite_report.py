@@ -1,6 +1,6 @@
-"""What is not finite in a window, and where it comes from, in words.
+"""Reports of what is not finite in a window, and of its sources.
 
-With several replicas the findings of all of them make one message, the same on all processes.
+With several replicas the reports of all are merged into one message, the same on all processes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class BadLoss(NamedTuple):
     """A loss that is not finite.
 
     Attributes:
-        place: where its batch lies.
-        replica: whose it is.
-        value: what it is.
+        place: position of its batch.
+        replica: the replica.
+        value: its value.
     """
 
     place: Cursor
@@ -35,7 +35,7 @@ class NonFiniteReport(NamedTuple):
 
     Attributes:
         losses: the losses.
-        gradients: names of parameters, as they are shown.
+        gradients: names of parameters, as text.
     """
 
     losses: list[BadLoss]
@@ -43,26 +43,26 @@ class NonFiniteReport(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether all is well."""
+        """Whether everything is finite."""
         return not (self.losses or self.gradients)
 
 
 def merge_reports(findings: Iterable[NonFiniteReport | None]) -> NonFiniteReport:
-    """Return what several processes have found, in the order of batches and replicas."""
+    """Merge the reports of several processes, in the order of batches and replicas."""
     found = [part for part in findings if part is not None]
     losses = [loss for part in found for loss in part.losses]
     losses.sort(key=lambda loss: (*_key(loss.place), loss.replica))
-    # Gradients are sums over all replicas: who looks at them sees the same.
+    # Gradients are sums over all replicas: all processes find the same.
     return NonFiniteReport(losses, next((part.gradients for part in found if part.gradients), ""))
 
 
 def describe(context: Context, found: NonFiniteReport, window: Iterable[Cursor]) -> str:
-    """Say what is not finite, and which samples it may come from.
+    """Describe what is not finite, and which samples it may come from.
 
     Args:
         context: the run.
-        found: what was found.
-        window: the batches of the window, for gradients that come from any of them.
+        found: the report.
+        window: the batches of the window, for gradients that may come from any of them.
     """
     bad: dict[tuple[int, int], dict[int, BadLoss]] = {}
     for loss in found.losses:
@@ -78,13 +78,13 @@ def describe(context: Context, found: NonFiniteReport, window: Iterable[Cursor])
 
 
 def name_moment(context: Context) -> str:
-    """Return how messages call the present iteration."""
+    """Return the epoch and iteration for messages."""
     state = context.state
     return f"epoch {state.global_epoch}, iteration {state.global_iteration}"
 
 
 def name_batch(context: Context, place: Cursor) -> str:
-    """Return how messages call a batch, with its samples; with several replicas those of all."""
+    """Return the name of a batch for messages, with its samples, those of all replicas."""
     text = f"batch {place.batch} (from 0) of epoch {place.epoch + 1}"
     found = context.indices_of(place)
     if found is None:

@@ -1,4 +1,4 @@
-"""A plugin: an object beside the model that receives events, holds state and may map batches."""
+"""``Plugin``: an object that receives events, may hold state and may process batches."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def create_plugin(type_name: str, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class UniquePluginOverrides:
-    """What a plugin claims for itself alone (API section 15).
+    """What only one plugin may override.
 
-    Overriding ``process_training_batch`` and its kin makes the owner; a flag that is set must agree
-    with what is overridden. ``should_training_stop`` is accepted and has no effect: any plugin may
-    stop a training.
+    Overriding ``process_training_batch`` or its counterparts is what counts; a flag that is set
+    must agree with it. ``should_training_stop`` is accepted and has no effect: any plugin may stop
+    a training.
     """
 
     training_batch: bool = False
@@ -55,18 +55,18 @@ class Plugin(Hooks, ABC):
 
     Attributes:
         monitor: receive the end events after the model.
-        sanity_steps: batches of a trial validation before the training; 0 for none (C17).
-        batch_limits: the most batches of a pass, by phase, for a quick trial.
-        unsaved: names of attributes that training changes and that no checkpoint needs.
+        sanity_steps: batches of each loader to validate before training; 0 for none.
+        batch_limits: maximum number of batches per pass, by phase.
+        unsaved: names of attributes that training changes and that need not be saved.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
         device: device of the training.
-        global_rank: number of this process among all, from 0.
+        global_rank: rank of this process among all, from 0.
         rank: same as ``local_rank``.
-        trainer: the trainer, once one runs.
+        trainer: the trainer, while one runs.
 
     Args:
-        plug_id: the plugin's name, unique in a trainer; its state is saved under it.
+        plug_id: unique id of the plugin in a trainer; its state is saved under it.
     """
 
     _internals: ClassVar[str] = (
@@ -92,12 +92,12 @@ class Plugin(Hooks, ABC):
 
     @property
     def local_rank(self) -> int:
-        """Number of this process on its machine, from 0."""
+        """Rank of this process on its machine, from 0."""
         return self.rank
 
     @property
     def context(self) -> Context:
-        """What the plugin may see of the run: the model, the counters, the present batch.
+        """The run as the plugin sees it: the model, the counters, the current batch.
 
         Raises:
             UsageError: before ``setup`` of the model, and after the end of the run.
@@ -115,7 +115,7 @@ class Plugin(Hooks, ABC):
 
     @property
     def plug_id(self) -> str:
-        """The plugin's name.
+        """Id of the plugin.
 
         Raises:
             UsageError: without one.
@@ -123,17 +123,17 @@ class Plugin(Hooks, ABC):
         if not self._plug_id:
             raise UsageError(
                 f"{type(self).__name__} has no plug_id: its __init__ must call "
-                "super().__init__(plug_id) with a name that is not empty."
+                "super().__init__(plug_id) with a non-empty name."
             )
         return self._plug_id
 
     @property
     def unique_overrides(self) -> UniquePluginOverrides:
-        """What the plugin claims for itself alone."""
+        """What only one plugin may override, and whether this one does."""
         return self._unique_overrides
 
     def configure_trainer(self, trainer: Trainer) -> None:
-        """Register in a trainer; called by users. Extend it to add exception types and the like."""
+        """Register in a trainer; called by users. Override it to add exception types, say."""
         self._register_in_trainer(trainer)
 
     def _register_in_trainer(self, trainer: Trainer) -> None:
@@ -142,22 +142,22 @@ class Plugin(Hooks, ABC):
     def _append_train_exceptions(
         self, exc: type[BaseException] | Sequence[type[BaseException]], trainer: Trainer
     ) -> None:
-        """Let exceptions of a type, or of several, pass through ``fit`` without being logged.
+        """Declare exception types that ``fit`` does not log.
 
         Args:
             exc: the type, or a list of types.
-            trainer: whose ``train_exceptions`` get them.
+            trainer: the trainer whose ``train_exceptions`` are extended.
         """
         trainer.train_exceptions.extend(_as_types(exc))
 
     def _append_test_exceptions(
         self, exc: type[BaseException] | Sequence[type[BaseException]], trainer: Trainer
     ) -> None:
-        """Do what :meth:`_append_train_exceptions` does for ``test``."""
+        """Declare exception types that ``test`` does not log."""
         trainer.test_exceptions.extend(_as_types(exc))
 
     def configure_model(self, model: Model) -> None:
-        """Change a model before the training; called by users."""
+        """Change a model before training; called by users."""
 
     @abstractmethod
     def setup(self) -> None:
@@ -165,11 +165,11 @@ class Plugin(Hooks, ABC):
 
     @silent
     def on_sanity_check_start(self) -> None:
-        """Called before the trial validation of a new run; see ``sanity_steps``."""
+        """Called before the sanity check of a new run; see ``sanity_steps``."""
 
     @silent
     def on_sanity_check_end(self) -> None:
-        """Called when the trial validation is over and everything that it changed is put back."""
+        """Called after the sanity check, when everything that it changed is restored."""
 
     @silent
     def process_training_batch(self, batch: Any, state: TrainingState) -> Any:
@@ -203,11 +203,11 @@ class Plugin(Hooks, ABC):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the plugin besides attributes that training changes."""
+        """Return state to save besides the attributes that training changes."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
 
 
 def _as_types(

@@ -1,4 +1,4 @@
-"""The states of a run's plugins, with those of plugins that are gone."""
+"""Saves and restores the states of plugins, and keeps those of plugins that were removed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LOGGER = logging.getLogger(__name__)
 
 @final
 class PluginStates:
-    """Takes and gives back the states of plugins.
+    """Saves and restores the states of plugins.
 
     Args:
         plugins: by id.
-        carries: whether the state of a plugin that is gone is saved again, unread; without a
-            training none is missed.
+        carries: whether the state of a removed plugin is saved again, unread; outside of training
+            this is not needed.
     """
 
     def __init__(self, plugins: Mapping[str, Plugin], *, carries: bool) -> None:
@@ -32,7 +32,7 @@ class PluginStates:
         return self._carried | {name: _state_of(part) for name, part in self._plugins.items()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Give each plugin its state."""
+        """Restore the state of each plugin."""
         for name, state in states.items():
             if name in self._plugins:
                 with naming(self._plugins[name], "load_state_dict"):
@@ -41,8 +41,8 @@ class PluginStates:
                 self._carried[name] = state
         if self._carried:
             _LOGGER.warning(
-                "The checkpoint holds the state of a plugin that is not there: %s. It is carried "
-                "along unread; register it again to use it.",
+                "The checkpoint holds the state of a plugin that is not registered: %s. It is "
+                "kept unread in later checkpoints; register the plugin again to use it.",
                 ", ".join(self._carried),
             )
 

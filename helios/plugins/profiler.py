@@ -1,7 +1,7 @@
-"""Records where the time of a training goes, by ``torch.profiler``, for a few iterations.
+"""``Profiler``: run ``torch.profiler`` for some iterations.
 
-It looks on: no bit of the training changes. It holds no state: a resumed run begins its schedule
-anew. Of several processes rank 0 is recorded.
+It changes no bit of the training and holds no state: a resumed run starts its schedule anew. With
+several processes, rank 0 is recorded.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ _OWN = ("schedule", "on_trace_ready")
 class Profiler(Plugin):
     """Profile some iterations, and write a trace of each cycle into a folder.
 
-    Iterations are counted from the start of this process' training. They go by in cycles of
-    ``wait``, ``warmup`` and ``active`` ones; a trace is written after the last active one, or where
-    the training ends before. Traces are read by Perfetto, ``chrome://tracing`` and TensorBoard's
-    profiler plugin.
+    Iterations are counted from the start of training in this process. A cycle consists of ``wait``,
+    ``warmup`` and ``active`` iterations; a trace is written after the last active one, or when
+    training ends. Open traces in Perfetto, ``chrome://tracing`` or TensorBoard's profiler plugin.
 
     Args:
-        folder: where traces go; made where it is missing.
+        folder: folder for traces; created if missing.
         skip_first: iterations before the first cycle.
-        wait: iterations of a cycle that are let pass.
-        warmup: iterations that are recorded and thrown away; 0 makes ``torch.profiler`` warn.
+        wait: iterations at the start of a cycle that are not profiled.
+        warmup: iterations that are profiled and discarded; 0 makes ``torch.profiler`` warn.
         active: iterations that are recorded.
-        repeat: cycles; 0 for as many as there are.
+        repeat: number of cycles; 0 for no limit.
         ranges: mark the forward pass, the backward pass and the optimizer step in traces.
         options: arguments of ``torch.profiler.profile``, such as ``activities``,
             ``record_shapes``, ``profile_memory`` and ``with_stack``.
 
     Raises:
-        ArgumentError: for a number that breaks a rule, and for a folder that is a file.
-        ArgumentTypeError: for a path that is none, and an unknown option.
+        ArgumentError: for an invalid number, and for a folder that is a file.
+        ArgumentTypeError: for an invalid path, and an unknown option.
     """
 
     _internals: ClassVar[str] = (
@@ -83,7 +82,7 @@ class Profiler(Plugin):
         self._before_first = skip_first + wait + warmup
         self._repeat = repeat
         self._lengths = {**lengths, "active": active}
-        # A function of torch's that cannot be handed to another process.
+        # A function of torch's that cannot be sent to another process.
         self._schedule = _record_nothing
         self._options = options
         self._has_ranges = ranges
@@ -96,7 +95,7 @@ class Profiler(Plugin):
         """Nothing to prepare."""
 
     def on_training_start(self) -> None:
-        """Begin the schedule."""
+        """Start the schedule."""
         if get_global_rank() != 0:
             return
         self._num_steps = self._num_traces = 0
@@ -111,12 +110,12 @@ class Profiler(Plugin):
         try:
             tensorboard_trace_handler(str(self._folder))(finished)
         except Exception:
-            # Raised inside of torch's state machine, it would crash the process at the end.
+            # Raised inside torch's state machine, it would crash the process at the end.
             _LOGGER.exception("Profiler could not write a trace into %s.", self._folder)
 
     @asks_nothing
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        """Go on in the schedule; after its last cycle nothing is recorded or paid for."""
+        """Advance the schedule; after its last cycle, profiling costs nothing."""
         if self._profile is None:
             return
         self._num_steps += 1
@@ -129,14 +128,14 @@ class Profiler(Plugin):
         try:
             recording.step()
         except BaseException:
-            # To end it, too, would crash the process: what it has closed it would close again.
+            # Ending it, too, would crash the process, because part of it is closed already.
             self._closing.pop_all()
             self._profile = None
             raise
 
     @contextmanager
     def _quiet_between_cycles(self, recording: profile) -> Iterator[None]:
-        """Keep torch from warning that a cycle forgets the one before: it was written."""
+        """Suppress torch's warning that a cycle clears the previous one: it was written."""
         begins = self._schedule(self._num_steps) is not ProfilerAction.NONE
         between = (ProfilerAction.NONE, ProfilerAction.RECORD_AND_SAVE)
         if not begins or recording.current_action not in between:
@@ -147,11 +146,11 @@ class Profiler(Plugin):
             yield
 
     def on_training_end(self) -> None:
-        """End the recording before what comes after the training."""
+        """End the recording before anything that follows training."""
         self._end()
 
     def teardown(self) -> None:
-        """End the recording on every other way out; a trace that was begun is written."""
+        """End the recording in all other cases, and write a trace that was started."""
         self._end()
 
     def _end(self) -> None:
@@ -163,8 +162,8 @@ class Profiler(Plugin):
         self._closing.close()
         if self._num_traces == 0:
             _LOGGER.warning(
-                "Profiler recorded nothing: this start made %d iterations, and the schedule lets "
-                "%d go by first (skip_first, wait and warmup). Lower them, or train longer.",
+                "Profiler recorded nothing: this start made %d iterations, and the schedule skips "
+                "the first %d (skip_first, wait and warmup). Lower them, or train longer.",
                 self._num_steps,
                 self._before_first,
             )
@@ -229,7 +228,7 @@ def _check_count(name: str, value: object, *, least: int) -> None:
     if type(value) is not int or value < least:
         raise ArgumentError(
             f"Profiler({name}=...) must be an int of at least {least}, got {value!r}. It counts "
-            "iterations (repeat counts cycles, 0 for no end)."
+            "iterations (repeat counts cycles, 0 for no limit)."
         )
 
 
@@ -239,5 +238,5 @@ def _check_options(options: dict[str, Any]) -> None:
     if unknown:
         raise ArgumentTypeError(
             f"Profiler(**options) must be arguments of torch.profiler.profile, got {unknown}. "
-            f"There are: {', '.join(known)}."
+            f"Valid ones are: {', '.join(known)}."
         )

@@ -1,4 +1,4 @@
-"""Quick trials: a few batches of validation before the training, and short passes over the data."""
+"""``SanityCheck`` and ``LimitBatches``: validate a few batches first, and shorten passes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def _check_count(name: str, value: object, remedy: str) -> None:
 
 @PLUGIN_REGISTRY.register
 class SanityCheck(Plugin):
-    """Validates a few batches before the first step, so that an error there does not come late.
+    """Validates a few batches before the first step, to find errors early.
 
     ``Trainer(sanity_steps=...)`` does the same without a plugin.
 
-    The trial runs at a first start only, and where there is validation data. It leaves no trace:
-    what the model, its networks and the plugins hold is put back, no number is logged, and random
-    numbers, order and counters are those of a run without it (C17, K14). An error ends the run.
+    It runs in new runs only, if there is validation data. It has no side effects: the state of the
+    model, its networks and the plugins is restored, no number is logged, and random numbers, order
+    and counters are those of a run without it. An error ends the run.
 
     Args:
         steps: batches of each loader.
-        plug_id: the plugin's name.
+        plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for something else than a positive number of steps.
+        ArgumentError: for anything but a positive number of steps.
 
     Example:
         >>> SanityCheck().sanity_steps
@@ -40,7 +40,7 @@ class SanityCheck(Plugin):
 
     def __init__(self, steps: int = 2, *, plug_id: str = "sanity-check") -> None:
         super().__init__(plug_id)
-        _check_count("SanityCheck(steps=...)", steps, "Leave out the plugin for no check.")
+        _check_count("SanityCheck(steps=...)", steps, "Remove the plugin for no check.")
         self.sanity_steps = steps
 
     def setup(self) -> None:
@@ -53,19 +53,19 @@ class LimitBatches(Plugin):
 
     ``Trainer(batch_limits=...)`` does the same without a plugin.
 
-    An epoch is complete then, with its validation, schedulers and checkpoints. The limit of the
-    training belongs to what defines a run: a resume with another one stops, unless
-    ``allow_changes=("limit_batches",)`` lets the epoch go on where it stood.
+    The epoch is then complete, with its validation, schedulers and checkpoints. The limit of the
+    training is part of what defines a run: a resume with another limit is an error, unless
+    ``allow_changes=("limit_batches",)`` lets the epoch continue at its position.
 
     Args:
-        train: the most batches of an epoch; ``None`` for all.
-        valid: the most batches of each loader in a validation.
+        train: maximum number of batches of an epoch; ``None`` for all.
+        valid: maximum number of batches of each loader in a validation.
         test: the same in a test.
         predict: the same in a prediction.
-        plug_id: the plugin's name.
+        plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for something else than a positive number, and if nothing is limited.
+        ArgumentError: for anything but a positive number, and if nothing is limited.
 
     Example:
         >>> LimitBatches(train=10, valid=2).batch_limits[Phase.TRAINING]
@@ -94,10 +94,10 @@ class LimitBatches(Plugin):
         if not given:
             raise ArgumentError(
                 "LimitBatches(...) must limit something, got None for all phases. Pass e.g. "
-                "train=10, or leave out the plugin."
+                "train=10, or remove the plugin."
             )
         for name, (_, limit) in given.items():
-            _check_count(f"LimitBatches({name}=...)", limit, "Leave it out for all batches.")
+            _check_count(f"LimitBatches({name}=...)", limit, "Omit it for all batches.")
         self.batch_limits = {phase: limit for phase, limit in given.values() if limit is not None}
 
     def setup(self) -> None:

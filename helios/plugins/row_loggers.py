@@ -1,8 +1,8 @@
-"""Loggers that write what is logged into a text file: CSV, or one JSON object a line.
+"""Loggers that write what is logged into a text file: CSV, or one JSON object per line.
 
-Both hear ``on_log``, so they get what TensorBoard gets. A resumed run cuts the file back to its
-checkpoint and writes on: the file is, byte for byte, that of an undisturbed run (DESIGN R5). Of
-several processes rank 0 writes.
+Both receive ``on_log``, so they log what TensorBoard does. A resumed run truncates the file to the
+state of its checkpoint: the file is, byte for byte, that of an uninterrupted run. With several
+processes, rank 0 writes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def _check_path(owner: str, path: object) -> Path:
 class RowLogger(Plugin):
     """Base of the loggers that write rows.
 
-    The file is open from ``on_fit_start`` to ``teardown``. What validate, test and predict log on
-    their own belongs to no place of the training, and is not written.
+    The file is open from ``on_fit_start`` to ``teardown``. Numbers that validate, test and predict
+    log outside of a training are not written.
 
     Args:
         path: the file.
         header: the first line of the file, with its line end; empty for none.
-        plug_id: the plugin's name.
+        plug_id: unique id of the plugin.
     """
 
     _internals: ClassVar[str] = "_early _file _is_writing _mark"
@@ -63,21 +63,21 @@ class RowLogger(Plugin):
 
     @property
     def path(self) -> Path:
-        """The file, absolute."""
+        """Absolute path of the file."""
         return self._file.path
 
     @abstractmethod
     def format(self, scalars: Mapping[str, float], state: TrainingState) -> str:
-        """Return the rows, with their line ends, that hold some numbers of an iteration."""
+        """Return the rows, with their line ends, for some numbers of an iteration."""
 
     def setup(self) -> None:
-        """Forget a run before this one; the file is not touched yet."""
+        """Forget an earlier run; the file is not changed yet."""
         self._mark = None
         self._early = []
         self._is_writing = get_global_rank() == 0
 
     def on_fit_start(self) -> None:
-        """Open the file, cut back to the checkpoint if there is one."""
+        """Open the file, truncated to the state of the checkpoint if there is one."""
         if not self._is_writing:
             return
         self._file.restore(self._mark)
@@ -91,7 +91,7 @@ class RowLogger(Plugin):
         if self._file.is_open:
             self._file.append(self.format(scalars, state))
         elif self._is_writing:
-            # Another plugin logs in its on_fit_start, or before: kept until the file is open.
+            # Logged before this plugin's on_fit_start: kept until the file is open.
             self._early.append(self.format(scalars, state))
 
     def on_training_end(self) -> None:
@@ -99,7 +99,7 @@ class RowLogger(Plugin):
         if self._is_writing and not self._file.has_rows:
             _LOGGER.warning(
                 "%s is empty: nothing was logged. Pass print_frequency to the trainer, or log "
-                "numbers by context.log().",
+                "numbers with context.log().",
                 self.path,
             )
 
@@ -110,29 +110,29 @@ class RowLogger(Plugin):
         self._file.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the file stands, once all its rows are on the disk."""
+        """Return the length of the file, once all its rows are on the disk."""
         return {"mark": self._file.mark() if self._file.is_open else self._mark}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back where the file stood."""
+        """Restore the length of the file."""
         self._mark = state_dict["mark"]
 
 
 @PLUGIN_REGISTRY.register
 class CSVLogger(RowLogger):
-    """Write every logged number into a CSV file, a row each.
+    """Write every logged number as one row of a CSV file.
 
     The columns are ``epoch`` (from 1), ``iteration``, ``name`` and ``value``. A new name is a new
-    value in a column, so it never changes a row that is written. Values are Python's ``repr`` of a
-    float, which reads back exactly, also ``nan`` and ``inf``.
+    value in a column, so it never changes rows that are already written. Values are Python's
+    ``repr`` of a float, which reads back exactly, also ``nan`` and ``inf``.
 
     Args:
-        path: the file. A relative path is taken from the working directory of this moment.
-        plug_id: the plugin's name; give it where there are two loggers of this kind.
+        path: the file. A relative path is resolved against the current working directory.
+        plug_id: unique id of the plugin; required if there are two loggers of this kind.
 
     Raises:
         ArgumentError: if the path is that of a folder.
-        ArgumentTypeError: if it is no path.
+        ArgumentTypeError: if it is not a path.
     """
 
     def __init__(self, path: str | Path, plug_id: str = "csv-logger") -> None:
@@ -145,7 +145,7 @@ class CSVLogger(RowLogger):
 
 
 def _quote(name: str) -> str:
-    # Python's writer leaves a lone carriage return as it is, and its reader ends a row there.
+    # Python's writer does not quote a lone carriage return, and its reader ends a row there.
     if not name.isprintable() or any(mark in name for mark in ',"'):
         return '"' + name.replace('"', '""') + '"'
     return name
@@ -153,19 +153,19 @@ def _quote(name: str) -> str:
 
 @PLUGIN_REGISTRY.register
 class JSONLLogger(RowLogger):
-    """Write what is logged at a time as a JSON object, a line each.
+    """Write what is logged at a time as one JSON object per line.
 
-    The keys are ``epoch`` (from 1), ``iteration`` and the names. JSON knows no ``nan`` and no
+    The keys are ``epoch`` (from 1), ``iteration`` and the names. JSON has no ``nan`` and no
     infinity: they are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float``
     reads; every other value is a number that reads back exactly.
 
     Args:
-        path: the file. A relative path is taken from the working directory of this moment.
-        plug_id: the plugin's name; give it where there are two loggers of this kind.
+        path: the file. A relative path is resolved against the current working directory.
+        plug_id: unique id of the plugin; required if there are two loggers of this kind.
 
     Raises:
         ArgumentError: if the path is that of a folder.
-        ArgumentTypeError: if it is no path.
+        ArgumentTypeError: if it is not a path.
     """
 
     _internals: ClassVar[str] = "_refused"
@@ -175,13 +175,13 @@ class JSONLLogger(RowLogger):
         self._refused: set[str] = set()
 
     def format(self, scalars: Mapping[str, float], state: TrainingState) -> str:
-        """Return one object; a number with the name of a key of its own is left out, and said."""
+        """Return one object; warn of a number with the name of a reserved key, and omit it."""
         values = {name: _as_json(value) for name, value in scalars.items() if name not in _KEYS}
         for name in set(scalars).intersection(_KEYS) - self._refused:
             self._refused.add(name)
             _LOGGER.warning(
-                "%s leaves out the number %r that was logged: every line has a key of that name. "
-                "Log it under another one.",
+                "%s omits the logged number %r, because every line has a key of that name. Log it "
+                "under another name.",
                 self.path,
                 name,
             )

@@ -1,6 +1,6 @@
-"""Ends a training in time: at the end of a job, to be gone on with, or of the run.
+"""``TimeLimit``: end a training in time, at the end of a job or after a total time.
 
-Both take effect at a safe point, so whatever is left off there goes on with the same bits.
+Both take effect at a safe point, so the run can resume with the same bits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def parse_duration(name: str, value: object) -> float:
     """Return a duration in seconds.
 
     Args:
-        name: what it is, for messages.
+        name: name of the value in messages.
         value: seconds, ``"HH:MM:SS"``, ``"D-HH:MM:SS"`` or a ``timedelta``.
 
     Raises:
-        ArgumentError: for a text of another form, and for what is negative or not finite.
+        ArgumentError: for a string of another form, and for a negative or infinite value.
         ArgumentTypeError: for anything else.
     """
     if isinstance(value, timedelta):
@@ -56,22 +56,22 @@ def parse_duration(name: str, value: object) -> float:
 
 @PLUGIN_REGISTRY.register
 class TimeLimit(Plugin):
-    """End a training when its time is over, at the next safe point (DESIGN R4).
+    """End a training when its time is over, at the next safe point.
 
-    Looked at after every step and every validation; at least one step is made in every start.
+    Checked after every step and every validation; every start makes at least one step.
 
     Args:
         limit: seconds, ``"HH:MM:SS"``, ``"D-HH:MM:SS"`` or a ``timedelta``.
         counts: ``"launch"`` counts from the setup of this start, and interrupts: a checkpoint is
-            written, ``fit`` returns False with exit code 75, and the same command goes on.
-            ``"run"`` counts the time of training in all starts together, and asks for the regular
-            end.
-        margin: how much earlier to interrupt, so that the checkpoint is written in time.
-        clock: tells the time in seconds.
-        plug_id: the plugin's name.
+            written, ``fit`` returns False with exit code 75, and the same command resumes.
+            ``"run"`` counts the time of training in all starts together, and ends the run
+            regularly.
+        margin: how much earlier to interrupt, so that there is time to write the checkpoint.
+        clock: returns the time in seconds.
+        plug_id: unique id of the plugin.
 
     Raises:
-        ArgumentError: for a value that breaks a rule.
+        ArgumentError: if a value is invalid.
         ArgumentTypeError: for a duration of another type.
     """
 
@@ -101,11 +101,11 @@ class TimeLimit(Plugin):
         if self._margin >= self._limit:
             raise ArgumentError(
                 f"TimeLimit(margin=...) must be less than the limit of {self._limit:g} s, got "
-                f"{margin!r}. Pass the time that a checkpoint takes, and some."
+                f"{margin!r}. Pass a little more than the time that a checkpoint takes."
             )
         if self._margin and counts == "run":
             _LOGGER.warning(
-                'TimeLimit(margin=...) has no effect with counts="run": nobody ends the process.'
+                'TimeLimit(margin=...) has no effect with counts="run": the process is not killed.'
             )
         self._counts_run = counts == "run"
         self._clock = clock
@@ -117,33 +117,33 @@ class TimeLimit(Plugin):
     def elapsed(self) -> float:
         """Seconds of training, in all starts of the run together.
 
-        What a kill has cost, and a resume repeats, is not counted.
+        Work that was lost in a kill, and is repeated, counts once.
         """
         if self._training_began is None:
             return self._spent_before
         return self._spent_before + self._clock() - self._training_began
 
     def setup(self) -> None:
-        """Begin to count a launch."""
+        """Start the clock of this start."""
         self._launch_began = self._clock()
         self._spent_before = 0.0
 
     def on_training_start(self) -> None:
-        """Begin to count the training, and warn if an interruption would lose it."""
+        """Start the clock of the training, and warn if an interruption would lose progress."""
         if not self._counts_run and not self.context.can_save:
             _LOGGER.warning(
-                "TimeLimit interrupts after %s, and this run writes no checkpoints: all that was "
-                "trained will be lost. Pass chkpt_root and chkpt_frequency to the trainer.",
+                "TimeLimit interrupts after %s, but this run writes no checkpoints: all progress "
+                "will be lost. Pass chkpt_root and chkpt_frequency to the trainer.",
                 _spell(self._limit),
             )
         self._training_began = self._clock()
 
     def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
-        """Look at the clock after a step: a safe point follows."""
+        """Check the clock after a step: a safe point follows."""
         self._look()
 
     def on_validation_end(self, validation_cycle: int) -> None:
-        """Look at the clock after a validation: a safe point follows."""
+        """Check the clock after a validation: a safe point follows."""
         self._look()
 
     def _look(self) -> None:
@@ -155,15 +155,15 @@ class TimeLimit(Plugin):
             self.context.interrupt(f"the time limit of {_spell(self._limit)}{text} is reached")
 
     def teardown(self) -> None:
-        """Stop counting."""
+        """Stop the clock."""
         self._spent_before, self._training_began = self.elapsed, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the time that was spent on training."""
+        """Return the time spent on training."""
         return {"elapsed": self.elapsed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the time that was spent before."""
+        """Restore the time spent in earlier starts."""
         self._spent_before = state_dict["elapsed"]
 
 

@@ -1,4 +1,4 @@
-"""The buffers of networks as they were before a window, to leave the window out as a whole."""
+"""Copies of the buffers of networks from before a window, to undo the whole window."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Networks: TypeAlias = Callable[[], Mapping[str, nn.Module]]
 
 @final
 class BufferCopies:
-    """Copies of all buffers of some networks; taken again, they cost one copy and no memory."""
+    """Copies of all buffers of some networks; later copies reuse the memory of the first."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._places: list[tuple[dict[str, Any], str]] = []
         self._buffers: list[Tensor] = []
         self._copies: list[Tensor] = []
         self.look_again()
 
     def look_again(self) -> None:
-        """Look through the networks again at the next window; the open one keeps its copies."""
+        """Search the networks again at the next window; the open one keeps its copies."""
         self._is_known = False
 
     def keep(self, find_networks: Networks) -> None:
-        """Take copies of the buffers as they are now.
+        """Copy the buffers as they are now.
 
         Args:
             find_networks: returns the networks, by path.
@@ -47,7 +47,7 @@ class BufferCopies:
                 self._copies = [buffer.detach().clone() for buffer in buffers]
 
     def put_back(self) -> None:
-        """Give the buffers back what they held, and the networks their buffers."""
+        """Restore the values of the buffers, and the buffers of the networks."""
         with torch.no_grad():
             places = self._places
             for (table, name), buffer, copy in zip(
@@ -66,7 +66,7 @@ class BufferCopies:
 
 
 def _places_of(networks: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """Return where the buffers lie; those of a scripted module have no place, but a content."""
+    """Return where the buffers are held; for those of a scripted module only values count."""
     parts = {id(part): part for network in networks for part in network.modules()}
     places = []
     for part in parts.values():

@@ -257,5 +257,5 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(kind: str, tmp_path: Path)
 
 
 def test_an_export_is_never_taken_for_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="a training would find it"):
+    with pytest.raises(ArgumentError, match="a training would load it"):
         write_weights(tmp_path / "run_epoch_1_iter_2.pth", weights_of(), kind="pt", metadata={})

@@ -177,7 +177,7 @@ def test_what_an_owner_holds_on_one_process_goes_back_to_that_process() -> None:
 
     record = capture(Run(Team(other, num_replicas=2, num_processes=2)))
     assert record.owners == {"plugin 'p'": {"best": 3}}
-    assert record.obstacles[1:] == ["plugin 'p' holds something else in each process"]
+    assert record.obstacles[1:] == ["the state of plugin 'p' differs between processes"]
     for rank, best in enumerate((3, 9)):
         fresh = Run(Team(num_replicas=2, num_processes=2, rank=rank))
         apply(record, fresh, state=fresh.state, cursor=fresh.cursor)

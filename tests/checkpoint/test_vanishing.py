@@ -135,9 +135,9 @@ def test_who_never_gets_to_the_end_of_a_file_is_told_why(
 ) -> None:
     training.saves_before(monkeypatch, "bytes", times=10_000)
     monkeypatch.setattr(file_names, "_MAX_LISTINGS", 3)
-    with pytest.raises(CheckpointError, match=r"before its end was reached.*keep_last"):
+    with pytest.raises(CheckpointError, match=r"before it was read to the end.*keep_last"):
         training.folder.load_newest(renames_damaged=False)
-    with pytest.raises(CheckpointError, match="before its end was reached"):
+    with pytest.raises(CheckpointError, match="before it was read to the end"):
         status.examine_folder(training.folder.path, Depth.BYTES)
 
 

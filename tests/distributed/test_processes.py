@@ -138,7 +138,7 @@ def test_an_error_of_one_rank_reaches_the_script_and_is_told_once(
     last = "\nLookupError: of one rank\nRaised by plugin 'faults' (Faults) in on_backward_start.\n"
     assert log.endswith(last)
     assert "Rank 1 of 2 raised it:\nTraceback" in log
-    told = re.findall(r"ERROR - (?:rank 1 of 2 - )?Training ended by an error", log)
+    told = re.findall(r"ERROR - (?:rank 1 of 2 - )?Training ended with an error", log)
     assert len(told) == (1 if fault == "error" else 0), log
     # Rank 0 is ended, or notices: then in one line.
     assert log.count("because another process has ended") <= 1
@@ -198,7 +198,7 @@ def test_data_that_cannot_be_prepared_ends_all_processes(tmp_path: Path) -> None
         "--replicas=2", "--fault=prepare", torchrun=("--nproc-per-node=2", "--max-restarts=0")
     )
     assert (code, found) == (1, [])
-    assert log.count("ERROR - Training ended by an error") == 1
+    assert log.count("ERROR - Training ended with an error") == 1
     assert "Rank 0 of 2 has raised it first" in log or log.count("ConnectionError") >= 1
 
 
@@ -261,13 +261,13 @@ def test_an_error_that_only_rank_0_can_see_is_raised_by_all(tmp_path: Path) -> N
     assert "belongs to the run 'net'" in first[1]
     assert (first[2], second[2]) == ("None", "Rank 0 of 2 has raised it first.")
     assert second[3] == "Training ends because another process has ended."
-    assert first[3].startswith("Training ended by an error")
+    assert first[3].startswith("Training ended with an error")
 
 
 def test_data_that_cannot_be_prepared_is_told_once_and_nobody_waits() -> None:
     first, second = run_ranks(fail_in_group, 2, "--replicas=2", "--fault=prepare")
     assert (first[0], second[0]) == ("ConnectionError", "ConnectionError")
-    assert "Training ended by an error" in first[3]
+    assert "Training ended with an error" in first[3]
     assert second[3] == "Training ends because another process has ended."
 
 
@@ -292,9 +292,9 @@ def test_a_folder_that_is_not_shared_is_an_error_that_names_it(tmp_path: Path, s
     assert first[1] == second[1]
     path = tmp_path / "1" / "net"
     said = (
-        rf"Rank 0 of 2 saves into {path}, but rank 1 does not see that folder"
+        rf"Rank 0 of 2 saves to {path}, but rank 1 does not see the same folder"
         if saves
-        else rf"Rank 0 of 2 goes on from {path}/net_epoch_1_iter_2.pth, but rank 1 finds no such"
+        else rf"Rank 0 of 2 resumes from {path}/net_epoch_1_iter_2.pth, but rank 1 finds no such"
     )
     assert re.match(said, first[1])
 

@@ -155,7 +155,7 @@ def test_a_second_ctrl_c_at_the_launcher_ends_all_ranks(tmp_path: Path) -> None:
     with subprocess.Popen(line, env=environment(), **pipes) as launcher:
         assert launcher.stderr is not None
         for said in launcher.stderr:
-            if re.search("Events are told", said):
+            if re.search("Hook order", said):
                 break
         while not list(folder.glob("sent.*")):
             assert launcher.poll() is None

@@ -301,5 +301,5 @@ def test_an_optional_argument_without_a_default_is_told_so() -> None:
 
     def step(self: Any, batch: Any, step: int, dataloader_idx: int) -> None: ...
 
-    with pytest.raises(ArgumentTypeError, match="give it a default: dataloader_idx=0"):
+    with pytest.raises(ArgumentTypeError, match="give them a default: dataloader_idx=0"):
         Bus(model=type("Eager", (QuietModel,), {"valid_step": step})("eager"))

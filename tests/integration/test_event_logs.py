@@ -126,8 +126,8 @@ def test_what_is_known_of_a_run_are_conditions_of_the_pseudocode(name: str) -> N
 
 # The first two cannot both happen, and a loop may run no times, so their order is of no matter.
 _HARMLESS = {
-    "'if the run has ended before:' and 'if the run goes on:' change places",
-    "'if StopIteration is raised:' and 'for each replica that the process carries:' change places",
+    "'if the run has ended before:' and 'if the run resumes:' change places",
+    "'if StopIteration is raised:' and 'for each replica that the process runs:' change places",
 }
 
 

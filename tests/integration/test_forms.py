@@ -124,7 +124,9 @@ def test_what_training_makes_of_tensors_resumes_everywhere(
 
 
 def test_what_no_resume_can_make_again_is_refused_at_the_save(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"fit what setup\(\) makes.*optimizer \(updates what no"):
+    with pytest.raises(
+        StateError, match=r"match what setup\(\) creates.*optimizer \(updates what no"
+    ):
         train_to_end(tmp_path, Pruning())
     (*_, last) = sorted(tmp_path.glob("*/*.pth"))
     assert "_iter_2" in last.stem

@@ -141,7 +141,7 @@ def check_words(part: str, told: list[str]) -> None:
         "commit": "ERROR The checkpoint",
         "sync": "ERROR The checkpoint",
         "deletion": "WARNING The old checkpoint",
-        "note": "ERROR The end of the run could not be noted",
+        "note": "ERROR Could not mark the run as finished",
     }[part]
     (text,) = told
     assert text.startswith(words)

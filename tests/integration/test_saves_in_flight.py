@@ -168,7 +168,7 @@ def test_a_save_in_flight_is_committed_when_an_error_ends_the_training(
         "small_epoch_1_iter_6.json",
         "small_epoch_1_iter_6.pth",
     ]
-    assert any("goes on from small_epoch_1_iter_6.pth" in text for text in plugin.told) or (
+    assert any("to resume from small_epoch_1_iter_6.pth" in text for text in plugin.told) or (
         error is KeyboardInterrupt
     )
     assert_equal(train(tmp_path, _SETTING, Faults()), whole, since=_PER_EPOCH)

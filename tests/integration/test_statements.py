@@ -701,7 +701,7 @@ def test_a_scheduler_that_is_moved_by_hand_as_well_is_an_error() -> None:
             super().on_training_batch_end(state, should_log)
             self.scheduler.step()
 
-    fit_failing(Model, r"model\.scheduler was moved outside .* remove your call of step\(\)")
+    fit_failing(Model, r"model\.scheduler was stepped outside .* remove your call of step\(\)")
 
 
 def test_several_optimizers_need_another_loop_or_manual_steps() -> None:

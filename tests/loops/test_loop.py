@@ -931,7 +931,7 @@ def test_a_stop_iteration_inside_of_an_iteration_is_an_error(
         sources={Phase.TRAINING: [ListSource(items)]},
         total_steps=4,
     )
-    with pytest.raises(UsageError, match="StopIteration came out of a step"):
+    with pytest.raises(UsageError, match="StopIteration was raised in a step"):
         fit(session, FitLoop(EpochLoop(make(), ValidationLoop())))
 
 

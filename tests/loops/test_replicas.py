@@ -880,7 +880,7 @@ def test_what_one_process_asks_for_ends_the_run_on_all(what: str, num_processes:
     expected = {
         "stop": ("enough", ""),
         "interrupt": ("", "a signal"),
-        "poll": ("should_training_stop said yes", ""),
+        "poll": ("should_training_stop returned True", ""),
     }[what]
     for who in {0, num_processes - 1}:
         found = run_ranks(_ask, num_processes, num_processes, who, what)

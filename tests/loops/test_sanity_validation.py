@@ -257,5 +257,5 @@ class Stopping(Greedy):
 
 
 def test_a_trial_is_ended_by_no_stray_stop() -> None:
-    with pytest.raises(UsageError, match="A StopIteration came out of a step"):
+    with pytest.raises(UsageError, match="A StopIteration was raised in a step"):
         fit(make(Replicas(2), Stopping()))

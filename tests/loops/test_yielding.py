@@ -315,7 +315,9 @@ def test_a_stop_iteration_in_the_body_is_a_clear_error() -> None:
         yield model.a * next(iter(()))
 
     loop, session = prepared(Pair(body))
-    with pytest.raises(UsageError, match=r"A StopIteration came out of a step.*exhausted iterator"):
+    with pytest.raises(
+        UsageError, match=r"A StopIteration was raised in a step.*exhausted iterator"
+    ):
         train_on(loop, session, 1.0)
 
 

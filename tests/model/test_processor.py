@@ -374,7 +374,7 @@ def test_a_training_step_has_one_owner() -> None:
             super().setup(fast_init)
             self.batch_processor = BatchProcessor.from_callable(forward)
 
-    with pytest.raises(ArgumentError, match="must write its training step once"):
+    with pytest.raises(ArgumentError, match="must define its training step once"):
         make_trainer().fit(Both(), Numbers())
     with pytest.raises(ArgumentError, match="must be None or a BatchProcessor"):
         make_trainer().fit(Linear(forward), Numbers())
@@ -460,5 +460,5 @@ def test_a_processor_of_the_class_that_cannot_be_copied_is_refused() -> None:
     class Model(OfTheClass):
         batch_processor = Fixed()
 
-    with pytest.raises(ArgumentError, match=r"Model\.batch_processor must be one that can be copi"):
+    with pytest.raises(ArgumentError, match=r"Model\.batch_processor must be copyable"):
         make_trainer().fit(Model(), Numbers())

@@ -214,9 +214,9 @@ def test_a_scheduler_that_was_moved_outside_is_an_error(interval: str) -> None:
     move()
     move()
     scheduler.step(1.0) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
-    with pytest.raises(UsageError, match=r"model\.scheduler was moved outside") as caught:
+    with pytest.raises(UsageError, match=r"model\.scheduler was stepped outside") as caught:
         move()
-    assert "it stood at 2, now 3" in str(caught.value)
+    assert "its count was 2, now 3" in str(caught.value)
     assert "remove your call of step()" in str(caught.value)
 
 
@@ -227,7 +227,7 @@ def test_a_chained_scheduler_that_was_moved_outside_is_an_error() -> None:
     schedulers = Schedulers({"chained": chained}, {})
     schedulers.after_step()
     chained.step()
-    with pytest.raises(UsageError, match=r"model\.chained was moved outside"):
+    with pytest.raises(UsageError, match=r"model\.chained was stepped outside"):
         schedulers.after_step()
 
 
@@ -239,7 +239,7 @@ def test_a_member_that_was_moved_outside_is_an_error() -> None:
     schedulers = Schedulers({"outer": outer}, {})
     schedulers.after_step()
     decay.step()
-    with pytest.raises(UsageError, match=r"model\.outer was moved outside"):
+    with pytest.raises(UsageError, match=r"model\.outer was stepped outside"):
         schedulers.after_step()
 
 

@@ -577,13 +577,13 @@ def test_a_resume_with_other_networks_is_refused(tmp_path: Path) -> None:
 
     texts = {
         Added: "networks: added has no average. Build",
-        Renamed: "other has no average; the averaged net is not there",
+        Renamed: "other has no average; the averaged net does not exist",
         Reshaped: r"net: 4.weight is \(2, 8\), its average \(1, 8\), 4.bias is",
     }
     for kind, text in texts.items():
         with pytest.raises(StateError, match=text):
             make_trainer(longer, EMA(0.5), root=tmp_path).fit(kind(longer), IndexModule(longer))
-    with pytest.raises(StateError, match="the averaged net is not there"):
+    with pytest.raises(StateError, match="the averaged net does not exist"):
         make_trainer(longer, EMA(0.5), root=tmp_path).test(Renamed(longer), IndexModule(longer))
     with pytest.raises(StateError, match=r"net: 1.running_mean has no average, 1.running_var has"):
         fit(longer, EMA(0.5, averages_buffers=True), root=tmp_path)
@@ -615,7 +615,7 @@ def test_an_evaluation_without_average_says_so(capsys: pytest.CaptureFixture[str
     assert "has no average" not in capsys.readouterr().err
     trainer.test(net, IndexModule(setting))
     said = capsys.readouterr().err
-    assert "Plugin 'swa' has no average: this testing is of the networks' own weights" in said
+    assert "Plugin 'swa' has no average: this testing uses the networks' own weights" in said
     with pytest.raises(UsageError, match="'swa' has no average: none was loaded, and no step"):
         swa.copy_to(net)
 
@@ -725,7 +725,9 @@ def test_networks_must_stay_those_of_the_start() -> None:
             context.model.net = nn.Sequential(*context.model.net)
 
     setting = Setting(total_steps=6)
-    with pytest.raises(UsageError, match=r"'ema' averages \['net'\], but these networks were"):
+    with pytest.raises(
+        UsageError, match=r"'ema' averages \['net'\], but since the start of the run networks were"
+    ):
         fit(setting, EMA(0.5), Listener(on_training_step_end=replace))
 
 
@@ -929,7 +931,7 @@ def test_a_network_must_be_there() -> None:
         (lambda: EMA(every=0), r"EMA\(every=...\) must be a positive int, got 0"),
         (lambda: SWA(0), r"SWA\(start=...\) must be a positive int, got 0"),
         (lambda: SWA(3, 1.5), r"SWA\(every=...\) must be a positive int, got 1.5"),
-        (lambda: SWA(3, network=[]), r"SWA\(network=...\) must be one name or more, got \[\]"),
+        (lambda: SWA(3, network=[]), r"SWA\(network=...\) must be at least one name, got \[\]"),
         (lambda: EMA(swaps_in=[Phase.TRAINING]), r"EMA\(swaps_in=...\) must be out of Phase.VAL"),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_context_of_no_functions_is_an_error() -> None:
         HookContext.from_callable("print")
     with pytest.raises(ArgumentTypeError, match=r"after=.*must be a function"):
         HookContext.from_callable(print, 3)
-    with pytest.raises(ArgumentError, match="must get one of both"):
+    with pytest.raises(ArgumentError, match="must get at least one"):
         HookContext.from_callable()
 
 

@@ -131,7 +131,7 @@ def test_a_score_that_is_not_finite_is_no_improvement(
     assert count(trainer) == 4
     assert stopping.best == 3.0
     said = capsys.readouterr().err
-    assert said.count(f"'quality' is {bad}: plugin 'early-stopping' takes that for no impr") == 3
+    assert said.count(f"'quality' is {bad}: plugin 'early-stopping' counts it as no impr") == 3
     assert "improved on 3.0 in 2 validations (patience 2)" in said
 
 

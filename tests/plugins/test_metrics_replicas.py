@@ -362,9 +362,9 @@ class Clinging(Seen):
     ("metric", "text"),
     [
         (Unlike(), "it has no merge_state"),
-        (Shifted(), "joined, are not one without data"),
+        (Shifted(), "merging two without data does not give one without data"),
         (Clinging(), "it cannot be copied: RuntimeError"),
-        (torchmetrics.PearsonCorrCoef(), "cannot be joined: RuntimeError"),
+        (torchmetrics.PearsonCorrCoef(), "cannot be merged: RuntimeError"),
         (wrappers.MinMaxMetric(classification.BinaryAccuracy()), "the metrics in it (_base_metric"),
         (torchmetrics.SumMetric() + torchmetrics.SumMetric(), "the metrics in it (metric_a"),
     ],

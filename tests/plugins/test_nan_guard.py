@@ -395,7 +395,7 @@ def test_skipping_is_warned_of_each_time_and_names_the_samples(
     guard = NaNGuard("skip")
     _train(None, setting, guard)
     text = capsys.readouterr().err
-    assert text.count("The update is left out: window number 1 in a row") == guard.num_skipped
+    assert text.count("The update is skipped: window number 1 in a row") == guard.num_skipped
     assert f"update number {guard.num_skipped} in all" in text
 
 

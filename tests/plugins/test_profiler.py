@@ -148,7 +148,10 @@ def test_a_schedule_that_is_longer_than_the_run_is_said(
 ) -> None:
     train(tmp_path / "run", Setting(total_steps=4), Profiler(tmp_path / "t", skip_first=9, **_CPU))
     said = capfd.readouterr().err
-    assert "recorded nothing: this start made 4 iterations, and the schedule lets 11 go by" in said
+    assert (
+        "recorded nothing: this start made 4 iterations, and the schedule skips the first 11"
+        in said
+    )
     assert said.count("recorded nothing") == 1
     assert not (tmp_path / "t").exists()
 

@@ -214,7 +214,7 @@ def test_the_same_command_goes_on_after_an_interruption(
     assert start() == (False, 75)
     said = capfd.readouterr().err
     assert "interrupted: the time limit of 0:00:03 is reached" in said
-    assert "goes on from small_epoch_1_iter_3.pth" in said
+    assert "to resume from small_epoch_1_iter_3.pth" in said
     assert start() == (True, 0)
     assert start() == (True, 0)
     assert "Nothing to do" in capfd.readouterr().err

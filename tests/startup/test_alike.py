@@ -16,8 +16,8 @@ from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
 _REMEDY = (
-    "Make the trainer, its plugins and the data alike on all processes; let a plugin act on rank 0 "
-    "only by asking context.rank."
+    "Create the trainer, its plugins and the data in the same way on all processes; to let a "
+    "plugin act on rank 0 only, check context.global_rank in it."
 )
 
 
@@ -108,7 +108,7 @@ def test_what_differs_between_processes_is_named_by_all(
         f"{here}. {_REMEDY}"
     )
     # In full by rank 0, in a line by the other.
-    assert told.startswith("Training ended by an error") or kind == "evaluation"
+    assert told.startswith("Training ended with an error") or kind == "evaluation"
     assert hinted.endswith(" ends because another process has ended.")
 
 

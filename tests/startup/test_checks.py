@@ -102,7 +102,7 @@ def test_overriding_one_of_them_is_an_error_that_names_it(kind: type[Plain], met
 
 def test_a_model_that_trains_has_a_step() -> None:
     """C12: without one no weight would move, and nobody would say so."""
-    with pytest.raises(ArgumentError, match=r"Plain must override train_step, or name a batch_pro"):
+    with pytest.raises(ArgumentError, match=r"Plain must override train_step, or set batch_pro"):
         check_processor(Plain())
     check_processor(Plain(), is_inference=True)
     replaced = Plain()

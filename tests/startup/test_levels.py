@@ -24,8 +24,8 @@ from tests.distributed.train_script import Module, parse
 from tests.support.ranks import run_ranks
 
 REASON = (
-    "its state does not bring back the next batch: its state_dict() must hold all that the next "
-    "batch depends on"
+    "its state does not bring back the next batch: its state_dict() must hold everything that the "
+    "next batch depends on"
 )
 LOST = f"data: Buffered ({REASON})"
 
@@ -190,7 +190,7 @@ def test_fit_warns_once_when_it_loads_an_incomplete_checkpoint(
     shown = capsys.readouterr().err
     (told,) = [line for line in shown.splitlines() if " - WARNING - " in line]
     assert f"The checkpoint of iteration 4 is incomplete: it lacks {LOST}." in told
-    assert "finds there what setup() makes" in told
+    assert "In the resumed run, setup() creates it anew" in told
     assert 'on_incomplete="raise"' in told
     assert f"promise: incomplete (lacks {LOST})" in shown
     newest = sidecars(tmp_path)[-1]

@@ -108,7 +108,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("options", "kept", "place", "words"),
     [
-        ({"nproc": 3}, 2, _ALONE, r"begun as such: run_.*Trainer\(nproc=3\)"),
+        ({"nproc": 3}, 2, _ALONE, r"as started: run_.*Trainer\(nproc=3\)"),
         ({}, 2, started(LaunchKind.TORCHRUN, 3), "torchrun has started 3 processes"),
         ({"num_replicas": 2}, None, started(LaunchKind.SRUN, 3), "num_replicas is 2.*srun has"),
     ],
@@ -122,7 +122,9 @@ def test_more_processes_than_replicas_are_refused(
 
 
 def test_the_number_of_replicas_never_changes() -> None:
-    with pytest.raises(RunMismatchError, match=r"begun with 4 replicas .*never .*start a new run"):
+    with pytest.raises(
+        RunMismatchError, match=r"started with 4 replicas .*must not change.*start a new run"
+    ):
         choose_replicas(make(num_replicas=2).processes, _ALONE, stored(4), 1)
 
 

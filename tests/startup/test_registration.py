@@ -197,9 +197,9 @@ def test_the_order_of_receivers_is_logged(caplog: pytest.LogCaptureFixture) -> N
     assert lines == [
         (
             logging.INFO,
-            "Events are told to the plugins watcher, plain, then to the model, then to the engine.",
+            "Hook order: the plugins watcher, plain, the model, the engine.",
         ),
-        (logging.INFO, "After the model, at the ends of validations and epochs: watcher."),
+        (logging.INFO, "Called after the model at the ends of validations and epochs: watcher."),
         (
             logging.DEBUG,
             "on_training_epoch_end: plugin 'plain' (Loud), plugin 'watcher' (Loud).",

@@ -36,7 +36,7 @@ def test_the_defaults_are_what_schedulers_and_people_send() -> None:
         ((True,), "must be signals of this system, got True"),
         ((200,), "must be signals of this system, got 200"),
         ((0,), "must be signals of this system, got 0"),
-        ((signal.SIGKILL,), "must be signals that a training can put off, got 'SIGKILL'"),
+        ((signal.SIGKILL,), "must be signals that a training can delay, got 'SIGKILL'"),
         ((signal.SIGTERM, signal.SIGSTOP), "got 'SIGSTOP'. Leave it out"),
         ((signal.SIGSEGV,), "got 'SIGSEGV'. Leave it out"),
         ((signal.SIGCHLD,), "got 'SIGCHLD'. Leave it out"),
@@ -99,7 +99,7 @@ def test_another_thread_trains_without_handlers_and_says_so(
     thread.join()
     assert results == [0]
     (text,) = [text for text in caplog.messages if "main thread" in text]
-    assert text.startswith("fit runs outside of the main thread, so it cannot save on a signal: SI")
+    assert text.startswith("fit runs outside the main thread, so it cannot save on a signal: SI")
 
 
 class Curious(helios.Plugin):

@@ -58,13 +58,13 @@ class Situation:
         unit, evaluation = self.call.options["train_unit"], self.call.evaluation
         return {
             "the run has ended before": self.is_over,
-            "the run goes on": self.goes_on,
+            "the run resumes": self.goes_on,
             "the run is new": not self.goes_on,
             "sanity_steps is set": self.call.monitor is TryingMonitor and evaluation > 0,
             "epochs are counted": unit == "epoch",
             "steps are counted": unit == "iteration",
             "train_step returns a loss": self.call.model is not ManualLinear,
-            "on_fit_start was told": not self.is_over,
+            "on_fit_start was called": not self.is_over,
             RAISED: has_raised,
             "nothing was raised": not has_raised,
             **dict.fromkeys(self._never, False),
@@ -95,7 +95,7 @@ class Situation:
         """What happens every time in a fit."""
         windows = ["a window begins", "the window ends"]
         found = windows if "accumulation_steps" not in self.call.options else []
-        return found if _skip_step in self._acts else [*found, "the step is not left out"]
+        return found if _skip_step in self._acts else [*found, "the step is not skipped"]
 
     def record(self) -> list[Line]:
         """Make all calls, and return what the last one has told."""

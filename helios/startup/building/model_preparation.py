@@ -1,4 +1,4 @@
-"""What is done to a model around its setup."""
+"""Prepares a model before and after its setup."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from helios.model.processor import BatchProcessor
 
 
 def take_own_processor(model: Model) -> None:
-    """Give a model a copy of the processor that its class names.
+    """Give a model its own copy of the processor that its class sets.
 
-    As an attribute its state is saved. A copy, so that models of one class do not share it: what
-    another one has done in this process would not be there in the next.
+    As an attribute of the instance, its state is saved. It is copied so that models of one class do
+    not share state, which would be missing in the next process.
 
     Raises:
         ArgumentError: if it cannot be copied.
@@ -28,19 +28,19 @@ def take_own_processor(model: Model) -> None:
         model.batch_processor = copy.deepcopy(named)
     except Exception as error:
         raise ArgumentError(
-            f"{type(model).__name__}.batch_processor must be one that can be copied, as each model "
-            f"gets its own, but copy.deepcopy failed: {error!r}. Assign self.batch_processor in "
-            "setup() instead."
+            f"{type(model).__name__}.batch_processor must be copyable, because each model gets its "
+            f"own, but copy.deepcopy failed: {error!r}. Assign self.batch_processor in setup() "
+            "instead."
         ) from error
 
 
 def move_networks(model: Model, device: torch.device) -> None:
-    """Move the networks that a setup has made to the device of the engine.
+    """Move the networks that setup has created to the device of the engine.
 
-    Those that lie there are left, and so is everything on a CPU.
+    Networks that are there already are not touched, and nothing is if the device is the CPU.
 
     Raises:
-        UsageError: where the device makes new parameters of them, which optimizers do not know.
+        UsageError: if moving creates new parameters, which the optimizers do not have.
     """
     if device.type == "cpu":
         return
@@ -49,6 +49,6 @@ def move_networks(model: Model, device: torch.device) -> None:
         network.to(device)
         if any(old is not new for old, new in zip(before, network.parameters(), strict=True)):
             raise UsageError(
-                f"The network {path!r} gets new parameters on {device}, which optimizers that "
-                "were built before do not know. Build it there: .to(self.device) in Model.setup()."
+                f"The network {path!r} gets new parameters on {device}, which optimizers created "
+                "before do not have. Build it there: .to(self.device) in Model.setup()."
             )

@@ -1,4 +1,4 @@
-"""Where a run's results go: log, event files, progress bars and checkpoints."""
+"""The outputs of a run: log, event files, progress bars and checkpoints."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def open_display(options: LoggingOptions) -> Display:
-    """Return the progress bars, or what stands in for them."""
+    """Return the progress bars, or the plain lines that replace them."""
     return create_display(options.enable_progress_bar)
 
 
 def _find_again(root: Path | None, stored: str | None) -> Path | None:
-    # A run folder that was moved or copied lies under the given root; look there first.
+    # A run folder that was moved or copied is under the given root; look there first.
     if stored is None:
         return None
     name = PureWindowsPath(stored).name if _is_of_windows(stored) else Path(stored).name
@@ -52,20 +52,20 @@ def _find_again(root: Path | None, stored: str | None) -> Path | None:
 
 
 def _is_of_windows(stored: str) -> bool:
-    # A migrated run may come from another system, where its files have stayed.
+    # A migrated run may come from another system, where its files still are.
     return os.name != "nt" and bool(PureWindowsPath(stored).drive)
 
 
 def open_logs(
     options: LoggingOptions, name: str, record: Record | None, *, is_training: bool
 ) -> None:
-    """Open the log file and the event files, or go on with those of a checkpoint (H24).
+    """Open the log file and the event files, or continue those of a checkpoint.
 
     Args:
         options: which logs, and where.
         name: the name of the run.
         record: the checkpoint; ``None`` for new files.
-        is_training: whether events behind the checkpoint are cut off: training repeats them.
+        is_training: whether events after the checkpoint are removed: training repeats them.
     """
     log_path = run_path = None
     if record is not None:
@@ -100,11 +100,11 @@ class FitRecorder:
 
     Args:
         name: the name of the run.
-        model: names checkpoints and holds the metrics.
+        model: appends to checkpoint names and holds the metrics.
         start: the run's folder and history.
         promise: the level of reproducibility that the run reaches.
-        engine: the device and the replicas; rank 0 writes.
-        schedule: says whether checkpoints are written.
+        engine: the engine, with the replicas; rank 0 writes.
+        schedule: determines whether checkpoints are written.
         definition: what defines the run and what ends it.
     """
 
@@ -136,10 +136,10 @@ class FitRecorder:
             model.discovery.values.limit = start.folder.options.max_plain_bytes
 
     def prepare(self, state: TrainingState) -> None:
-        """Make memory ready for the first save, and warn of a disk that is too small.
+        """Allocate memory for the first save, and warn if the disk is too small.
 
         Args:
-            state: where the training begins.
+            state: the counters at the start of training.
         """
         saver, folder = self._saver, self._start.folder
         if saver is None or folder is None or self._replicas.rank != 0:
@@ -155,9 +155,9 @@ class FitRecorder:
         )
 
     def settle(self) -> Path | None:
-        """Return the newest checkpoint, once no save is in flight; ``None`` if there is none.
+        """Wait for saves in progress and return the newest checkpoint; ``None`` if there is none.
 
-        Processes that do not write name the file that was begun last.
+        Processes that do not write return the file that was begun last.
         """
         if self._saver is None or self._replicas.rank != 0:
             return self._newest
@@ -169,10 +169,10 @@ class FitRecorder:
 
         Args:
             snapshot: the content.
-            meters: count how long values in it take to be encoded, by address; in rank 0.
+            meters: on rank 0, measure how long values in it take to encode, by address.
 
         Raises:
-            UsageError: after a collective has failed: the processes may be at different places.
+            UsageError: after a collective has failed: the processes may be at different points.
         """
         saver = self._saver
         if saver is None:
@@ -180,8 +180,8 @@ class FitRecorder:
         if has_failed():
             raise UsageError(
                 "No checkpoint can be saved after a collective has failed, because the processes "
-                "no longer agree on where they are. Let the error end this process, and start the "
-                "run again: it goes on from the newest checkpoint."
+                "may be at different points. Let the error end this process, and start the run "
+                "again: it resumes from the newest checkpoint."
             )
         self._newest = on_first(
             self._replicas, lambda: self._write(saver, Record.from_payload(snapshot), meters)
@@ -203,7 +203,7 @@ class FitRecorder:
             record,
             run_name=self._name,
             level=self._promise.level_after(record, is_compiled=bool(find_compiled(self._model))),
-            # Scores of an earlier validation are not of these weights.
+            # Scores of an earlier validation do not belong to these weights.
             metrics=as_numbers(self._model.metrics) if record.has_validated else {},
             changes=self._start.changes,
             is_by_epoch=self._schedule.is_by_epoch,
@@ -217,7 +217,7 @@ class FitRecorder:
         )
 
     def has_saved(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed, or on its way; rank 0 looks."""
+        """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
         saver, replicas = self._saver, self._replicas
         if saver is None:
             return False
@@ -247,9 +247,9 @@ class FitRecorder:
         self._scores.show(scores, state, has_improved=has_improved)
 
     def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
-        """Write numbers into the event files, by name.
+        """Write numbers to the event files, by name.
 
-        A curve that user code has written at this iteration, as scripts of Helios 1 do, is left.
+        A scalar that user code has written at this iteration, as scripts of Helios 1 do, is kept.
         """
         writer, step = log.get_tensorboard_writer(), state.global_iteration
         if writer is None or not self.logs_scalars:
@@ -262,15 +262,15 @@ class FitRecorder:
         """Wait until all checkpoints of the run are on the disk.
 
         Args:
-            reason: why the run has come to its regular end, to be noted in the sidecar of the last
-                one; ``None`` after an interruption.
+            reason: why the run has ended regularly, recorded in the sidecar of the last checkpoint;
+                ``None`` after an interruption.
 
         Raises:
-            SaveError: if the disk refused the last checkpoint, in all processes.
+            SaveError: in all processes, if the disk refused the last checkpoint.
         """
         self._scores.show_end()
         saver, folder = self._saver, self._start.folder
-        # Who only loads has trained on beside the checkpoint, which is not the end of its run.
+        # A run that only loads has trained beside the checkpoint, which is not the end of its run.
         if saver is None or folder is None or self._schedule.chkpt_frequency is None:
             return
 
@@ -282,8 +282,8 @@ class FitRecorder:
                 folder.mark_finished(saver.newest, reason)
             except OSError as error:
                 _LOGGER.error(
-                    "The end of the run could not be noted beside %s: %s. The same command goes on "
-                    "from there, finds nothing to train, and notes it.",
+                    "Could not mark the run as finished in %s: %s. Run the same command again: it "
+                    "finds nothing to train, and marks the run.",
                     saver.newest,
                     error,
                 )
@@ -291,14 +291,14 @@ class FitRecorder:
         on_first(self._replicas, conclude)
 
     def _is_past_its_end(self, newest: Path) -> bool:
-        """Whether nothing was trained, since a longer run has come further than this one goes.
+        """Whether nothing was trained because a longer run has already passed this one's end.
 
-        The checkpoint is that run's, and says nothing of its end.
+        The checkpoint belongs to that run, and is not its end.
         """
         loaded = self._start.loaded
         return self._start.is_shortened and loaded is not None and loaded.path == newest
 
     def close(self) -> None:
-        """Let no save be in flight any more, whatever has happened."""
+        """Wait for saves in progress, whatever has happened."""
         if self._saver is not None:
             self._saver.close()

@@ -1,4 +1,4 @@
-"""Who holds state in a run besides the model, and under which name."""
+"""The objects that hold state in a run besides the model, and their names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from helios.run_state.owner_states import Owner, Owners
 _LOGGER = logging.getLogger(__name__)
 
 _MANY = 100
-"""Members of a list up to which it may be one of data sets that are joined."""
+"""Maximum length of a list that is searched for data sets, as in ``ConcatDataset``."""
 
-_IN_WORKERS = "a generator that each loader worker has a copy of: draw from torch or random instead"
+_IN_WORKERS = "a generator that each loader worker copies: draw from torch or random instead"
 
 
 def find_owners(
@@ -40,15 +40,15 @@ def find_owners(
     loop: tuple[str, Loop] | None = None,
     source: Source | None = None,
 ) -> Owners:
-    """Return everything that may hold state, right after setup.
+    """Return all objects that may hold state, right after setup.
 
     Args:
         plugins: by id.
-        model: one with a ``state_dict`` of its own may leave something out.
+        model: the model; if it overrides ``state_dict``, that may omit something.
         datamodule: the data module.
         engine: the engine.
-        loop: the role and the root of the loops of a training; ``None`` outside of one.
-        source: the training data; ``None`` outside of a training.
+        loop: the role and the root of the loops of a training; ``None`` outside a training.
+        source: the training data; ``None`` outside a training.
     """
     owners = [Owner("engine", engine, tuple(engine.unsaved), _has_own(engine, Engine))]
     owners += _of_plugins(plugins)
@@ -59,8 +59,8 @@ def find_owners(
     owners.append(Owner("data", datamodule, tuple(datamodule.unsaved)))
     if loop is not None:
         owners += _of_loops(*loop)
-    # The state of a loader with a state_dict of its own is saved as of the last batch that was
-    # trained on; the loader itself may have read ahead since then.
+    # The state of a loader with its own state_dict is saved as of the last batch that was trained
+    # on; the loader itself may have read ahead since then.
     claimed = () if source is None else source.claimed
     if source is not None and not claimed and not _count_workers(source):
         owners += (
@@ -77,7 +77,7 @@ def find_owners(
 
 
 def find_stranded_generators(source: Source) -> dict[str, str]:
-    """Return the generators in a data set that workers have copies of, and warn of them."""
+    """Return the generators in a data set that loader workers copy, and warn of them."""
     num_workers = _count_workers(source)
     if not num_workers:
         return {}
@@ -123,7 +123,7 @@ def _count_workers(source: Source) -> int:
 
 
 def _parts_of(source: Source) -> Iterator[tuple[str, object]]:
-    """Yield the training data set, those inside of it, and an object that collates."""
+    """Yield the training data set, those that it contains, and the collate function's object."""
     loader = source.loader
     if not isinstance(loader, DataLoader):
         return

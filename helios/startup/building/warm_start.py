@@ -14,16 +14,16 @@ from helios.model.model import Model
 
 
 def load_weights(path: str | Path, model: Model | nn.Module) -> None:
-    """Load the weights of a checkpoint; counters, optimizers and randomness stay as they are.
+    """Load the weights of a checkpoint, without counters, optimizers and random number generators.
 
     Args:
         path: a checkpoint of Helios.
-        model: a model after its networks were built (at the end of ``setup``, say), or one network;
-            the checkpoint must then hold exactly one with the same parameter names.
+        model: a model whose networks are built (e.g. at the end of ``setup``), or one network; the
+            checkpoint must then hold exactly one with the same parameter names.
 
     Raises:
         CheckpointError: if the file cannot be used.
-        StateError: if no network of the checkpoint fits, or several do.
+        StateError: if no network of the checkpoint matches, or several do.
         ArgumentTypeError: if ``model`` is neither a model nor a network.
     """
     types = model.types_for_safe_load() if isinstance(model, Model) else []

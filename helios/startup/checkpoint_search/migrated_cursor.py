@@ -1,4 +1,4 @@
-"""Where a run goes on that was begun with helios-ml, the earlier package."""
+"""Where a run continues that was started with helios-ml, the earlier package."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replicas) -> Cursor:
-    """Return where the next batch lies.
+    """Return the position of the next batch.
 
-    A migrated checkpoint knows the number of that batch only. Its first sample is where batches of
-    the present size have come to, and what follows is said.
+    A migrated checkpoint holds only the number of that batch. Its first sample follows from the
+    current batch size, and the consequences are logged.
 
     Args:
         record: the content of the checkpoint.
-        description: that of the present data.
-        replicas: the present ones, each of which takes a batch.
+        description: description of the current data.
+        replicas: the current replicas, each of which gets a batch.
     """
     cursor = Cursor(**record.cursor)
     if not record.is_migrated:
@@ -31,10 +31,11 @@ def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replic
     size = description.get("batch_size") or 1
     cursor = replace(cursor, sample=cursor.batch * size * replicas.num_replicas)
     _LOGGER.warning(
-        "The run goes on from a checkpoint of helios-ml %s, with its weights, optimizers and "
-        "counters, at batch %d of epoch %d. The order of samples continues under the new rule: it "
-        "is not that of the old package, and neither are losses to the bit. From here on both are "
-        "exact. The old file does not say how many processes trained it: the run now has %d %s.",
+        "The run resumes from a checkpoint of helios-ml %s, with its weights, optimizers and "
+        "counters, at batch %d of epoch %d. The order of samples follows the new rule: it differs "
+        "from that of the old package, and so do losses. From here on both are exactly "
+        "reproducible. The old file does not say how many processes trained it: the run now has "
+        "%d %s.",
         record.migrated_from or "before 0.3",
         cursor.batch + 1,
         cursor.epoch + 1,

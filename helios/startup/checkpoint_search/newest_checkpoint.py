@@ -1,7 +1,7 @@
-"""The newest checkpoint, for who only looks at it while a training may go on in the same folder.
+"""Loads the newest checkpoint for an evaluation, while a training may be writing to the folder.
 
-That training deletes what its rules let go. A file that goes while it is loaded, in one process or
-between two of them, is no error: a newer one was committed before, and is looked for then.
+That training deletes old checkpoints. A file that disappears while it is loaded, in one process or
+between two, is not an error: a newer one was committed before, and is searched for then.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from helios.startup.options.checkpoint_options import CheckpointOptions
 def find_newest(
     options: CheckpointOptions, save_name: str, safe_types: list[Any], *, team: Replicas
 ) -> Loaded | None:
-    """Load the newest checkpoint that is whole, the same one in all processes of a team.
+    """Load the newest undamaged checkpoint, the same one in all processes of a team.
 
     Args:
-        options: where checkpoints lie.
-        save_name: names the folder of the run.
+        options: where checkpoints are.
+        save_name: name of the run's folder.
         safe_types: types that may be built.
-        team: the processes; rank 0 looks.
+        team: the processes; rank 0 searches.
 
     Raises:
-        CheckpointError: if a checkpoint is there that cannot be used.
+        CheckpointError: if there is a checkpoint that cannot be used.
     """
     folder = open_folder(options, save_name)
     if folder is None:
@@ -43,7 +43,7 @@ def find_newest(
 
 
 class _Search:
-    """The search of one process of a team; all of them do the same at the same time."""
+    """The search in one process of a team; all of them do the same at the same time."""
 
     def __init__(self, folder: RunFolder, safe_types: list[Any], team: Replicas) -> None:
         self.found: Loaded | None = None
@@ -52,7 +52,7 @@ class _Search:
         self._team = team
 
     def succeeds(self) -> bool:
-        """Look, and load; returns whether all processes have it, or there is none."""
+        """Search and load; returns whether all processes have it, or there is none."""
         name = on_first(self._team, self._look)
         if name is None:
             return True
@@ -61,7 +61,7 @@ class _Search:
             return True
         if on_first(self._team, lambda: file_names.is_gone(path)):
             return False
-        # Rank 0 sees it still: the folder is not shared.
+        # Rank 0 still sees it: the folder is not shared.
         on_each(self._team, lambda: self._insist(path))
         return True
 

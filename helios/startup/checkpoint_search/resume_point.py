@@ -1,10 +1,10 @@
-"""The checkpoint that a training starts from, as ``Trainer(resume=...)`` asks for it.
+"""Finds the checkpoint that a training starts from, according to ``Trainer(resume=...)``.
 
-A run's folder belongs to one run; ``run_identity`` says what makes it that run. It is looked at
-twice. :func:`find_stored` asks for the number of replicas, which the number of processes depends
-on: only these can take the lock, and until then another run may change what is there. So
-:func:`find_start` searches under the lock, in one listing, and its :class:`Start` is all that the
-call needs to know from then on.
+A run's folder belongs to one run; ``run_identity`` defines what identifies it. The folder is read
+twice. :func:`find_stored` returns the number of replicas, on which the number of processes depends:
+only these processes can take the lock, and until then another run may change the folder. Therefore
+:func:`find_start` searches again under the lock, in one listing, and its :class:`Start` holds
+everything that the call needs from then on.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Start:
 
     Attributes:
         folder: the run's folder; ``None`` without ``chkpt_root``.
-        loaded: the checkpoint to go on from; ``None`` for a first start.
-        origin: the path of ``resume=<path>`` that the run goes back to, if any.
+        loaded: the checkpoint to continue from; ``None`` for a first start.
+        origin: the path of ``resume=<path>`` from which the run was started, if any.
         is_branch: whether this is the first start from that path.
-        changes: what was allowed to differ, in all starts of the run.
-        is_shortened: whether this run is to be shorter than the one that wrote the checkpoint.
-        lock: keeps a second run out of the folder while the call goes on; rank 0 holds it.
+        changes: changes that were allowed, in all starts of the run.
+        is_shortened: whether this run is shorter than the one that wrote the checkpoint.
+        lock: keeps a second run out of the folder during the call; rank 0 holds it.
     """
 
     folder: RunFolder | None = None
@@ -52,15 +52,15 @@ class Start:
     lock: FolderLock | None = None
 
     def forget_payload(self) -> None:
-        """Let go of the checkpoint's content, once it is loaded."""
+        """Release the checkpoint's content, once it is loaded."""
         if self.loaded is not None:
             self.loaded = replace(self.loaded, payload={})
 
 
 def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
-    """Ask a checkpoint's sidecar, or its content if it has none; ``None`` if it is damaged.
+    """Read a checkpoint's sidecar, or its content if it has none; ``None`` if it is damaged.
 
-    What is written there, and not the age of a file, tells whether a run goes on.
+    The content decides whether a run resumes, not the age of a file.
     """
     try:
         sidecar = loading.read_sidecar(path)
@@ -68,7 +68,7 @@ def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
             return Stored(sidecar.num_replicas, path, sidecar.resumed_from)
         record = loading.load_present(path, safe_types, maps=True).record
     except DamagedCheckpointError:
-        # An older one says the same; who loads the run tells of it.
+        # An older one says the same; loading the run reports the damage.
         return None
     return Stored(record.num_replicas, path, record.resumed_from)
 
@@ -76,7 +76,7 @@ def _read_stored(path: Path, *, safe_types: list[Any]) -> Stored | None:
 def _search_stored(
     folder: RunFolder, safe_types: list[Any], listed: list[Path] | None
 ) -> Stored | None:
-    """Ask the newest checkpoint that is not damaged."""
+    """Return what the newest undamaged checkpoint says."""
     look = partial(_read_stored, safe_types=safe_types)
     return file_names.search(folder.path, look, listed=listed)
 
@@ -84,22 +84,22 @@ def _search_stored(
 def find_stored(
     options: CheckpointOptions, save_name: str, safe_types: list[Any], *, is_fit: bool
 ) -> Stored | None:
-    """Return what the run was begun with; ``None`` for a run that begins now.
+    """Return what the run was started with; ``None`` for a new run.
 
     Args:
-        options: where checkpoints lie, and which one is resumed.
-        save_name: names the folder of the run.
+        options: where checkpoints are, and which one is resumed.
+        save_name: name of the run's folder.
         safe_types: types that may be built.
-        is_fit: whether the run goes on, as ``resume`` says; an evaluation takes what is newest.
+        is_fit: whether ``resume`` applies; an evaluation uses the newest checkpoint.
 
     Raises:
-        CheckpointError: if the newest checkpoint is whole, but cannot be used.
+        CheckpointError: if the newest checkpoint is undamaged, but cannot be used.
     """
     folder = open_folder(options, save_name)
     if folder is None or (is_fit and options.resume == "never"):
         return None
     # Any checkpoint of the run will do, so one listing is enough, unless it holds none: a training
-    # that goes on there commits one and deletes an older one, and a listing may miss both.
+    # in progress commits one and deletes an older one, and a listing may miss both.
     listed = file_names.list_checkpoints(folder.path) or None
     stored = _search_stored(folder, safe_types, listed)
     if is_fit and options.resume != "auto":
@@ -122,7 +122,7 @@ def follow(
         return None
     if not path.is_file():
         raise CheckpointError(
-            f"Rank 0 of {team.num_processes} goes on from {path}, but rank {team.rank} finds no "
+            f"Rank 0 of {team.num_processes} resumes from {path}, but rank {team.rank} finds no "
             f"such file. {SHARING}"
         )
     return folder.load(path, safe_types)
@@ -136,19 +136,19 @@ def find_start(
     run_name: str,
     replicas: Replicas,
 ) -> Start:
-    """Find the checkpoint that ``resume`` asks for; rank 0 looks, and all load the same file.
+    """Find the checkpoint that ``resume`` selects; rank 0 searches, and all load the same file.
 
     Args:
-        options: where checkpoints lie, and which one is resumed.
-        save_name: names the folder of the run.
+        options: where checkpoints are, and which one is resumed.
+        save_name: name of the run's folder.
         safe_types: types that may be built.
-        run_name: that of the present run, which must be that of the folder's files.
-        replicas: those of the run.
+        run_name: name of the current run, which must be that of the folder's files.
+        replicas: the replicas of the run.
 
     Raises:
         RunMismatchError: if the newest checkpoint belongs to a run of another name, or of another
             number of replicas.
-        CheckpointError: if a checkpoint is there that cannot be used.
+        CheckpointError: if there is a checkpoint that cannot be used.
     """
     folder = open_folder(options, save_name)
     if folder is None:
@@ -179,14 +179,14 @@ def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
     if loaded is not None and loaded.record.num_replicas not in (0, num_replicas):
         raise RunMismatchError(
             f"{loaded.path} was saved with {loaded.record.num_replicas} replicas, but newer "
-            f"files of the run say {num_replicas}. Move one of both kinds out of the folder."
+            f"files of the run with {num_replicas}. Move the files of one kind out of the folder."
         )
 
 
 def _look(
     folder: RunFolder, options: CheckpointOptions, run_name: str, safe_types: list[Any]
 ) -> Start:
-    """Find the start, and put the folder in order; one process may do so."""
+    """Find the start, and move or delete files as ``resume`` requires; runs in one process."""
     listed = folder.clean()
     if options.resume == "never":
         _move_aside(folder, keep=None)
@@ -199,7 +199,7 @@ def _look(
         _check_name(start.loaded, run_name, folder)
         _inherit(start, start.loaded)
     if start.origin is not None:
-        # The user's command names it: without it, the same command would end in an error.
+        # The user's command names it: without it, the same command would fail.
         folder.protect(Path(start.origin))
     return start
 
@@ -207,7 +207,7 @@ def _look(
 def _move_aside(folder: RunFolder, *, keep: Path | None) -> None:
     moved = folder.move_aside(f"{datetime.now():%Y-%m-%d_%H-%M-%S}", keep=keep)
     if moved is not None:
-        _LOGGER.warning("Moved the present checkpoints of the run to %s.", moved)
+        _LOGGER.warning("Moved the existing checkpoints of the run to %s.", moved)
 
 
 def _start_from_path(
@@ -221,14 +221,14 @@ def _start_from_path(
             if newest is not None:
                 return Start(folder, newest, origin)
         except DamagedCheckpointError as error:
-            # The file that they came of is the next older one.
+            # The file that they were started from is the next older one.
             if not path.is_file():
                 raise
-            _LOGGER.warning("%s Here the run goes back to %s.", error, path)
+            _LOGGER.warning("%s The run starts again from %s.", error, path)
     if not path.is_file():
         raise CheckpointError(
             f'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
-            f"file at {path}. Correct the path, or leave it out to go on from the newest."
+            f"file at {path}. Correct the path, or omit resume to continue from the newest."
         )
     loaded = folder.load(path, safe_types)
     _move_aside(folder, keep=path)
@@ -241,7 +241,7 @@ def _check_name(loaded: Loaded, name: str, folder: RunFolder) -> None:
         raise RunMismatchError(
             f"The folder {folder.path} belongs to the run {sidecar.run_name!r} (newest checkpoint "
             f"{loaded.path.name}), but this run is {name!r}. Give the model another save_name, "
-            f"pass run_name={sidecar.run_name!r} to go on with that run, or resume='never' to "
+            f"pass run_name={sidecar.run_name!r} to continue that run, or resume='never' to "
             "move its files aside."
         )
 

@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, whom it belongs to, and whether all processes see it.
+"""The folder of a run: its path, its lock, and whether all processes see it.
 
 One run writes to a folder at a time. Rank 0 writes, and every process reads at the next start.
 """
@@ -17,30 +17,30 @@ from helios.storage.folder_lock import FolderLock
 
 SHARING = (
     "All processes must see the folder chkpt_root: put it on a file system that the machines "
-    "share, at the same place."
+    "share, under the same path."
 )
-"""What helps where a process does not see what another one has written."""
+"""Remedy if a process does not see what another one has written."""
 
 
 def open_folder(options: CheckpointOptions, save_name: str) -> RunFolder | None:
     """Return the folder of a run, or ``None`` without ``chkpt_root``.
 
     Raises:
-        ArgumentError: if a file is in its place.
+        ArgumentError: if there is a file with its name.
     """
     if options.chkpt_root is None:
         return None
     path = options.chkpt_root / save_name
     if path.exists() and not path.is_dir():
         raise ArgumentError(
-            f"The run's place, chkpt_root/<save_name>, must be a folder, got the file {path}. "
+            f"The run's folder, chkpt_root/<save_name>, must be a folder, got the file {path}. "
             "Move the file away, or give the model another save_name."
         )
     return RunFolder(path, options.store or CheckpointStore())
 
 
 def require_writable(options: CheckpointOptions, save_name: str) -> None:
-    """Refuse a folder that takes no checkpoints, which only the last save would tell.
+    """Refuse a folder that cannot be written to, before the first save would fail.
 
     Raises:
         ArgumentError: if the run saves, and its folder cannot be created or written to.
@@ -53,22 +53,22 @@ def require_writable(options: CheckpointOptions, save_name: str) -> None:
     except OSError as error:
         raise ArgumentError(
             "Trainer(chkpt_root=...) must be a folder that can be created and written to, got "
-            f"{str(options.chkpt_root)!r}: {error}. Pass another one, or correct its rights. "
-            "Leave out chkpt_frequency to train without checkpoints."
+            f"{str(options.chkpt_root)!r}: {error}. Pass another one, or correct its permissions. "
+            "Omit chkpt_frequency to train without checkpoints."
         ) from error
 
 
 def lock_folder(
     options: CheckpointOptions, save_name: str, stack: ExitStack, *, team: Replicas
 ) -> FolderLock | None:
-    """Take the folder of a run for this call, before anything in it is looked at.
+    """Lock the folder of a run for this call, before anything in it is read.
 
-    A run that only loads makes no folder, and locks the one that is there: it puts damaged files
-    aside, too.
+    A run that only loads creates no folder, but locks an existing one, because it also moves
+    damaged files aside.
 
     Args:
         options: where the folder is, and whether the run saves.
-        save_name: names the folder of the run.
+        save_name: name of the run's folder.
         stack: releases the lock.
         team: the processes; rank 0 holds the lock.
 
@@ -96,9 +96,9 @@ def lock_folder(
 
 
 def _require_sight(lock: FolderLock, token: str, team: Replicas) -> None:
-    """Check that a process sees the folder that rank 0 has locked: it will have to resume there."""
+    """Check that a process sees the folder that rank 0 has locked: it must resume from there."""
     if team.rank != 0 and not lock.is_shown(token):
         raise CheckpointError(
-            f"Rank 0 of {team.num_processes} saves into {lock.path.parent}, but rank {team.rank} "
-            f"does not see that folder as rank 0 does. {SHARING}"
+            f"Rank 0 of {team.num_processes} saves to {lock.path.parent}, but rank {team.rank} "
+            f"does not see the same folder. {SHARING}"
         )

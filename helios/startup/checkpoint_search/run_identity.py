@@ -1,6 +1,6 @@
-"""What defines a run, what ends it, and how both compare with what its checkpoint holds.
+"""What defines a run, what ends it, and how both compare with its checkpoint.
 
-A difference is found before the first step, and needs the user's allowance, which is recorded.
+A difference is found before the first step, and must be allowed by the user; this is recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "random_seed",
 
 
 _UNCOUNTED = ("length", None)
-"""What is stored of a loader whose samples nobody has counted."""
+"""Stored length of a loader with an unknown number of samples."""
 
 _OF_DATA = (
     *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
@@ -44,7 +44,7 @@ def identity(
 
 
 def limits(schedule: Schedule) -> dict[str, float | None]:
-    """Return the options that end a run; raising one lets a finished run go on."""
+    """Return the options that end a run; raising one lets a finished run continue."""
     return {
         "total_steps": schedule.total_steps,
         "early_stop_cycles": schedule.early_stop_cycles,
@@ -52,12 +52,12 @@ def limits(schedule: Schedule) -> dict[str, float | None]:
 
 
 def is_extended(schedule: Schedule, stored: Mapping[str, Any]) -> bool:
-    """Whether this run is meant to be longer than the one that wrote the checkpoint."""
+    """Whether this run is longer than the one that wrote the checkpoint."""
     return any(now > before for now, before in _pair_limits(schedule, stored))
 
 
 def is_shortened(schedule: Schedule, stored: Mapping[str, Any]) -> bool:
-    """Whether this run is meant to be shorter than the one that wrote the checkpoint."""
+    """Whether this run is shorter than the one that wrote the checkpoint."""
     return any(now < before for now, before in _pair_limits(schedule, stored))
 
 
@@ -71,26 +71,26 @@ def _pair_limits(schedule: Schedule, stored: Mapping[str, Any]) -> list[tuple[fl
 
 
 def is_still_finished(schedule: Schedule, record: Record, reason: str) -> bool:
-    """Whether a run that was marked as finished has nothing left to train under these options.
+    """Whether a run that was marked as finished has nothing left to train with these options.
 
     Args:
-        schedule: the present options.
+        schedule: the current options.
         record: the content of the marked checkpoint.
-        reason: why the run came to its end there.
+        reason: why the run ended there.
     """
     stored = record.options
     if stored.get("train_unit") != schedule.unit.name.lower():
         return False
     cursor = Cursor(**record.cursor)
     if is_limit(reason) and not cursor.stop_reason:
-        # The mark may have been made under a smaller total than that of the checkpoint.
+        # The mark may have been made with a smaller total than that of the checkpoint.
         state = TrainingState(**record.training_state)
         return bool(find_limit(schedule, state, cursor))
     return not is_extended(schedule, stored)
 
 
 def note_limits(schedule: Schedule, stored: Mapping[str, Any]) -> list[str]:
-    """Say which limits differ from the checkpoint's; returns them as text, to be recorded."""
+    """Log which limits differ from the checkpoint's; returns them as text, to be recorded."""
     changes = [
         f"{name}: {stored[name]} -> {now}"
         for name, now in limits(schedule).items()
@@ -102,16 +102,16 @@ def note_limits(schedule: Schedule, stored: Mapping[str, Any]) -> list[str]:
 
 
 def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Warn of a data set that says of itself that it is another one; returns that as text.
+    """Warn if the fingerprint of the data set has changed; returns the change as text.
 
-    It is the user's own mark of the data, so what a difference means is the user's to judge.
+    The user defines the fingerprint, so only the user can judge what a difference means.
     """
     before, now = stored.get("fingerprint"), description.get("fingerprint")
     if before is None or before == now:
         return []
     text = f"fingerprint: {before!r} -> {now!r}"
     _LOGGER.warning(
-        "The training data set is not that of the checkpoint: it has another fingerprint (%s). The "
+        "The training data set has another fingerprint than that of the checkpoint (%s). The "
         "run continues with the new data, so its results differ from here on.",
         text,
     )
@@ -119,16 +119,16 @@ def note_fingerprint(description: Mapping[str, Any], stored: Mapping[str, Any]) 
 
 
 def report_finished(name: str, loaded: Loaded, reason: str, *, is_passed: bool) -> None:
-    """Say that there is nothing to do, whose run it is, and what would change that.
+    """Log that the run is finished, and how to continue it.
 
-    If the run has passed this total, as at the earlier stages of a script that is started again,
-    that is no reason for a warning.
+    If the run has passed this total, as in the earlier stages of a script that is started again,
+    this is not a warning.
     """
     _LOGGER.log(
         logging.INFO if is_passed else logging.WARNING,
         "Nothing to do: the run %r in %s is finished (%s; %s). Raise total_steps or "
-        "early_stop_cycles to go on with it, pass resume='never' to start it anew, or give another "
-        "model a save_name of its own.",
+        "early_stop_cycles to continue it, pass resume='never' to start a new run, or give another "
+        "model its own save_name.",
         name,
         loaded.path.parent,
         reason,
@@ -144,10 +144,10 @@ def reconcile(
     state: TrainingState,
     cursor: Cursor,
 ) -> list[str]:
-    """Compare what defines the run then and now; returns the changes, ``name: old -> new``.
+    """Compare what defines the run with the checkpoint; returns changes as ``name: old -> new``.
 
-    An allowed change of data set, length, shuffle, seed or sampler begins the epoch under way anew;
-    with another batch size it goes on at the stored sample.
+    After an allowed change of data set, length, shuffle, seed or sampler, the current epoch starts
+    anew; with another batch size it continues at the stored sample.
 
     Raises:
         RunMismatchError: for a change that was not allowed.
@@ -161,8 +161,8 @@ def reconcile(
     if refused:
         names = ", ".join(f'"{name}"' for name in refused)
         raise RunMismatchError(
-            "The run cannot go on, because what defines it has changed since its checkpoint: "
-            f"{'; '.join(changed[name] for name in refused)}. Set it back, or allow the change "
+            "The run cannot resume, because what defines it has changed since its checkpoint: "
+            f"{'; '.join(changed[name] for name in refused)}. Undo the change, or allow it "
             f"with Trainer(allow_changes=({names},))."
         )
     if any(name in _RESTARTING for name in changed):

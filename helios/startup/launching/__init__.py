@@ -1,1 +1,1 @@
-"""Which processes carry out a call, and what they do together."""
+"""Which processes run a call, and what they do together."""

@@ -1,7 +1,7 @@
-"""Carrying out a call: here, together with processes that a launcher has started, or by ranks.
+"""Runs a call: in this process, together with processes of a launcher, or in ranks it starts.
 
-The process that starts ranks trains nothing. It prepares the data, waits, and then sets the model
-up with the state in which rank 0 has left it, so that a script goes on as after a training here.
+The process that starts ranks does not train. It prepares the data, waits, and then sets up the
+model with the state of rank 0, so that a script continues as after a training in this process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from helios.terminal.progress import Display, NullDisplay
 
 
 def carry_out(call: Call) -> Any:
-    """Carry out a call of the trainer, whoever has started this process.
+    """Run a call of the trainer, whatever has started this process.
 
     Raises:
         BaseException: whatever the call raises, in this process or in a rank.
@@ -49,7 +49,7 @@ def carry_out(call: Call) -> Any:
 
 @contextmanager
 def _listening(call: Call) -> Iterator[None]:
-    """Note signals while fit runs, from its start to its end."""
+    """Record signals while fit runs."""
     if call.phase is not Phase.TRAINING:
         yield
         return
@@ -80,7 +80,7 @@ def _find_stored(call: Call) -> Stored | None:
     types = model.types_for_safe_load()
     stored = find_stored(call.options.checkpoints, model.save_name, types, is_fit=is_fit)
     if is_fit and stored is None:
-        # A run that begins now will save. One that is there may be finished, on a disk for good.
+        # A new run will save. An existing one may be finished, on a read-only disk.
         require_writable(call.options.checkpoints, model.save_name)
     return stored
 
@@ -93,7 +93,7 @@ def _plan(call: Call, place: Place, stored: Stored | None) -> Plan:
 
 
 def _take_part(call: Call, place: Place) -> Any:
-    """Carry out a call as one of the processes that a launcher has started."""
+    """Run a call as one of the processes that a launcher has started."""
     if place.outlives_launcher:
         end_with_launcher()
     with place.joined(place.device_for(call.options.engine)):
@@ -117,11 +117,11 @@ def _run_here(call: Call, plan: Plan, place: Place) -> Any:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank hands back.
+    """The result of a rank.
 
     Attributes:
         value: what the call returns.
-        state: the packed state of model and plugins; ``None`` from other ranks than 0.
+        state: the packed state of model and plugins; ``None`` from ranks other than 0.
     """
 
     value: Any
@@ -129,7 +129,7 @@ class Outcome:
 
 
 def run_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
-    """Carry out a call in a process that :class:`LauncherRun` has started."""
+    """Run a call in a process that :class:`LauncherRun` has started."""
     place = Place.find()
     plan = Plan(num_replicas, place.info.world_size, place.info, has_prepared=True)
     run = _make_run(call, plan, place)
@@ -140,11 +140,11 @@ def run_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
 
 
 class LauncherRun(Run):
-    """A call that other processes carry out, as the process sees it that starts them.
+    """A call that other processes run, in the process that starts them.
 
     Args:
-        call: what was asked for.
-        plan: how many processes carry how many replicas.
+        call: the call.
+        plan: how many processes run how many replicas.
     """
 
     def __init__(self, call: Call, plan: Plan) -> None:
@@ -175,7 +175,7 @@ class LauncherRun(Run):
         return outcome.value
 
     def _hand_over(self) -> Trained:
-        """Return the state of the trained model, which ranks set up anew."""
+        """Return the state of the trained model, for ranks that set it up again."""
         self._collect()
         assert self.collected is not None
         trained: Trained = pickle.loads(self.collected)
@@ -183,7 +183,7 @@ class LauncherRun(Run):
 
     def _spawn(self) -> Outcome:
         call, standing, count = self.call, self.call.standing, self._launch.num_processes
-        # The ranks watch over themselves from here on.
+        # From here on, the ranks supervise themselves.
         standing.listener.note_safe_point()
         standing.queue = standing.queue or LaunchQueue()
         own = self.options.engine
@@ -201,6 +201,6 @@ class LauncherRun(Run):
         return first
 
     def _report(self, error: BaseException) -> None:
-        # An error of a rank was logged there, and told to whom it concerns.
+        # The rank has logged its error and emitted on_exception.
         if not self._is_launched:
             super()._report(error)

@@ -1,7 +1,7 @@
-"""What all processes of a training do at once: if it fails on one, it fails on all.
+"""Runs functions in all processes of a training: if one fails, all fail.
 
-An error that only one of them can see, such as a damaged checkpoint, would leave the others
-waiting in a collective. Here it is raised everywhere, with the same type and words.
+An error that only one process can see, such as a damaged checkpoint, would leave the others waiting
+in a collective. Here it is raised in all processes, with the same type and message.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def on_each(team: Replicas, function: Callable[[], Result]) -> list[Result]:
 
     Args:
         team: the processes; all of them call this at the same place.
-        function: what to run.
+        function: the function.
 
     Raises:
-        Exception: what the function raises; where another process fails, its error, whose cause is
-            a ``RankError`` that names the process.
+        Exception: what the function raises; if another process fails, its error, whose cause is a
+            ``RankError`` that names the process.
     """
     if team.is_whole:
         return [function()]
@@ -43,7 +43,7 @@ def on_each(team: Replicas, function: Callable[[], Result]) -> list[Result]:
         reports = team.gather_objects((value, None if own is None else _describe(own)))
     except Exception as error:
         lost = error
-    # Outside of the handlers, so that none of them seems to have led to the other.
+    # Outside the exception handlers, so that no error appears as the context of another.
     if own is not None:
         raise own
     if lost is not None:
@@ -59,7 +59,7 @@ def on_first(team: Replicas, function: Callable[[], Result]) -> Result:
 
     Args:
         team: the processes; all of them call this at the same place.
-        function: what to run; its result must be small.
+        function: the function; its result must be small.
 
     Raises:
         Exception: what the function raises, in all processes.

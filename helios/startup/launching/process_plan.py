@@ -1,7 +1,8 @@
-"""How many processes carry how many replicas, and where this one stands (DESIGN section 6).
+"""How many processes run how many replicas, and the rank of this process.
 
-P is the world size of torchrun or srun, else ``nproc``, else the selected GPUs, else 1. V is what
-the run was begun with, else ``num_replicas``, else P.
+The number of processes (P) is the world size of torchrun or srun, else ``nproc``, else the number
+of selected GPUs, else 1. The number of replicas (V) is that of the existing run, else
+``num_replicas``, else P.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stored:
-    """What a checkpoint says of its run, from its first start on.
+    """Facts about a run that its checkpoint holds.
 
     Attributes:
-        num_replicas: number of its replicas; 0 where a migrated file does not say it.
-        path: the checkpoint that says so.
-        origin: the path of ``resume=<path>`` that the run went back to, if any.
+        num_replicas: number of its replicas; 0 if a migrated file does not say it.
+        path: the checkpoint.
+        origin: the path of ``resume=<path>`` from which the run was started, if any.
     """
 
     num_replicas: int
@@ -42,12 +43,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands before a call of the trainer.
+    """How this process was started, and its rank, before a call of the trainer.
 
     Attributes:
         launch: how it was started.
-        info: its number among all processes.
-        is_given: whether the number of processes was decided when this one was started.
+        info: its rank among all processes.
+        is_given: whether the number of processes is already fixed.
     """
 
     launch: Launch
@@ -56,7 +57,7 @@ class Place:
 
     @classmethod
     def find(cls) -> Place:
-        """Find out; a process group that the script has joined counts as a launcher."""
+        """Detect it; a process group that the script has joined counts as a launcher."""
         launch = Launch.read()
         if is_dist_active():
             return cls(launch, get_dist_info(), is_given=True)
@@ -64,12 +65,12 @@ class Place:
 
     @property
     def outlives_launcher(self) -> bool:
-        """Whether nobody ends this process when its launcher is gone."""
+        """Whether this process survives the end of its launcher."""
         return self.launch.kind in (LaunchKind.TORCHRUN, LaunchKind.SRUN)
 
     @property
     def text(self) -> str:
-        """Who has started the processes, and how many."""
+        """A text that says what has started the processes, and how many."""
         kind, count = self.launch.kind, self.info.world_size
         if kind in (LaunchKind.TORCHRUN, LaunchKind.SRUN):
             return f"{kind.value} has started {_count(count, 'process')}"
@@ -87,7 +88,7 @@ class Place:
 
     @contextmanager
     def joined(self, device: torch.device) -> Iterator[None]:
-        """Be in the group of all processes for a block; nothing where there is one only."""
+        """Join the group of all processes for a block; does nothing with a single process."""
         if self.info.world_size == 1:
             yield
             return
@@ -107,13 +108,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which processes carry which replicas.
+    """Which processes run which replicas.
 
     Attributes:
-        num_replicas: V; 0 where every process works for itself.
+        num_replicas: V; 0 if every process works on its own.
         num_processes: P.
-        info: the place of this process.
-        has_prepared: whether the data was prepared already, by the process that started this one.
+        info: the rank of this process.
+        has_prepared: whether the process that started this one has already prepared the data.
     """
 
     num_replicas: int
@@ -126,7 +127,7 @@ class Plan:
         return Replicas(self.info.world_size, self.info)
 
     def make_replicas(self, device: torch.device) -> Replicas:
-        """Return the replicas of the run, carried as planned."""
+        """Return the replicas of the run, assigned as planned."""
         if self.num_replicas == 0:
             return Replicas()
         return Replicas(self.num_replicas, self.info, device=device)
@@ -144,8 +145,8 @@ def choose_processes(
     if place.is_given:
         if nproc not in (None, place.info.world_size):
             raise ArgumentError(
-                f"Trainer(nproc=...) must be None or the number of processes that there are, but "
-                f"{place.text}, and nproc is {nproc}. Leave it out."
+                f"Trainer(nproc=...) must be None or the number of processes that exist, but "
+                f"{place.text}, and nproc is {nproc}. Omit it."
             )
         if engine.gpus is not None and len(engine.gpus) < place.info.local_world_size:
             raise ArgumentError(
@@ -161,7 +162,7 @@ def choose_processes(
     limit = options.num_replicas if stored is None else stored.num_replicas
     count = max(1, num_gpus if engine.engine is None else 1)
     if limit is not None and limit < count:
-        _LOGGER.info("Of %d GPUs %d are used: the run has %d replicas.", count, limit, limit)
+        _LOGGER.info("Of %d GPUs, %d are used: the run has %d replicas.", count, limit, limit)
         return limit
     return count
 
@@ -173,12 +174,12 @@ def _check_gpus(engine: EngineOptions, nproc: int) -> None:
     if engine.engine is not None:
         raise ArgumentError(
             f"Trainer(nproc=...) must be 1 with an engine on {engine.engine.device}, since each "
-            f"process needs a GPU of its own, got {nproc}. Leave out engine, or let torchrun start "
-            "the processes, each of which makes its engine."
+            f"process needs its own GPU, got {nproc}. Omit engine, or start the processes with "
+            "torchrun, where each creates its engine."
         )
     raise ArgumentError(
         f"Trainer(nproc=...) must be at most the number of GPUs, {num_gpus}, got {nproc}. Start "
-        "fewer processes, each of which carries several replicas, or pass use_cpu=True."
+        "fewer processes, each of which runs several replicas, or pass use_cpu=True."
     )
 
 
@@ -188,25 +189,25 @@ def choose_replicas(
     """Return the number of replicas, V.
 
     Raises:
-        RunMismatchError: if the run was begun with another number than ``num_replicas``.
+        RunMismatchError: if the run was started with another number than ``num_replicas``.
         UsageError: if there are more processes than replicas.
     """
     asked = options.num_replicas
     if stored is not None and asked not in (None, stored.num_replicas):
         raise RunMismatchError(
-            f"The run was begun with {_count(stored.num_replicas, 'replica')} ({stored.path}), "
-            f"but Trainer(num_replicas={asked}) asks for another number. It defines what a batch "
-            "and a step are, so it is never allowed to change. Leave num_replicas out to go on "
-            "(nproc may change), or start a new run: with another save_name, or resume='never'."
+            f"The run was started with {_count(stored.num_replicas, 'replica')} ({stored.path}), "
+            f"but Trainer(num_replicas={asked}) sets another number. It defines what a batch and a "
+            "step are, so it must not change. Omit num_replicas to resume (nproc may change), or "
+            "start a new run: with another save_name, or resume='never'."
         )
     count = asked if stored is None else stored.num_replicas
     if count is None:
         return num_processes
     if num_processes > count:
-        who = place.text if place.is_given else f"Trainer(nproc={num_processes}) asks for more"
-        where = f"num_replicas is {count}" if stored is None else f"begun as such: {stored.path}"
+        who = place.text if place.is_given else f"Trainer(nproc={num_processes}) requests more"
+        where = f"num_replicas is {count}" if stored is None else f"as started: {stored.path}"
         raise UsageError(
-            f"A run of {_count(count, 'replica')} ({where}) can be carried by at most "
+            f"A run of {_count(count, 'replica')} ({where}) can use at most "
             f"{_count(count, 'process')}, but {who}. Start fewer, or start a new run with more "
             "replicas."
         )
@@ -214,7 +215,7 @@ def choose_replicas(
 
 
 def describe_processes(replicas: Replicas) -> str:
-    """Return how many processes carry how many replicas, for the banner."""
+    """Return how many processes run how many replicas, for the banner."""
     carriers = _count(replicas.num_processes, "process")
     return f"{carriers}, {_count(replicas.num_replicas, 'replica')}"
 

@@ -1,8 +1,8 @@
-"""Whether all processes of a run are alike: what differs would leave one of them waiting for ever.
+"""Checks that all processes of a run match: a difference could leave one of them waiting forever.
 
-A script under torchrun builds its trainer in every process, so a plugin that is registered on rank
-0 only asks the others for what they never give. All processes compare what they have before they
-do anything together, and again when everything is set up.
+A script under torchrun creates its trainer in every process. A plugin that is registered on rank 0
+only would wait for answers of the others that never come. All processes compare what they have
+before they do anything together, and again after the setup.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from helios.state import Phase
 
 _NOTHING = "nothing"
 _FREE = ("num_workers", "fingerprint")
-"""What of the data may differ between processes."""
+"""Keys of a data description that may differ between processes."""
 
 
 def describe_start(
     options: TrainerOptions, plugins: Mapping[str, Plugin], replicas: Replicas
 ) -> dict[str, str]:
-    """Return what processes must have in common before anything is set up, by name.
+    """Return what processes must have in common before the setup, by name.
 
     Args:
-        options: those of the trainer.
-        plugins: by id; their order counts, since they are told of events in it.
-        replicas: those of the run.
+        options: options of the trainer.
+        plugins: by id; their order counts, because they receive events in it.
+        replicas: replicas of the run.
     """
     known = [f"{name} ({type(plugin).__qualname__})" for name, plugin in plugins.items()]
     engine, checkpoints = options.engine, options.checkpoints
@@ -56,17 +56,17 @@ def describe_start(
     return {
         "the plugins": ", ".join(known) or _NOTHING,
         "num_replicas": str(replicas.num_replicas),
-        # Where the folder lies is another matter: who looks into it says what it does not find.
+        # The path of the folder may differ: a process that does not see a file reports it.
         "a folder for checkpoints": str(checkpoints.chkpt_root is not None),
         "checkpoints to write": str(checkpoints.can_save),
     } | {f"Trainer({name}=...)": repr(value) for name, value in values.items()}
 
 
 def describe_setup(hooks: Bus, sources: Mapping[Phase, list[Source]]) -> dict[str, str]:
-    """Return what processes must have in common when everything is set up, by name.
+    """Return what processes must have in common after the setup, by name.
 
     Args:
-        hooks: says who hears the events that ask, whose answers are agreed on.
+        hooks: the receivers of the events whose answers all processes combine.
         sources: the data of each phase.
     """
     asked = [name for name, event in EVENTS.items() if event.verb is Verb.ASK]
@@ -85,10 +85,10 @@ def require_alike(team: Replicas, own: Mapping[str, str]) -> None:
 
     Args:
         team: the processes.
-        own: what this one has, by name.
+        own: the values of this process, by name.
 
     Raises:
-        UsageError: in all of them, if one has something else than rank 0.
+        UsageError: in all of them, if one differs from rank 0.
     """
     if team.is_whole:
         return
@@ -97,11 +97,11 @@ def require_alike(team: Replicas, own: Mapping[str, str]) -> None:
         for name in first | other:
             here, there = first.get(name, _NOTHING), other.get(name, _NOTHING)
             if here != there:
-                # Rank 0 tells of it; what the others raise follows from that.
+                # Rank 0 reports it; the errors of the others follow from that.
                 cause = None if team.rank == 0 else RankError("Rank 0 has raised it, too.")
                 raise UsageError(
                     f"All processes must have the same: for {name}, rank {rank} of "
-                    f"{team.num_processes} has {there}, but rank 0 has {here}. Make the trainer, "
-                    "its plugins and the data alike on all processes; let a plugin act on rank 0 "
-                    "only by asking context.rank."
+                    f"{team.num_processes} has {there}, but rank 0 has {here}. Create the trainer, "
+                    "its plugins and the data in the same way on all processes; to let a plugin "
+                    "act on rank 0 only, check context.global_rank in it."
                 ) from cause

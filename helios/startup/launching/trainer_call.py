@@ -1,6 +1,6 @@
-"""One call of a trainer, as plain data: what travels to every process that carries it out.
+"""One call of a trainer, as plain data that is sent to every process that runs it.
 
-A process carries out one call at a time: loggers, generators and signals are there once.
+A process runs one call at a time, because it has only one set of loggers, generators and signals.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from helios.state import Phase
 
 
 class _Running:
-    """The call that each process carries out: what is forked from it has begun none."""
+    """The call that this process runs; a forked child has none."""
 
     calls: ClassVar[dict[int, object]] = {}
 
 
 @contextmanager
 def only_call() -> Iterator[None]:
-    """Carry out a call in the block; to be entered before anything of the call is done.
+    """Run a call in the block; enter it before any part of the call is done.
 
     Raises:
-        UsageError: if this process carries out one already, of whatever trainer and in whatever
-            thread; that one is not disturbed.
+        UsageError: if this process runs a call already, of any trainer and in any thread; that one
+            is not affected.
     """
     own, pid = object(), os.getpid()
-    # One step, so that of two threads that begin at once one is refused.
+    # One step, so that of two threads that start at once one is refused.
     if _Running.calls.setdefault(pid, own) is not own:
         raise UsageError(
             "A process must run one call at a time, but fit, validate, test or predict was called "
-            "while another one runs in it: inside of a hook, or in another thread. Set "
-            "valid_frequency to validate inside of fit, wait until the first one has ended, or "
+            "while another one is running: inside a hook, or in another thread. Set "
+            "valid_frequency to validate inside fit, wait until the first call has ended, or "
             "start a process for the second one."
         )
     try:
@@ -56,10 +56,10 @@ def only_call() -> Iterator[None]:
 
 
 class Footprint:
-    """What a setup in the launcher has put into the attributes of objects.
+    """The attributes that a setup in the launcher has assigned to objects.
 
-    Ranks run ``setup`` themselves, so it is not handed to them: it may be large, and often cannot
-    be pickled. What somebody has assigned since then stays.
+    Ranks run ``setup`` themselves, so these are not sent to them: they may be large, and often
+    cannot be pickled. Attributes that were assigned since then are kept.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Footprint:
 
     @contextmanager
     def taking(self, owners: list[Any]) -> Iterator[None]:
-        """Note what the block makes of the owners' attributes."""
+        """Record which attributes of the owners the block assigns."""
         before = {id(owner): self._without(owner) for owner in owners}
         try:
             yield
@@ -78,7 +78,7 @@ class Footprint:
 
     @contextmanager
     def removed(self, owners: list[Any]) -> Iterator[None]:
-        """Take off, for a block, what setup has put there."""
+        """Remove the attributes that setup has assigned, for a block."""
         present = [(owner, dict(vars(owner))) for owner in owners]
         try:
             for owner in owners:
@@ -106,15 +106,15 @@ def _replace(owner: Any, attributes: dict[str, Any]) -> None:
 
 @dataclasses.dataclass
 class Standing:
-    """Where a trainer stands; what of it is of this process only is not handed to others.
+    """The runtime state of a trainer; parts that belong to this process are not sent to others.
 
     Attributes:
-        info: the place of this process among all that carry out the present call, or the last one.
+        info: the rank of this process in the current call, or the last one.
         session: the run, while there is one.
-        queue: takes in what spawned ranks send; ``None`` before there were any.
+        queue: receives what spawned ranks send; ``None`` before there were any.
         fitted_model: the model that was trained last.
-        footprint: what setup has made in the launcher.
-        listener: knows of the signals that have come during the present call of fit.
+        footprint: what setup has assigned in the launcher.
+        listener: the signals received during the current call of fit.
     """
 
     info: DistributedInfo = dataclasses.field(default_factory=DistributedInfo)
@@ -125,7 +125,7 @@ class Standing:
     listener: Listener = dataclasses.field(default_factory=Listener)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a rank gets."""
+        """Return the state for a rank."""
         fresh = Standing(info=self.info)
         return vars(fresh) | {"queue": self.queue}
 
@@ -135,16 +135,16 @@ class Call:
     """One call of fit, validate, test or predict.
 
     Attributes:
-        phase: what is asked for; ``Phase.TRAINING`` for fit.
-        options: those of the trainer.
+        phase: what to do; ``Phase.TRAINING`` for fit.
+        options: options of the trainer.
         plugins: by id.
         roots: the loops.
         model: the user's model.
         datamodule: the user's data.
-        standing: where the trainer stands.
+        standing: the runtime state of the trainer.
         passed_through: types of exceptions that are not logged.
         is_trained: whether this trainer has just trained the model, in this process.
-        handed: the state of a trained model, for ranks that set it up anew.
+        handed: the state of a trained model, for ranks that set it up again.
     """
 
     phase: Phase
@@ -164,7 +164,7 @@ class Call:
 
     @property
     def loop(self) -> Loop:
-        """The loop that carries it out."""
+        """The loop of the call."""
         is_fit = self.phase is Phase.TRAINING
         return self.roots.fit if is_fit else self.roots.evaluations[self.phase]
 
@@ -174,5 +174,5 @@ class Call:
         return [*self.plugins.values(), self.datamodule, self.model]
 
     def show(self, session: Session | None) -> None:
-        """Let the trainer know the run."""
+        """Set the trainer's session."""
         self.standing.session = session

@@ -1,4 +1,4 @@
-"""The options of checkpoints: where they lie, how they are kept, and which one a run resumes."""
+"""Options of checkpoints: where they are, how they are kept, and which one a run resumes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Change: TypeAlias = Literal[
     "precision",
 ]
 CHANGEABLE: tuple[str, ...] = get_args(Change)
-"""What of a run's definition ``allow_changes`` may name."""
+"""What ``allow_changes`` may name."""
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """Where checkpoints lie, and which one is resumed; see ``Trainer`` for each field.
+    """Where checkpoints are, and which one is resumed; see ``Trainer`` for each field.
 
     Attributes:
         chkpt_root: a ``Path`` once checked, if any.
@@ -54,7 +54,7 @@ class CheckpointOptions:
             self._check_path()
         if self.on_incomplete not in ("warn", "raise"):
             rule = '"warn" or "raise"'
-            raise refusal("on_incomplete", rule, self.on_incomplete, "Leave it out for a warning.")
+            raise refusal("on_incomplete", rule, self.on_incomplete, "Omit it for a warning.")
         object.__setattr__(self, "allow_changes", _as_changes(self.allow_changes))
         if self.store is not None and not isinstance(self.store, CheckpointStore):
             raise refusal("store", "a CheckpointStore", self.store, "Pass CheckpointStore(...).")
@@ -62,11 +62,11 @@ class CheckpointOptions:
     def _check_path(self) -> None:
         if not isinstance(self.resume, str | Path):
             rule = '"auto", "never" or a path'
-            raise refusal("resume", rule, self.resume, "Leave it out to resume.")
+            raise refusal("resume", rule, self.resume, "Omit it to resume.")
         object.__setattr__(self, "resume", Path(self.resume))
         if self.chkpt_root is None:
             rule = "a folder with resume=<path>"
-            raise refusal("chkpt_root", rule, None, "Pass where new checkpoints go.")
+            raise refusal("chkpt_root", rule, None, "Pass the folder for new checkpoints.")
 
     @property
     def can_save(self) -> bool:
@@ -78,7 +78,7 @@ def _as_changes(given: Any) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else given
     if not isinstance(names, list | tuple | set | frozenset):
         rule = "a tuple of names"
-        raise refusal("allow_changes", rule, given, "Leave it out for none.")
+        raise refusal("allow_changes", rule, given, "Omit it for none.")
     unknown = [name for name in names if name not in CHANGEABLE]
     if unknown:
         rule = f"names among {', '.join(CHANGEABLE)}"

@@ -1,4 +1,4 @@
-"""The options of arithmetic: device, precision, clipping, determinism, and how many processes."""
+"""Options of the engine: device, precision, clipping, determinism, and numbers of processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helios.startup.options.validators import check_flags, check_positive, refus
 
 @dataclass(frozen=True)
 class NumericsOptions:
-    """How exact arithmetic is to be; see ``Trainer`` for the meaning of each field."""
+    """How exact the arithmetic is; see ``Trainer`` for the meaning of each field."""
 
     enable_deterministic: bool
     enable_cudnn_benchmark: bool
@@ -33,7 +33,7 @@ class NumericsOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The user's engine, or what to make one of; see ``Trainer`` for the meaning of each field.
+    """The user's engine, or the options to create one; see ``Trainer`` for each field.
 
     Attributes:
         precision: a ``Precision`` once checked, if any.
@@ -52,8 +52,8 @@ class EngineOptions:
         check_positive("clip_norm", self.clip_norm)
         check_positive("clip_value", self.clip_value)
         if self.clip_norm is not None and self.clip_value is not None:
-            rule = "None where clip_norm is set"
-            raise refusal("clip_value", rule, self.clip_value, "Clip by one of both.")
+            rule = "None if clip_norm is set"
+            raise refusal("clip_value", rule, self.clip_value, "Set only one of them.")
         if self.use_cpu is not None and not isinstance(self.use_cpu, bool):
             raise refusal("use_cpu", "True, False or None", self.use_cpu, "Pass a bool or None.")
         object.__setattr__(self, "precision", _as_precision(self.precision))
@@ -63,13 +63,13 @@ class EngineOptions:
         if self.engine is None:
             return select_gpus(self.use_cpu, self.gpus)
         if not isinstance(self.engine, Engine):
-            remedy = "Derive it from helios' Engine."
+            remedy = "Derive it from helios.Engine."
             if isinstance(self.engine, str):
                 remedy = explain(self.engine)
             raise refusal("engine", "an Engine", self.engine, remedy)
         for name in ("use_cpu", "gpus", "clip_norm", "clip_value", "precision"):
             if getattr(self, name) is not None:
-                rule = "None where engine is given"
+                rule = "None if engine is given"
                 raise refusal(name, rule, getattr(self, name), "Configure the engine instead.")
         device = self.engine.device
         return [device.index or 0] if device.type == "cuda" else []
@@ -90,7 +90,7 @@ def _as_precision(value: object) -> Precision | None:
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """How many processes carry how many replicas; see ``Trainer`` for the meaning of each field."""
+    """How many processes run how many replicas; see ``Trainer`` for the meaning of each field."""
 
     num_replicas: int | None
     nproc: int | None
@@ -99,11 +99,9 @@ class ProcessOptions:
         for name in ("num_replicas", "nproc"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                remedy = "Leave it out to have one for each GPU, or one on the CPU."
+                remedy = "Omit it to have one per GPU, or one on the CPU."
                 raise refusal(name, "None or a positive int", value, remedy)
         count = self.nproc or 1
         if self.num_replicas is not None and count > self.num_replicas:
-            rule = (
-                f"at most num_replicas={self.num_replicas}: a process carries one replica or more"
-            )
+            rule = f"at most num_replicas={self.num_replicas}: a process runs at least one replica"
             raise refusal("nproc", rule, count, "Raise num_replicas, or start fewer processes.")

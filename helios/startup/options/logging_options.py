@@ -1,4 +1,4 @@
-"""The options of logs: log files, event files, warnings, the progress bar and the banner."""
+"""Options of logs: log files, event files, warnings, the progress bar and the banner."""
 
 from __future__ import annotations
 

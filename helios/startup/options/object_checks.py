@@ -1,4 +1,4 @@
-"""Checks of what users hand in, before anything starts."""
+"""Checks of the objects that users pass, before anything starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OF_OTHER_TRAINERS = {
     "val_dataloader": "valid_dataloader of the data module",
     "validation_epoch_end": "on_validation_end",
 }
-"""What others call, and what does the same here, where the names are not alike."""
+"""Methods of other trainers, and what does the same here, if the names differ."""
 
 _FLAGS = {
     "training_batch": "process_training_batch",
@@ -59,10 +59,10 @@ _WITHOUT_STATE_METHODS = {
 
 
 def check_subjects(model: Model, datamodule: DataModule) -> None:
-    """Check what a call of the trainer is about.
+    """Check the model and the data module of a call.
 
     Raises:
-        ArgumentTypeError: for something that is no model, or no data module.
+        ArgumentTypeError: for something that is not a model, or not a data module.
     """
     if not isinstance(model, Model):
         raise ArgumentTypeError(f"Trainer.fit(model=...) must be a Model, got {model!r}.")
@@ -76,7 +76,7 @@ def check_plugins(plugins: Mapping[str, Plugin]) -> None:
     """Check the flags of plugins, which may be set until a run starts.
 
     Raises:
-        ArgumentError: if a flag of ``unique_overrides`` claims what is not overridden (H60).
+        ArgumentError: if a flag of ``unique_overrides`` claims a method that is not overridden.
     """
     for name, plugin in plugins.items():
         for flag, method in _FLAGS.items():
@@ -84,15 +84,15 @@ def check_plugins(plugins: Mapping[str, Plugin]) -> None:
             if claims and overridden(plugin, EVENTS[method]) is None:
                 raise ArgumentError(
                     f"Plugin {name!r} sets unique_overrides.{flag}, but does not override {method}."
-                    " Override it, or leave the flag out."
+                    " Override it, or remove the flag."
                 )
 
 
 def warn_of_unknown_hooks(owner: object) -> None:
-    """Warn of methods that look like a hook or a step, but are none, and so are never called.
+    """Warn of methods that look like a hook or a step, but are not, and so are never called.
 
-    These are all ``on_*`` and ``process_*``, and names that other trainers call or that are spelt
-    almost like one of ours. Private names are the user's own, and so is what overrides a method.
+    These are all ``on_*`` and ``process_*``, and names that other trainers call or that are spelled
+    almost like one of ours. Private names, and overrides of other methods, are left alone.
     """
     told: set[str] = set()
     for name in _own_methods(owner):
@@ -115,62 +115,62 @@ def _own_methods(owner: object) -> Iterator[str]:
 
 
 def _describe_unknown(name: str) -> str:
-    """Return what to do about a method that is never called; empty if that is the user's wish."""
+    """Return what to do about a method that is never called; empty if it is intended."""
     if name in _KNOWN:
         return ""
     if name in _OF_OTHER_TRAINERS:
-        return f"; in its place take {_OF_OTHER_TRAINERS[name]}."
+        return f"; use {_OF_OTHER_TRAINERS[name]} instead."
     looks_like_hook = name.startswith(("on_", "process_"))
     close = difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.75)
     if close and (looks_like_hook or name.endswith("_step")):
         return f": it is neither a hook nor a step; did you mean {close[0]}?"
-    own = ": it is no hook. If it is a helper of your own, begin its name with an underscore."
+    own = ": it is not a hook. If it is a helper of your own, begin its name with an underscore."
     return own if looks_like_hook else ""
 
 
 def check_processor(model: Model, *, is_inference: bool = False) -> None:
-    """Check, after a model's setup, that its training step has one owner.
+    """Check, after a model's setup, that its training step is defined once.
 
     Args:
         model: the model.
         is_inference: whether nothing is trained, so that no step is needed.
 
     Raises:
-        ArgumentError: if it names a batch processor and overrides ``train_step`` too, or has
+        ArgumentError: if it sets a batch processor and overrides ``train_step`` too, or does
             neither.
-        UsageError: if the processor's ``__init__`` left out that of its base.
+        UsageError: if the processor's ``__init__`` does not call that of its base.
     """
     kind = type(model)
     if model.batch_processor is None:
         function = getattr(model.train_step, "__func__", None)
         if function is Model.train_step and not is_inference:
             raise ArgumentError(
-                f"{kind.__name__} must override train_step, or name a batch_processor, to be "
-                "trained; got neither, so no weight would ever move. Write "
-                "train_step(self, batch, state)."
+                f"{kind.__name__} must override train_step, or set batch_processor, to be trained; "
+                "got neither, so no weight would ever change. Write train_step(self, batch, "
+                "state)."
             )
         return
     if not isinstance(model.batch_processor, BatchProcessor):
         raise ArgumentError(
             f"{kind.__name__}.batch_processor must be None or a BatchProcessor, got "
-            f"{model.batch_processor!r}. Wrap a function by BatchProcessor.from_callable."
+            f"{model.batch_processor!r}. Wrap a function with BatchProcessor.from_callable."
         )
     model.batch_processor.check()
     if kind.train_step is not Model.train_step:
         raise ArgumentError(
-            f"{kind.__name__} must write its training step once, but names a batch_processor and "
+            f"{kind.__name__} must define its training step once, but sets batch_processor and "
             "overrides train_step. Remove one of them."
         )
 
 
 def check_state_methods(owner: Model | Plugin) -> None:
-    """Check that a model or a plugin overrides both methods of its state, or none.
+    """Check that a model or a plugin overrides both methods of its state, or neither.
 
-    A plugin may override ``state_dict`` alone, as those of helios-ml do that only show something to
-    whoever reads the checkpoint: nothing of it is loaded.
+    A plugin may override ``state_dict`` alone, as plugins of helios-ml do to store information for
+    readers of the checkpoint: nothing of it is loaded.
 
     Raises:
-        ArgumentError: if it overrides one of them.
+        ArgumentError: if it overrides only one of them.
     """
     kind = type(owner)
     base = Model if isinstance(owner, Model) else Plugin
@@ -182,6 +182,6 @@ def check_state_methods(owner: Model | Plugin) -> None:
     if len(set(overrides.values())) > 1 and not is_shown_only:
         present = next(name for name, is_there in overrides.items() if is_there)
         raise ArgumentError(
-            f"{kind.__name__} must override both state_dict and load_state_dict or none of them, "
+            f"{kind.__name__} must override both state_dict and load_state_dict or neither, "
             f"got {present} only. {_WITHOUT_STATE_METHODS[base]}"
         )

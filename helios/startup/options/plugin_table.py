@@ -1,4 +1,4 @@
-"""The plugins of a trainer: every way to register one leads here, and is checked here."""
+"""The plugins of a trainer: every way to register one ends here, and is checked here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def check_plugin_list(plugins: object) -> None:
-    """Check what ``Trainer(plugins=...)`` was given.
+    """Check the argument of ``Trainer(plugins=...)``.
 
     Raises:
-        ArgumentError: for something that is no list of plugins.
+        ArgumentError: for something that is not a list of plugins.
     """
     if not isinstance(plugins, list | tuple):
         raise refusal("plugins", "a list of Plugin objects", plugins, "Pass [plugin].")
@@ -33,7 +33,7 @@ def check_plugin_list(plugins: object) -> None:
 
 
 class PluginTable(UserDict[str, Plugin]):
-    """Plugins by id, in order of registration; while a run uses them, none may come or go."""
+    """Plugins by id, in order of registration; fixed while a run uses them."""
 
     def __init__(self) -> None:
         self._is_in_use = False
@@ -52,13 +52,13 @@ class PluginTable(UserDict[str, Plugin]):
         """Register a plugin under its id.
 
         Raises:
-            DuplicateError: if the id is taken, or is not the plugin's own (a ``KeyError``, H59).
-            ArgumentTypeError: for something that is no plugin, and for a method whose parameters
+            DuplicateError: if the id is taken, or differs from ``plug_id`` (a ``KeyError``).
+            ArgumentTypeError: for something that is not a plugin, and for a method whose parameters
                 are not those of its event.
-            ArgumentError: if it overrides a ``process_*_batch`` that another one owns (H60), or
-                only one of ``state_dict`` and ``load_state_dict``.
-            UsageError: if its ``__init__`` left out that of ``Plugin``.
-            UsageError: while a run uses the table: it would neither be set up nor hear anything.
+            ArgumentError: if another plugin overrides the same ``process_*_batch``, or if it
+                overrides only one of ``state_dict`` and ``load_state_dict``.
+            UsageError: if its ``__init__`` does not call that of ``Plugin``.
+            UsageError: while a run uses the table: it would not be set up and receive no events.
         """
         self._refuse_in_use(name)
         if not isinstance(plugin, Plugin):
@@ -72,7 +72,7 @@ class PluginTable(UserDict[str, Plugin]):
             )
         if name in self.data:
             raise DuplicateError(
-                f"A plugin must have an id of its own, but {name!r} is registered already. Pass "
+                f"A plugin must have a unique id, but {name!r} is registered already. Pass "
                 "another plug_id."
             )
         check_state_methods(plugin)
@@ -81,7 +81,7 @@ class PluginTable(UserDict[str, Plugin]):
         self.data[name] = plugin
 
     def __delitem__(self, name: str) -> None:
-        """Take a plugin out.
+        """Remove a plugin.
 
         Raises:
             UsageError: while a run uses the table.
@@ -97,23 +97,23 @@ class PluginTable(UserDict[str, Plugin]):
             )
 
     def __ior__(self, other: Any) -> PluginTable:  # type: ignore[override, misc]
-        """Register the plugins of another table: the operator would else pass by the checks."""
+        """Register the plugins of another table: the built-in operator would bypass the checks."""
         self.update(other)
         return self
 
 
 def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:
-    """Log once in which order events are told (C8, C14); who hears each of them at DEBUG level."""
+    """Log the order of the receivers once; at DEBUG level, those of each event."""
     if not plugins:
         return
     _LOGGER.info(
-        "Events are told to the plugins %s, then to the model, then to the engine.",
+        "Hook order: the plugins %s, the model, the engine.",
         ", ".join(plugins),
     )
     monitors = [name for name, plugin in plugins.items() if plugin.monitor]
     if monitors:
         _LOGGER.info(
-            "After the model, at the ends of validations and epochs: %s.", ", ".join(monitors)
+            "Called after the model at the ends of validations and epochs: %s.", ", ".join(monitors)
         )
     for event in EVENTS:
         if event in hooks.heard:

@@ -1,4 +1,4 @@
-"""The four loops that a trainer runs, and what may take their places (L1, L13)."""
+"""The four loops that a trainer runs, and how to replace them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from helios.state import Phase
 
 
 class Roots:
-    """The roots of the trees of loops (L14).
+    """The root loops.
 
     Attributes:
         fit: the loop over all epochs.
-        evaluations: the loops that evaluate, by phase.
+        evaluations: the evaluation loops, by phase.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Roots:
         }
 
     def replace_fit(self, loop: FitLoop) -> None:
-        """Put another loop in the place of the fit loop; it adopts the tree below the old one.
+        """Replace the fit loop; the new one adopts the loops below the old one.
 
         Raises:
-            ArgumentTypeError: for something that is no fit loop.
+            ArgumentTypeError: for something that is not a fit loop.
         """
         if not isinstance(loop, FitLoop):
             raise ArgumentTypeError(f"Trainer.fit_loop must be a FitLoop, got {loop!r}.")
@@ -43,16 +43,16 @@ class Roots:
 
 
 class HasRoots(Protocol):
-    """A trainer, as far as its loops go."""
+    """A trainer, as far as its loops are concerned."""
 
     roots: Roots
 
 
 class EvaluationRoot:
-    """An attribute of a trainer that holds the loop of one kind of evaluation.
+    """Descriptor of a trainer's attribute that holds an evaluation loop.
 
     Args:
-        phase: the kind.
+        phase: the phase of the loop.
     """
 
     def __init__(self, phase: Phase) -> None:
@@ -62,10 +62,10 @@ class EvaluationRoot:
         return trainer.roots.evaluations[self._phase]
 
     def __set__(self, trainer: HasRoots, loop: EvaluationLoop) -> None:
-        """Put another loop in its place.
+        """Replace the loop.
 
         Raises:
-            ArgumentTypeError: for something that is no evaluation loop of the phase.
+            ArgumentTypeError: for something that is not an evaluation loop of the phase.
         """
         if not isinstance(loop, EvaluationLoop) or loop.phase is not self._phase:
             raise ArgumentTypeError(

@@ -1,4 +1,4 @@
-"""The options that decide when something happens, as a ``Schedule``."""
+"""Options that decide when something happens, as a ``Schedule``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_schedule(
     """Return the schedule of a trainer; see ``Trainer`` for the meaning of each option.
 
     Raises:
-        ArgumentError: for a value that breaks a rule.
+        ArgumentError: if a value is invalid.
     """
     unit = _as_unit(train_unit)
     _check_total(total_steps)
@@ -35,7 +35,7 @@ def make_schedule(
     check_count("early_stop_cycles", early_stop_cycles, least=0)
     if total_steps == math.inf and early_stop_cycles == 0:
         rule = "at least 1 with total_steps=inf"
-        raise refusal("early_stop_cycles", rule, 0, "Pass a patience, or None for no end.")
+        raise refusal("early_stop_cycles", rule, 0, "Pass a patience, or None for no limit.")
     return Schedule(
         unit=unit,
         total_steps=total_steps,

@@ -1,7 +1,7 @@
-"""All options of a trainer, in groups: each consumer is handed the group that it needs.
+"""All options of a trainer, in groups; each consumer gets the group that it needs.
 
-Each group checks itself where it is built; what concerns several of them is checked here. An option
-without effect is warned about, never ignored in silence.
+Each group checks itself when it is created; what concerns several groups is checked here. Options
+without effect are reported as warnings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run is called, and its seed; see ``Trainer`` for the meaning of each field."""
+    """The name and the seed of a run; see ``Trainer`` for the meaning of each field."""
 
     run_name: str
     random_seed: int | None
@@ -50,7 +50,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class RegistryOptions:
-    """The package whose registries are filled; see ``Trainer`` for the meaning of each field.
+    """The package that fills the registries; see ``Trainer`` for the meaning of each field.
 
     Attributes:
         src_root: a ``Path`` once checked, if any.
@@ -69,10 +69,10 @@ class RegistryOptions:
 
 
 def as_signals(value: Signals | None) -> Signals:
-    """Return on which signals fit saves and ends: the default ones for ``None``.
+    """Return the signals on which fit saves and ends: the default ones for ``None``.
 
     Raises:
-        ArgumentError: for something that is no ``Signals``.
+        ArgumentError: for something that is not a ``Signals``.
     """
     if value is None:
         return Signals()
@@ -84,16 +84,16 @@ def as_signals(value: Signals | None) -> Signals:
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """What a trainer was asked for.
+    """The options of a trainer.
 
     Attributes:
         run: its name and seed.
-        registry: the package whose registries are filled.
+        registry: the package that fills the registries.
         schedule: when something happens.
-        numerics: how exact arithmetic is to be.
+        numerics: how exact the arithmetic is.
         logging: logs, progress bar and banner.
-        checkpoints: where they lie, and which one is resumed.
-        signals: on which signals fit saves and ends.
+        checkpoints: where they are, and which one is resumed.
+        signals: signals on which fit saves and ends.
         engine: device, precision and clipping.
         processes: how many processes and replicas.
         trial: how much of the data is used.
@@ -118,7 +118,7 @@ class TrainerOptions:
                 _LOGGER.warning("Trainer(%s=...) has no effect with the other arguments.", name)
 
     def _list_useless(self) -> dict[str, bool]:
-        """Return which options have no effect beside the others, by name."""
+        """Return which options have no effect in combination with the others, by name."""
         schedule, logs, checkpoints = self.schedule, self.logging, self.checkpoints
         has_root = checkpoints.chkpt_root is not None
         has_patience = schedule.early_stop_cycles is not None

@@ -1,4 +1,4 @@
-"""The options of quick trials: a short validation before the training, short passes over data."""
+"""Options of quick trials: a sanity check before training, and short passes over data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrialOptions:
     def __post_init__(self) -> None:
         if type(self.sanity_steps) is not int or self.sanity_steps < 0:
             rule = "a non-negative int"
-            raise refusal("sanity_steps", rule, self.sanity_steps, "Pass 0 for no trial.")
+            raise refusal("sanity_steps", rule, self.sanity_steps, "Pass 0 for no check.")
         limits = {} if self.batch_limits is None else self.batch_limits
         is_table = isinstance(limits, Mapping) and all(isinstance(key, Phase) for key in limits)
         if not is_table or not all(map(_is_limit, limits.values())):
@@ -36,10 +36,10 @@ class TrialOptions:
         object.__setattr__(self, "batch_limits", dict(limits))
 
     def limit_of(self, phase: Phase, plugins: Mapping[str, Plugin]) -> int | None:
-        """Return the most batches of a pass; the attribute of a plugin counts like the option.
+        """Return the maximum number of batches of a pass, as set by the option or a plugin.
 
         Raises:
-            ArgumentError: if a plugin sets something else than a positive int.
+            ArgumentError: if a plugin sets anything but a positive int.
         """
         limits = [self.batch_limits[phase]] if phase in self.batch_limits else []
         for name, plugin in plugins.items():
@@ -49,7 +49,7 @@ class TrialOptions:
             if not _is_limit(limit):
                 raise ArgumentError(
                     f"Plugin {name!r}: batch_limits[{phase}] must be a positive int, got "
-                    f"{limit!r}. Leave the phase out for no limit."
+                    f"{limit!r}. Omit the phase for no limit."
                 )
             limits.append(limit)
         return min(limits, default=None)

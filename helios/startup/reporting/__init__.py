@@ -1,1 +1,1 @@
-"""What the log says at the start: versions, device, level of reproducibility."""
+"""What is logged at the start: versions, device, level of reproducibility."""

@@ -1,4 +1,4 @@
-"""What is said at the start: versions, the device, the run, and the promise with its limits."""
+"""The banner: versions, the device, the run, and its level of reproducibility."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def machine(engine: Engine) -> dict[str, str]:
-    """Return what the bits of arithmetic depend on, besides the run."""
+    """Return what the bits of the arithmetic depend on, besides the run."""
     device = engine.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"torch": str(torch.__version__), "device": name}
 
 
 def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:
-    """Say loudly that equal bits are not promised where hardware or PyTorch have changed."""
+    """Warn if hardware or PyTorch have changed, so that equal bits are not guaranteed."""
     changed = [
         f"{name} {stored[name]} -> {value}"
         for name, value in machine(engine).items()
@@ -30,7 +30,7 @@ def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:
     ]
     if changed:
         _LOGGER.warning(
-            "The run goes on where equal bits are not promised: %s. Order and randomness stay "
+            "The run resumes where equal bits are not guaranteed: %s. Order and randomness stay "
             "exact; arithmetic may differ in the last bits.",
             ", ".join(changed),
         )
@@ -42,7 +42,7 @@ def show_banner(model: Model, lines: dict[str, Any], *, where: str | None) -> No
     Args:
         model: may append to the banner.
         lines: facts of this run, by label.
-        where: the checkpoint that the run goes on from; ``None`` for a first start.
+        where: the checkpoint that the run resumes from; ``None`` for a first start.
     """
     facts = {"start": "from the beginning" if where is None else f"resumed from {where}", **lines}
     text = "\n".join([get_env_info_str(), *(f"{label}: {fact}" for label, fact in facts.items())])

@@ -1,4 +1,4 @@
-"""Whose word the level of a run rests on, and whether it was found to be true."""
+"""Whether the state of a custom loader is trusted, and whether it was found to be complete."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from helios.data.source import Source
 
 _LOGGER = logging.getLogger(__name__)
 _REASON = (
-    "its state does not bring back the next batch: its state_dict() must hold all that the next "
-    "batch depends on"
+    "its state does not bring back the next batch: its state_dict() must hold everything that the "
+    "next batch depends on"
 )
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is known of the state of a training loader that Helios did not make.
+    """What is known of the state of a training loader that Helios did not create.
 
     Attributes:
-        words: who claims that it is complete.
-        missing: what a trial has found to be missing: place and reason.
+        words: components that claim that it is complete.
+        missing: what a trial has found to be missing: path and reason.
     """
 
     words: list[str] = field(default_factory=list)
@@ -30,13 +30,13 @@ class Claim:
 
 
 def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
-    """Find whether the state of the training data is taken at somebody's word.
+    """Determine whether the state of the training data has to be trusted.
 
-    It is tried once in a run, at its first start, where no loader worker has a part in it.
+    It is tested once in a run, at its first start, if no loader workers are involved.
 
     Args:
         source: the training data, before its first pass.
-        record: the checkpoint that the run goes on from.
+        record: the checkpoint that the run resumes from.
         can_save: whether checkpoints are written.
     """
     if source.claimant is None:
@@ -53,9 +53,9 @@ def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
         return Claim([tried if verdict is Verdict.KEPT else word])
     _LOGGER.warning(
         "The state of %s does not bring back the next batch: a copy that loaded it gave another "
-        "one. A resumed run trains on other samples, so the level of this run is incomplete. Save "
-        "all that the next batch depends on in state_dict() (the content of a shuffle buffer, "
-        "say), do without the buffer, or use a map-style data set with create_dataloader.",
+        "one. A resumed run would train on other samples, so the level of this run is incomplete. "
+        "Save everything that the next batch depends on in state_dict() (e.g. the content of a "
+        "shuffle buffer), remove the buffer, or use a map-style data set with create_dataloader.",
         source.claimant,
     )
     return Claim([], {place: _REASON})

@@ -1,4 +1,4 @@
-"""The level of reproducibility that a run reaches, and what stands in the way of the next one."""
+"""The level of reproducibility that a run reaches, and what prevents the next one."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Promise:
     """What may change between the start and the resumed run without changing a bit.
 
     Attributes:
-        level: its name (DESIGN section 1), for a checkpoint that lacks nothing.
-        text: what stands in the way of the next level.
-        missing: what this start lacks, as far as it is known by now: place and reason.
-        claims: whose word the level rests on.
+        level: its level, for a checkpoint that lacks nothing.
+        text: what prevents the next level.
+        missing: what is already known to be missing in checkpoints: path and reason.
+        claims: components that are taken at their word.
     """
 
     level: Level
@@ -43,17 +43,17 @@ class Promise:
     claims: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Return what the banner says."""
+        """Return the text for the banner."""
         if self.missing:
             level = self.level.at_most(Level.INCOMPLETE)
             return f"{level.value} (lacks {list_missing(self.missing)})"
         return f"{self.level.value} ({'; '.join([*self.claims, self.text])})"
 
     def level_after(self, record: Record, *, is_compiled: bool = False) -> Level:
-        """Return the level of a checkpoint, lowered by what the training has found until then.
+        """Return the level of a checkpoint, lowered by what training has found until then.
 
         Args:
-            record: what is saved.
+            record: the content to save.
             is_compiled: whether a network is compiled by now.
         """
         level = self.level
@@ -77,12 +77,12 @@ def find_promise(
     """Find the level that a training reaches.
 
     Args:
-        numerics: whether arithmetic is to be deterministic.
-        engine: with the replicas of the run.
+        numerics: whether arithmetic is deterministic.
+        engine: the engine, with the replicas of the run.
         source: the training data.
-        model: after its setup.
+        model: the model, after its setup.
         loop: the root of all loops.
-        record: the checkpoint that the run goes on from, if there is one.
+        record: the checkpoint that the run resumes from, if any.
         claim: what is known of the loader's own state.
 
     Raises:
@@ -117,10 +117,10 @@ def _find_level(
 
 
 def find_compiled(model: Model) -> list[str]:
-    """Return the paths of what inductor compiles, or nobody knows which backend.
+    """Return the paths of what inductor, or an unknown backend, compiles.
 
-    Whether two processes choose the same kernels was not measured. Functions are seen where they
-    are attributes of the model or methods of its class.
+    It is unknown whether two processes choose the same kernels. Functions are found if they are
+    attributes of the model or methods of its class.
     """
     found = [
         f"{path}.{name}".rstrip(".")
@@ -167,7 +167,7 @@ def _find_bound(
     names = list(_find_sync_batch_norms(model))
     if names:
         _check_one_each(replicas, f"SyncBatchNorm ({', '.join(names)})", "Use BatchNorm")
-        yield f"SyncBatchNorm ({', '.join(names)}) adds in an order of its own"
+        yield f"SyncBatchNorm ({', '.join(names)}) sums in its own order"
     if record is not None:
         yield from record.obstacles
 
@@ -175,9 +175,9 @@ def _find_bound(
 def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
     if not replicas.has_one_each:
         raise UsageError(
-            f"{what} needs a process for each replica, but {replicas.num_processes} carry "
-            f"{replicas.num_replicas}. Start {replicas.num_replicas} processes, by "
-            f"Trainer(nproc={replicas.num_replicas}) or by torchrun. {remedy} to train on fewer."
+            f"{what} needs a process for each replica, but {replicas.num_processes} run "
+            f"{replicas.num_replicas}. Start {replicas.num_replicas} processes, with "
+            f"Trainer(nproc={replicas.num_replicas}) or torchrun. {remedy} to train on fewer."
         )
 
 

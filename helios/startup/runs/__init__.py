@@ -1,1 +1,1 @@
-"""The life of one call: build, load, run, tear down; and what signals do to it."""
+"""The life of one call: build, load, run, tear down; and how it handles signals."""

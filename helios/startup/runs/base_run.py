@@ -1,6 +1,6 @@
 """One call of fit, validate, test or predict: build, load, run the loop, tear down.
 
-Whatever happens, everything that was set up is torn down, and what was found is restored.
+Whatever happens, everything that was set up is torn down, and changed settings are restored.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ def _make_engine(options: EngineOptions, device: torch.device) -> Engine:
 
 
 class Run(ABC):
-    """What all four calls share.
+    """Base of all four calls.
 
     Args:
-        call: what was asked for.
-        plan: which processes carry which replicas.
-        device: that of this process, where the user brings no engine.
+        call: the call.
+        plan: which processes run which replicas.
+        device: the device of this process, if the user passes no engine.
 
     Attributes:
-        verb: what the call does, for messages.
+        verb: name of the call, for messages.
         team: the processes, for what they do together.
         collects: whether to keep the state at the end of the call for another process.
         collected: that state, packed; ``None`` before the regular end.
@@ -133,18 +133,18 @@ class Run(ABC):
 
     @property
     def replicas(self) -> Replicas:
-        """The replicas of the run, and which of them this process carries."""
+        """The replicas of the run, and which of them this process runs."""
         return self.engine.replicas
 
     @abstractmethod
     def _run(self, stack: ExitStack) -> Any:
-        """Do the work; what ``stack`` holds is released on every way out."""
+        """Do the work; ``stack`` is closed on every exit path."""
 
     def execute(self) -> Any:
         """Run the call from its start to its end.
 
         Raises:
-            BaseException: whatever the call raises, after everything was torn down (C6).
+            BaseException: whatever the call raises, after everything was torn down.
         """
         is_regular = False
         log.create_default_loggers(
@@ -171,18 +171,18 @@ class Run(ABC):
         elif isinstance(error, self.call.passed_through):
             return
         elif not self.team.is_whole and is_lost_peer(error):
-            # What has happened stands in the log of another process.
+            # The cause is in the log of another process.
             _LOGGER.error("%s ends because another process has ended.", self.verb)
-            _LOGGER.debug("This is how it was noticed.", exc_info=error)
+            _LOGGER.debug("This process noticed it as follows.", exc_info=error)
         else:
-            text = f"{self.verb} ended by an error. {self._describe_rescue()}".rstrip()
+            text = f"{self.verb} ended with an error. {self._describe_rescue()}".rstrip()
             _LOGGER.error("%s", text, exc_info=error)
 
     def _describe_rescue(self) -> str:
         return ""
 
     def _tear_down(self, *, is_regular: bool) -> None:
-        # A stack runs all of these, last first, also when one of them raises.
+        # A stack runs all of these, last first, even if one of them raises.
         with ExitStack() as stack:
             stack.callback(log.close_default_loggers)
             stack.callback(self._forget_session)
@@ -197,7 +197,7 @@ class Run(ABC):
                 stack.callback(self._tell_end_of_fit)
             stack.callback(self.engine.teardown)
             stack.callback(self.display.close)
-            # After the loops: an evaluation that was cut off gives back what it found in training.
+            # After the loops: an interrupted evaluation restores the settings of the training.
             stack.callback(self._settings.close)
             stack.callback(self.loop.teardown)
             stack.callback(self.call.show, None)
@@ -206,14 +206,14 @@ class Run(ABC):
         try:
             self.hooks.emit("on_fit_end")
         except BaseException as error:
-            # The way out is under way, so nobody else would tell of it or log it (C6).
+            # The teardown has started, so nothing else would report or log it.
             self._report(error)
             raise
 
     def _collect(self) -> None:
-        """Keep what a process needs that has not trained, to have the model as it is here.
+        """Keep the state that a process needs to have the model as it is here.
 
-        All processes build it, since a plugin may gather its state; rank 0 keeps it.
+        All processes build it, because a plugin may gather its state; rank 0 keeps it.
         """
         plugins = PluginStates(self.plugins, carries=False)
         trained = capture_trained(self.model, plugins, self.owners)
@@ -238,19 +238,19 @@ class Run(ABC):
             on_each(self.team, prepare)
 
     def _restore(self, trained: Trained) -> None:
-        """Set everything up for inference, with what a training that has ended made."""
+        """Set everything up for inference, with the results of a training that has ended."""
         self._set_up(is_inference=True)
         session = self._make_inference_session()
         self._take_session(session)
         apply_trained(trained, self.model, session.plugin_states, self.owners)
 
     def _detach(self, record: Record, *, is_shown: bool = False) -> Record:
-        """Return a record of whose file nothing is kept; ``is_shown``: user code sees the whole."""
+        """Return a record without references to its file; ``is_shown``: user code sees it whole."""
         keeps_nothing = type(self.model).load_state_dict is Model.load_state_dict and not is_shown
         return detach(record, keeps_model=not keeps_nothing, is_shown=is_shown)
 
     def _take_session(self, session: Session) -> None:
-        """Hand the session to all who may see it."""
+        """Set the session of all objects that may see it."""
         self.session = session
         self.call.show(session)
         for plugin in self.plugins.values():
@@ -258,7 +258,7 @@ class Run(ABC):
         self.loop.attach(session)
 
     def _make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
-        """Return a session that trains nothing."""
+        """Return a session that does not train."""
         return Session(
             model=self.model,
             engine=self.engine,
@@ -273,13 +273,13 @@ class Run(ABC):
     def _forget_session(self) -> None:
         for plugin in self.plugins.values():
             plugin.context = None
-        # An engine of the user's outlives the run; a process group does not.
+        # A user's engine outlives the run; a process group does not.
         self.engine.replicas.close()
         self.team.close()
         self.engine.replicas = self.team = Replicas()
 
     def _tell_place(self) -> None:
-        """Tell the user's objects where they are."""
+        """Set ranks and devices of the user's objects."""
         is_distributed = not self.replicas.is_lone
         info = self.plan.info
         owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
@@ -316,7 +316,7 @@ class Run(ABC):
         self.model.discovery.take_baseline()
         if is_inference:
             self.owners = find_owners(self.plugins, self.model, self.datamodule, engine=self.engine)
-        # What setup has put in the place of a method is heard from here on.
+        # Methods that setup has replaced receive events from here on.
         self.hooks = self._make_bus()
 
     def _open_source(self, phase: Phase) -> Source | None:

@@ -78,7 +78,7 @@ class EvaluationRun(Run):
             return
         if type(self.model).load_for_testing is Model.load_for_testing:
             _LOGGER.warning(
-                "%s of a model without a checkpoint, with the weights that setup() made. Pass "
+                "%s of a model without a checkpoint, with the weights from setup(). Pass "
                 "chkpt_root, or override Model.load_for_testing.",
                 self.verb,
             )

@@ -1,4 +1,4 @@
-"""One call of fit, from the data's preparation to the note that the run is finished."""
+"""One call of fit, from preparing the data to marking the run as finished."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class FitRun(Run):
         self._start.lock = lock
         if self._is_finished():
             # A script that uses the model after fit finds the weights and values of the run's end;
-            # what only a training needs, such as optimizers, is as setup makes it.
+            # what only training needs, such as optimizers, is as setup creates it.
             assert self._start.loaded is not None
             self._restore(Trained.of(self._detach(self._start.loaded.record)))
             return True
         on_first(self.replicas, lambda: require_writable(self.options.checkpoints, name))
         self._prepare(stack)
-        # Its tensors are copied where they belong; kept, they would double the state's memory.
+        # Its tensors are copied to their destinations; kept, they would double the memory.
         self._start.forget_payload()
         if self._recorder is not None and self.session is not None and self._can_save:
             self._recorder.prepare(self.session.state)
@@ -91,13 +91,13 @@ class FitRun(Run):
             )
             return False
         self.call.standing.listener.tell_of_late_ones()
-        _LOGGER.info("The training has ended: %s.", reason)
+        _LOGGER.info("Training has ended: %s.", reason)
         return True
 
     def _prepare(self, stack: ExitStack) -> None:
         record = self._record
         stack.enter_context(self._numerics(record))
-        # Another run's logs are not this run's to cut back: a branch begins its own.
+        # Logs of another run must not be truncated: a branch starts its own.
         logged = None if self._start.is_branch else record
         run_outputs.open_logs(self.options.logging, self._name, logged, is_training=True)
         self._set_up(is_inference=False)
@@ -132,8 +132,8 @@ class FitRun(Run):
         threads = None if record is None else record.num_threads
         if threads not in (None, torch.get_num_threads()):
             _LOGGER.info(
-                "Threads of this process: %d, as at the run's first start (%d were set), since "
-                "their number changes bits.",
+                "Threads of this process: %d, as at the first start of the run (%d were set), "
+                "because their number changes bits.",
                 threads,
                 torch.get_num_threads(),
             )
@@ -190,7 +190,7 @@ class FitRun(Run):
         )
 
     def _make_recorder(self, source: Source, claim: Claim) -> run_outputs.FitRecorder:
-        """Show the banner, with the level that the run reaches, and return what will write it."""
+        """Log the banner, with the level that the run reaches, and return the recorder."""
         promise = find_promise(
             self.options.numerics,
             self.engine,
@@ -240,7 +240,7 @@ class FitRun(Run):
         if self._can_save and not source.can_resume:
             raise ArgumentError(
                 f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
-                f"saved, so a checkpoint could not resume exactly. {source.remedy} Or leave out "
+                f"saved, so a checkpoint could not resume exactly. {source.remedy} Or omit "
                 "chkpt_frequency."
             )
         return source
@@ -279,15 +279,15 @@ class FitRun(Run):
     def _note_missing(self, record: Record) -> list[str]:
         """Warn of what the checkpoint lacks; returns it as text, to be recorded.
 
-        The first save does not name it again, and this does not name again what the start has.
+        The first save does not name it again, and this does not repeat what the start has named.
         """
         if not record.missing:
             return []
         lacking = {p: text for p, text in record.missing.items() if p not in self._stranded}
         if lacking:
             _LOGGER.warning(
-                "The checkpoint of iteration %d is incomplete: it lacks %s. The resumed run finds "
-                "there what setup() makes, so its bits may differ from an undisturbed run's. "
+                "The checkpoint of iteration %d is incomplete: it lacks %s. In the resumed run, "
+                "setup() creates it anew, so bits may differ from those of an uninterrupted run. "
                 "Declare what need not be saved: unsaved = (...,). "
                 'Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
                 record.place[1],
@@ -300,8 +300,8 @@ class FitRun(Run):
     def _describe_rescue(self) -> str:
         loaded = self._start.loaded
         if not self._has_begun:
-            return "" if loaded is None else f"Nothing was trained; {loaded.path} is as it was."
+            return "" if loaded is None else f"Nothing was trained; {loaded.path} is unchanged."
         newest = None if self._recorder is None else self._recorder.settle()
         if newest is not None:
-            return f"The same command goes on from {newest.name}."
+            return f"Run the same command again to resume from {newest.name}."
         return "No checkpoint was saved."

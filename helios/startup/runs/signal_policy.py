@@ -1,7 +1,7 @@
-"""What fit does on a signal: it saves at the next safe point and ends, with exit code 75.
+"""How fit handles signals: it saves at the next safe point and ends, with exit code 75.
 
-A scheduler that is about to end a job says so by a signal some time before. The run notes it, and
-asks for its note at its boundaries, like for any other request (DESIGN R4).
+A scheduler that is about to end a job sends a signal some time before. The run records it, and
+checks for it at its boundaries, like for any other request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULTS = tuple(
     for name, number in signal.Signals.__members__.items()
     if name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 )
-# Nobody can handle the first two; a process goes on behind a fault for ever, if it is noted only;
+# The first two cannot be handled; after a fault that is only recorded, a process would hang;
 # PyTorch's loaders wait for the ends of their workers.
 _REFUSED = (
     *("SIGKILL", "SIGSTOP"),
@@ -42,20 +42,20 @@ def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
 
 @dataclasses.dataclass(frozen=True)
 class Signals:
-    """On which signals a training saves and ends: ``Trainer(signals=Signals(...))``.
+    """Signals on which a training saves and ends: ``Trainer(signals=Signals(...))``.
 
-    The first of them asks for a checkpoint at the next safe point and for the end of the run:
-    ``fit`` returns False, and ``trainer.exit_code`` is 75. A second SIGINT ends it at once.
+    The first of them requests a checkpoint at the next safe point and the end of the run: ``fit``
+    returns False, and ``trainer.exit_code`` is 75. A second SIGINT ends it at once.
 
     Attributes:
         numbers: the signals, such as ``(signal.SIGTERM, signal.SIGUSR1)``; ``()`` for none. By
             default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, as far as the system has them.
         grace: if no safe point is reached that many seconds after the first signal, the process
-            ends with code 75 without saving; ``float("inf")`` to wait without end.
+            exits with code 75 without saving; ``float("inf")`` for no limit.
 
     Raises:
-        ArgumentError: for what is no signal, is named twice or cannot be handled, and for a grace
-            that is no positive number.
+        ArgumentError: for something that is not a signal, is named twice or cannot be handled, and
+            for a grace that is not a positive number.
     """
 
     numbers: tuple[int, ...] = _DEFAULTS
@@ -72,23 +72,23 @@ class Signals:
                 remedy = f"This system has {known}."
                 raise _fail("numbers", "signals of this system", number, remedy)
             if name_of(number) in _REFUSED:
-                rule = "signals that a training can put off"
-                raise _fail("numbers", rule, name_of(number), "Leave it out.")
+                rule = "signals that a training can delay"
+                raise _fail("numbers", rule, name_of(number), "Omit it.")
         if len(set(self.numbers)) < len(self.numbers):
             names = ", ".join(map(name_of, self.numbers))
             raise _fail("numbers", "different signals", names, "Name each of them once.")
         object.__setattr__(self, "numbers", tuple(self.numbers))
         is_number = isinstance(self.grace, int | float) and not isinstance(self.grace, bool)
         if not is_number or not self.grace > 0:
-            remedy = "Pass seconds, or float('inf') to wait without end."
+            remedy = "Pass seconds, or float('inf') for no limit."
             raise _fail("grace", "a positive number of seconds", self.grace, remedy)
 
 
 class Listener:
-    """What a call of fit knows of the signals that have come.
+    """The signals that a call of fit has received.
 
     Args:
-        receiver: takes the notes; ``None`` where nobody does.
+        receiver: records signals; ``None`` if none are handled.
 
     Attributes:
         receiver: as given.
@@ -99,7 +99,7 @@ class Listener:
         self._has_told = False
 
     def ask(self, *, saves: bool) -> str:
-        """Return why the run is to break off; empty while no signal has come.
+        """Return why the run is to be interrupted; empty if no signal was received.
 
         Args:
             saves: whether checkpoints are written, for the message.
@@ -114,30 +114,30 @@ class Listener:
         return reason
 
     def note_safe_point(self) -> None:
-        """Let the rest of the run take its time: writing is no standstill."""
+        """Stop the grace period: the rest of the run, such as writing, may take longer."""
         if self.receiver is not None:
             self.receiver.wait_without_end()
 
     def tell_of_late_ones(self) -> None:
-        """Say at the regular end that a signal has found nothing to break off."""
+        """Log at the regular end that a signal came too late to interrupt anything."""
         if self.receiver is not None and self.receiver.first and not self._has_told:
             _LOGGER.warning("%s came too late to interrupt the training.", self.receiver.first)
 
 
 @contextlib.contextmanager
 def listening(signals: Signals) -> Iterator[Listener]:
-    """Note signals for a block; in another thread than the main one there are no handlers.
+    """Record signals for a block; handlers can be installed in the main thread only.
 
     Args:
-        signals: which ones, and for how long to wait.
+        signals: the signals, and the grace period.
     """
     if not signals.numbers:
         yield Listener()
         return
     if threading.current_thread() is not threading.main_thread():
         _LOGGER.warning(
-            "fit runs outside of the main thread, so it cannot save on a signal: %s act as if it "
-            "did not run. Call it in the main thread, or pass Trainer(signals=Signals(())).",
+            "fit runs outside the main thread, so it cannot save on a signal: %s have their usual "
+            "effect. Call it in the main thread, or pass Trainer(signals=Signals(())).",
             ", ".join(map(name_of, signals.numbers)),
         )
         yield Listener()
@@ -152,13 +152,13 @@ def listening(signals: Signals) -> Iterator[Listener]:
 
 
 def end_unsaved(name: str, grace: float) -> NoReturn:
-    """End this process with the workers that it has started, whatever its main thread does.
+    """End this process and its loader workers, whatever its main thread is doing.
 
     Args:
-        name: the signal that was not answered in time.
-        grace: the time that it had.
+        name: the signal that was not handled in time.
+        grace: the grace period in seconds.
     """
-    # The main thread may stand still while it holds the lock of the log: then nothing is told.
+    # The main thread may hang while it holds the lock of the log: then nothing is logged.
     teller = threading.Thread(target=_tell_of_silence, args=(name, grace), daemon=True)
     teller.start()
     teller.join(_TELL_SECONDS)
@@ -170,8 +170,8 @@ def end_unsaved(name: str, grace: float) -> NoReturn:
 def _tell_of_silence(name: str, grace: float) -> None:
     _LOGGER.error(
         "No safe point was reached within %g s after %s, so this process ends now, without saving, "
-        "with exit code %d. The same command goes on from the newest checkpoint. Steps and "
-        "validations that take longer need Trainer(signals=Signals(grace=...)).",
+        "with exit code %d. Run the same command again to resume from the newest checkpoint. For "
+        "longer steps and validations, set Trainer(signals=Signals(grace=...)).",
         grace,
         name,
         TRY_AGAIN,
@@ -181,7 +181,7 @@ def _tell_of_silence(name: str, grace: float) -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return what a script should exit with after an error: 75 if it may just be started again."""
+    """Return the exit code of a script after an error: 75 if it may just be started again."""
     is_interruption = isinstance(error, KeyboardInterrupt)
     is_unsaved = isinstance(error, SystemExit) and error.code == TRY_AGAIN
     return TRY_AGAIN if is_interruption or is_unsaved else 1
