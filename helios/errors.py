@@ -1,22 +1,22 @@
-"""Every error that Helios raises on purpose.
+"""The exceptions that Helios raises.
 
-Each class is also the built-in exception that users of the historical API expect, so that
-``except ValueError`` keeps working. A message names the thing, the rule, the value and a remedy::
+Each class also derives from the built-in exception that callers expect, so ``except ValueError``
+works. A message says what was wrong, what was found and what to do::
 
     HeliosError
-    ├── ArgumentError (ValueError)            an argument breaks a documented rule
+    ├── ArgumentError (ValueError)            an argument has an invalid value
     ├── ArgumentTypeError (TypeError)         an argument has the wrong type
-    ├── DuplicateError (KeyError)             a name is taken already
-    ├── UsageError (RuntimeError)             a call or a result that the contract forbids
-    │   └── LossNotProvidedError              a step that needs a loss gave none
-    ├── MovedModuleError (ModuleNotFoundError) a module of helios-ml that something else replaces
-    ├── RankError (RuntimeError)              another process of the training failed, or ended
-    ├── SaveError (OSError)                   the disk refused the last checkpoint of a run
-    ├── StateError (RuntimeError)             state that cannot be saved, is missing or left over
-    └── CheckpointError (RuntimeError)        a checkpoint that cannot be used
-        ├── DamagedCheckpointError            its bytes or its sidecar are not what was written
+    ├── DuplicateError (KeyError)             a name is already in use
+    ├── UsageError (RuntimeError)             an invalid call, or an invalid result of user code
+    │   └── LossNotProvidedError              a step returned no loss, but one is needed
+    ├── MovedModuleError (ModuleNotFoundError) a module of helios-ml that has been replaced
+    ├── RankError (RuntimeError)              another process of the training failed or exited
+    ├── SaveError (OSError)                   the last checkpoint of a run could not be written
+    ├── StateError (RuntimeError)             state that cannot be saved, is missing or unexpected
+    └── CheckpointError (RuntimeError)        a checkpoint cannot be used
+        ├── DamagedCheckpointError            its file or its sidecar is damaged
         ├── FolderInUseError                  another run is writing to the folder
-        ├── IncompatibleCheckpointError       it is sound, but of another format or version
+        ├── IncompatibleCheckpointError       it is intact, but of another format or version
         └── RunMismatchError                  it belongs to another run, or the run was changed
 """
 
@@ -24,47 +24,47 @@ from __future__ import annotations
 
 
 class HeliosError(Exception):
-    """Base of every error that Helios raises on purpose."""
+    """Base class of all exceptions that Helios defines."""
 
 
 class ArgumentError(HeliosError, ValueError):
-    """An argument breaks a documented rule."""
+    """An argument has an invalid value."""
 
 
 class ArgumentTypeError(HeliosError, TypeError):
-    """An argument has a type that the contract does not accept."""
+    """An argument has the wrong type."""
 
 
 class DuplicateError(HeliosError, KeyError):
-    """A name that must be unique is taken already."""
+    """A name that must be unique is already in use."""
 
     def __str__(self) -> str:
-        """Return the message itself; ``KeyError`` would show it in quotes."""
+        """Return the message; ``KeyError`` would return its repr."""
         return str(self.args[0])
 
 
 class UsageError(HeliosError, RuntimeError):
-    """User code did something, or returned something, that the contract forbids."""
+    """User code made an invalid call, or returned an invalid result."""
 
 
 class LossNotProvidedError(UsageError):
-    """A training step gave no loss, and backward was needed (R29)."""
+    """A training step returned no loss, but backward needs one."""
 
 
 class MovedModuleError(HeliosError, ModuleNotFoundError):
-    """A module of helios-ml was imported, and something else has taken its place."""
+    """A module of helios-ml was imported that Helios replaces with something else."""
 
 
 class RankError(HeliosError, RuntimeError):
-    """Another process of the training failed, or ended without a word."""
+    """Another process of the training failed, or exited unexpectedly."""
 
 
 class SaveError(HeliosError, OSError):
-    """The disk refused a checkpoint, and no later one was saved."""
+    """A checkpoint could not be written, and no later one was saved."""
 
 
 class StateError(HeliosError, RuntimeError):
-    """A part of the training state cannot be saved, is missing or is left over."""
+    """A part of the training state cannot be saved, is missing or is unexpected."""
 
 
 class CheckpointError(HeliosError, RuntimeError):
@@ -72,16 +72,16 @@ class CheckpointError(HeliosError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The bytes of a checkpoint or of its sidecar are not those that were written."""
+    """A checkpoint or its sidecar is damaged: it differs from what was written."""
 
 
 class FolderInUseError(CheckpointError):
-    """Another run is writing to the folder of checkpoints."""
+    """Another run is writing to the checkpoint folder."""
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """A checkpoint is sound, but its format is newer than this version or not migrated."""
+    """A checkpoint is intact, but newer than this version of Helios, or not migrated yet."""
 
 
 class RunMismatchError(CheckpointError):
-    """A checkpoint belongs to another run, or what defines the run was changed."""
+    """A checkpoint belongs to another run, or an option that defines the run was changed."""

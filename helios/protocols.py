@@ -1,4 +1,4 @@
-"""The shapes that Helios asks of objects it does not know: state, time, and where results go."""
+"""Protocols for objects with state, for clocks, and for recorders of results."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from helios.state import TrainingState
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything whose state can be taken and given back."""
+    """An object whose state can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as a dictionary."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take the state back."""
+        """Restore a state that :meth:`state_dict` returned."""
         ...
 
 
 class Clock(Protocol):
-    """A monotonic clock in seconds; passed in, so that tests never sleep."""
+    """A monotonic clock in seconds; an argument, so that tests need not sleep."""
 
     def __call__(self) -> float:
-        """Return the present time in seconds."""
+        """Return the current time in seconds."""
         ...
 
 
 class Meter(Protocol):
-    """What counts how long something took."""
+    """Adds up how long something took."""
 
     def __call__(self, seconds: float, /) -> None:
-        """Count seconds."""
+        """Add seconds."""
         ...
 
 
 class Recorder(Protocol):
-    """Where a session's results go: checkpoints and scalars."""
+    """Writes the results of a run: checkpoints and scalars."""
 
     def save(self, snapshot: dict[str, Any], meters: Mapping[int, Meter]) -> None:
-        """Write a snapshot as a checkpoint; one that is committed is not written again.
+        """Write a snapshot as a checkpoint, unless it is committed already.
 
         Args:
             snapshot: the content.
-            meters: count how long values in it take to be encoded, by address.
+            meters: receive how long values take to encode, by the ``id`` of the value.
         """
         ...
 
     def has_saved(self, state: TrainingState) -> bool:
-        """Whether a checkpoint of this iteration is committed."""
+        """Whether the checkpoint of this iteration is committed."""
         ...
 
     @property
     def has_failed(self) -> bool:
-        """Whether this process has an error of a save that must end the training."""
+        """Whether a save has failed in this process so that the training must end."""
         ...
 
     def raise_failure(self) -> None:
-        """Raise the error of a save, in all processes; all call it at one place."""
+        """Raise the error of a failed save in all processes; all call it at the same point."""
         ...
 
     @property
     def logs_scalars(self) -> bool:
-        """Whether scalars are written anywhere."""
+        """Whether scalars are written."""
         ...
 
     def show_scores(
@@ -74,5 +74,5 @@ class Recorder(Protocol):
         ...
 
     def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
-        """Write numbers of an iteration, by name."""
+        """Write scalars of an iteration, by name."""
         ...

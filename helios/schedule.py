@@ -1,4 +1,4 @@
-"""What is due now: pure functions of the counters and the options, and nothing else."""
+"""Pure functions that decide what is due, from the counters and the options of a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ _IMPATIENCE = "no improvement in"
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The options that decide when something happens; checked by the trainer.
+    """The options that decide when something happens; the trainer validates them.
 
-    ``is_by_epoch`` says whether the unit is EPOCH, ``logs`` whether there is a print frequency.
-
-    A frequency of ``None`` means never. Frequencies and ``total_steps`` count in ``unit``, but
-    ``print_frequency`` counts ``current_iteration`` in both units (API section 12).
+    A frequency of ``None`` means never. Frequencies and ``total_steps`` are in ``unit``, except
+    ``print_frequency``, which always counts ``current_iteration``. ``is_by_epoch`` is true if the
+    unit is EPOCH, ``logs`` if there is a print frequency.
     """
 
     unit: TrainingUnit = TrainingUnit.EPOCH
@@ -32,7 +31,7 @@ class Schedule:
     logs: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Asked in every iteration, so they are attributes and no properties.
+        # Read in every iteration, so they are attributes, not properties.
         object.__setattr__(self, "is_by_epoch", self.unit is TrainingUnit.EPOCH)
         object.__setattr__(self, "logs", self.print_frequency is not None)
 
@@ -40,13 +39,13 @@ class Schedule:
 def ends_window(
     schedule: Schedule, *, iteration: int, batch: int, is_last: bool, is_manual: bool
 ) -> bool:
-    """Whether a batch is the last of its accumulation window (DESIGN section 5, "A window").
+    """Whether a batch is the last one of its accumulation window.
 
     Args:
         schedule: the options.
-        iteration: the number that the batch gets in ``global_iteration``.
+        iteration: the batch's value of ``global_iteration``.
         batch: its number in the epoch, from 0.
-        is_last: whether it is the epoch's last one.
+        is_last: whether it is the last batch of the epoch.
         is_manual: whether the model steps its optimizers itself.
     """
     if not schedule.is_by_epoch:
@@ -59,7 +58,7 @@ def _is_multiple(count: int, frequency: int | None) -> bool:
 
 
 def is_log_due(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether ``on_training_batch_end`` is told to log (H53): on iterations that just moved."""
+    """Whether ``should_log`` is true: the count just reached a multiple of ``print_frequency``."""
     if schedule.print_frequency is None:
         return False
     has_moved = schedule.is_by_epoch or (state.is_step_boundary and state.is_step_committed)
@@ -69,24 +68,24 @@ def is_log_due(schedule: Schedule, state: TrainingState) -> bool:
 def _is_due(schedule: Schedule, state: TrainingState, frequency: int | None) -> bool:
     if schedule.is_by_epoch:
         return _is_multiple(state.global_epoch, frequency)
-    # A step that was left out took its count back: what was due at that count is done already.
+    # A skipped update is not counted: what is due at this count has been done already.
     return state.is_step_committed and _is_multiple(state.current_iteration, frequency)
 
 
 def is_validation_due(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether a validation follows this boundary: a step, or the end of an epoch (H29, H40)."""
+    """Whether a validation follows this boundary, a step or the end of an epoch."""
     return _is_due(schedule, state, schedule.valid_frequency)
 
 
 def is_save_due(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether the counters ask for a checkpoint at this boundary (H20)."""
+    """Whether ``chkpt_frequency`` requires a checkpoint at this boundary."""
     return _is_due(schedule, state, schedule.chkpt_frequency)
 
 
 def find_next(schedule: Schedule, state: TrainingState) -> float:
-    """Return the next count of steps at which anything may be due; infinity for none.
+    """Return the next count of steps at which anything may be due; infinity if there is none.
 
-    By epochs that is never inside of an epoch, so it is asked by steps only.
+    Only called in ITERATION unit, because in EPOCH unit nothing is due inside an epoch.
     """
     done = state.current_iteration
     frequencies = (schedule.valid_frequency, schedule.chkpt_frequency)
@@ -95,16 +94,16 @@ def find_next(schedule: Schedule, state: TrainingState) -> float:
 
 
 def count_saves(schedule: Schedule, state: TrainingState) -> float:
-    """Return how many checkpoints the counters will still ask for; infinity for no end (H20)."""
+    """Return how many checkpoints are still to be saved; infinity if the run has no end."""
     if schedule.chkpt_frequency is None:
         return 0
     done = state.global_epoch if schedule.is_by_epoch else state.current_iteration
-    # Those of the end may come on top.
+    # One more may be saved at the end.
     return max(0, schedule.total_steps - done) / schedule.chkpt_frequency + 1
 
 
 def is_out_of_patience(schedule: Schedule, state: TrainingState) -> bool:
-    """Whether the metrics failed to improve ``early_stop_cycles`` times in a row (H30)."""
+    """Whether the metrics have not improved ``early_stop_cycles`` times in a row."""
     return (
         schedule.early_stop_cycles is not None
         and state.validation_cycles > 0
@@ -113,18 +112,18 @@ def is_out_of_patience(schedule: Schedule, state: TrainingState) -> bool:
 
 
 def find_limit(schedule: Schedule, state: TrainingState, cursor: Cursor) -> str:
-    """Return why the options end the run at this place; empty while they do not."""
+    """Return why the options end the run here; empty if they do not."""
     if is_out_of_patience(schedule, state):
         return f"{_IMPATIENCE} {state.early_stop_count} validations"
     return _TOTAL if is_total_reached(schedule, state, cursor) else ""
 
 
 def is_limit(reason: str) -> bool:
-    """Whether a run ended by its options, as :func:`find_limit` says, and not on request."""
+    """Whether a run ended because of its options (see :func:`find_limit`), not on request."""
     return reason == _TOTAL or reason.startswith(_IMPATIENCE)
 
 
 def is_total_reached(schedule: Schedule, state: TrainingState, cursor: Cursor) -> bool:
-    """Whether the run is as long as ``total_steps`` says."""
+    """Whether the run has reached ``total_steps``."""
     done = cursor.epoch if schedule.is_by_epoch else state.current_iteration
     return done >= schedule.total_steps

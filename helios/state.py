@@ -1,8 +1,7 @@
-"""Every counter there is.
+"""All counters of a training run.
 
-A run stands where its :class:`TrainingState` (numbers from 1, as users see them) and its
-:class:`Cursor` (numbers from 0, as data is addressed) say. Only loops call the methods that move
-them.
+:class:`TrainingState` counts from 1, as users see it; :class:`Cursor` addresses the next batch,
+from 0. Only loops call the methods that change them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from helios.errors import ArgumentError
 
 
 class TrainingUnit(Enum):
-    """What ``total_steps`` and the frequencies of a training count."""
+    """The unit of ``total_steps`` and the frequencies of a training."""
 
     ITERATION = 0
     EPOCH = 1
@@ -25,7 +24,7 @@ class TrainingUnit(Enum):
         """Return the unit named ``"iteration"`` or ``"epoch"``.
 
         Raises:
-            ArgumentError: for any other label (a ``ValueError``).
+            ArgumentError: if the label is any other string (a ``ValueError``).
         """
         for unit in cls:
             if unit.name.lower() == label:
@@ -34,7 +33,7 @@ class TrainingUnit(Enum):
 
 
 class Phase(Enum):
-    """What a session is doing; passed to ``Model.batch_to_device``."""
+    """The current phase of a run; passed to ``Model.batch_to_device``."""
 
     TRAINING = "training"
     VALIDATION = "validation"
@@ -44,20 +43,20 @@ class Phase(Enum):
 
 @dataclasses.dataclass
 class TrainingState:
-    """How far the training has come, as users read it (API section 12, H41).
+    """The progress of a training, as users see it.
 
     Attributes:
         current_iteration: optimizer steps in ITERATION unit, batches in EPOCH unit.
         global_iteration: batches since the start of the run.
-        global_epoch: number of the epoch under way, from 1.
+        global_epoch: number of the current epoch, from 1.
         validation_cycles: completed validation passes.
-        dataset_iter: batches of the present epoch that are complete.
+        dataset_iter: completed batches of the current epoch.
         early_stop_count: validation passes since the metrics last improved.
         average_iter_time: seconds per iteration, averaged over the last 200.
         running_iter: iterations since the last validation.
-        is_step_boundary: whether the present batch is the last of its accumulation window.
-        is_step_committed: whether the window that ends with the present batch made its update.
-        global_step: optimizer updates that were made since the start of the run, in both units.
+        is_step_boundary: whether the current batch is the last of its accumulation window.
+        is_step_committed: False if the update of the current accumulation window was skipped.
+        global_step: optimizer updates since the start of the run, without skipped ones.
     """
 
     current_iteration: int = 0
@@ -73,11 +72,11 @@ class TrainingState:
     global_step: int = 0
 
     def dict(self) -> dict[str, Any]:
-        """Return the fields as a plain dictionary."""
+        """Return the fields as a dictionary."""
         return dataclasses.asdict(self)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Number a new epoch, given from 0."""
+        """Start an epoch, whose number is given from 0."""
         self.global_epoch = epoch + 1
         self.dataset_iter = 0
 
@@ -93,12 +92,12 @@ class TrainingState:
     def withdraw_iteration(
         self, unit: TrainingUnit, *, was_boundary: bool, was_committed: bool
     ) -> None:
-        """Take back a batch that was counted, and then refused by a hook.
+        """Undo :meth:`begin_iteration` for a batch that a hook rejected.
 
         Args:
-            unit: what the run counts.
-            was_boundary: what ``is_step_boundary`` was before.
-            was_committed: what ``is_step_committed`` was before.
+            unit: the unit of the run.
+            was_boundary: the previous value of ``is_step_boundary``.
+            was_committed: the previous value of ``is_step_committed``.
         """
         self.global_iteration -= 1
         self.running_iter -= 1
@@ -108,24 +107,24 @@ class TrainingState:
         self.is_step_committed = was_committed
 
     def drop_window(self) -> None:
-        """End a window without an update: the next batch begins a new one."""
+        """End the accumulation window without an update; the next batch starts a new one."""
         self.is_step_boundary = True
         self.is_step_committed = False
 
     def withdraw_step(self, unit: TrainingUnit) -> None:
-        """Take back the step that was counted for a window whose update was not made (R26)."""
+        """Undo the count of a step whose update was skipped."""
         if self.is_step_committed and unit is TrainingUnit.ITERATION:
             self.current_iteration -= 1
         self.is_step_committed = False
 
     def restore_step(self, unit: TrainingUnit) -> None:
-        """Count the step again that was withdrawn: a later update of its window was made."""
+        """Undo :meth:`withdraw_step`: a later update of the same window was made."""
         if not self.is_step_committed and unit is TrainingUnit.ITERATION:
             self.current_iteration += 1
         self.is_step_committed = True
 
     def end_step(self) -> None:
-        """Count the update of a window, after its last hook, if it was made."""
+        """Count the update of a window, unless it was skipped, after the window's last hook."""
         self.global_step += self.is_step_committed
 
     def end_iteration(self) -> None:
@@ -138,23 +137,23 @@ class TrainingState:
         self.running_iter = 0
 
     def record_improvement(self, *, has_improved: bool) -> None:
-        """Move the early-stop count by the answer of ``have_metrics_improved`` (H30)."""
+        """Update the early-stop count with the result of ``have_metrics_improved``."""
         self.early_stop_count = 0 if has_improved else self.early_stop_count + 1
 
     def end_epoch(self) -> None:
-        """Leave the epoch: the next batch is the first of another one."""
+        """End the epoch: the next batch is the first one of the next epoch."""
         self.dataset_iter = 0
 
 
 @dataclasses.dataclass
 class Cursor:
-    """Where the next batch lies (DESIGN R1), and whether the run is about to end.
+    """The position of the next batch, and whether the run ends at this safe point.
 
     Attributes:
         epoch: epoch of the next batch, from 0.
         batch: number of the next batch in that epoch, from 0.
         sample: position of that batch's first sample in the epoch's global order.
-        stop_reason: why the run ends after this safe point; empty while it goes on.
+        stop_reason: why the run ends after this safe point; empty if it continues.
         step: number of the next optimizer update in that epoch, from 0.
     """
 
@@ -165,7 +164,7 @@ class Cursor:
     step: int = 0
 
     def dict(self) -> dict[str, Any]:
-        """Return the fields as a plain dictionary."""
+        """Return the fields as a dictionary."""
         return dataclasses.asdict(self)
 
     def advance(self, num_samples: int) -> None:
@@ -183,15 +182,15 @@ class Cursor:
         self.epoch += 1
 
     def restart_epoch(self) -> None:
-        """Move back to the first batch of the present epoch."""
+        """Move back to the first batch of the current epoch."""
         self.batch = 0
         self.sample = 0
         self.step = 0
 
     def stop(self, reason: str) -> None:
-        """Note that the run ends at the present safe point."""
+        """Record why the run ends at the current safe point."""
         self.stop_reason = reason
 
     def go_on(self) -> None:
-        """Withdraw the note of :meth:`stop`: a longer run was asked for."""
+        """Undo :meth:`stop`, because a longer run was requested."""
         self.stop_reason = ""

@@ -1,6 +1,6 @@
-"""Randomness, registries and the helpers that scripts import; no knowledge of training.
+"""Randomness, registries and the helpers that scripts import.
 
-Nothing here may know a model, a data set or a loop.
+Nothing in this package depends on a model, a data set or a loop.
 """
 
 from helios.core import cuda, distributed, logging, rng

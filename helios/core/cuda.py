@@ -1,4 +1,4 @@
-"""What only CUDA has: asking for it, and switching cuDNN's benchmark mode off for a while."""
+"""CUDA helpers: checks that CUDA is available, and disables cuDNN's benchmark mode for a block."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from helios.errors import UsageError
 
 
 def requires_cuda_support() -> None:
-    """Do nothing where CUDA can be used.
+    """Check that CUDA is available.
 
     Raises:
-        UsageError: where it cannot (a ``RuntimeError``).
+        UsageError: if it is not (a ``RuntimeError``).
     """
     if not torch.cuda.is_available():
         raise UsageError(
-            "CUDA must be available, and torch.cuda.is_available() is False; run on a machine with "
+            "CUDA must be available, but torch.cuda.is_available() is False. Run on a machine with "
             "a CUDA device and a PyTorch built for it, or train with use_cpu=True."
         )
 
 
 class DisableCuDNNBenchmarkContext:
-    """Switch cuDNN's benchmark mode off inside a block, and restore it after, also on an error.
+    """Disable cuDNN's benchmark mode for a block, and restore it afterwards, also after an error.
 
-    Evaluation batches of odd sizes would make cuDNN search for kernels over and over
-    (H50, DESIGN C4). Without CUDA nothing reads the mode, so nothing changes there.
+    Evaluation batches of varying sizes would make cuDNN search for kernels again and again.
+    Without CUDA, the mode has no effect.
 
     Example:
         >>> with DisableCuDNNBenchmarkContext():

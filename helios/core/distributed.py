@@ -1,4 +1,4 @@
-"""The helpers for several processes, as scripts import them; see :mod:`helios.distributed`."""
+"""Published import path of the functions of :mod:`helios.distributed`."""
 
 from helios.distributed.collectives import (
     all_reduce_tensors,

@@ -1,4 +1,4 @@
-"""Rest for the garbage collector while much is built and nothing of it is garbage."""
+"""Pauses the garbage collector while many objects are built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Keep the collector from going through a growing tree again and again."""
+    """Disable the collector for a block, so that it does not scan a growing tree repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

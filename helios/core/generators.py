@@ -1,4 +1,4 @@
-"""Generators of random numbers that an owner holds: their state is saved and put back in place."""
+"""Captures and restores the states of random number generators that objects hold."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 
 def is_generator(value: object) -> TypeGuard[Generator]:
-    """Return whether a value is a generator whose state can be taken and set."""
+    """Return whether a value is a generator whose state can be read and set."""
     return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
 
 
 def kind_of_generator(value: Generator) -> str:
-    """Return what must be equal for a state to fit: the library, and NumPy's algorithm."""
+    """Return the type that a state belongs to, including NumPy's bit generator."""
     if isinstance(value, torch.Generator):
         return "torch.Generator"
     if isinstance(value, random.Random):
@@ -33,7 +33,7 @@ def kind_of_generator(value: Generator) -> str:
 
 
 def state_of_generator(value: Generator) -> Any:
-    """Return a generator's state as plain values; nothing of it is shared with the generator."""
+    """Return a copy of a generator's state as plain values."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):
@@ -44,7 +44,7 @@ def state_of_generator(value: Generator) -> Any:
 
 
 def load_generator(value: Generator, state: Any) -> None:
-    """Set the state of a generator, which stays the object that others know."""
+    """Set the state of a generator in place, so that all references to it stay valid."""
     if isinstance(value, torch.Generator):
         value.set_state(state.cpu().clone())
     elif isinstance(value, random.Random):
@@ -56,10 +56,10 @@ def load_generator(value: Generator, state: Any) -> None:
 
 
 def make_generator(kind: str) -> Generator:
-    """Make a generator of a kind, for a place that had none after setup.
+    """Create a generator of a kind that :func:`kind_of_generator` returned.
 
     Raises:
-        StateError: for a bit generator that NumPy does not have.
+        StateError: if NumPy does not have the bit generator.
     """
     makers: dict[str, Callable[[], Generator]] = {
         "torch.Generator": torch.Generator,
@@ -72,9 +72,8 @@ def make_generator(kind: str) -> Generator:
     algorithms = {a.__name__: a for a in _ALGORITHMS}
     if name not in algorithms:
         raise StateError(
-            f"The checkpoint holds a generator of the kind {kind}, which this version of NumPy "
-            "does not have. Create the generator in setup(), or install the version of NumPy that "
-            "it was saved with."
+            f"The checkpoint contains a {kind}, which this version of NumPy does not have. Create "
+            "the generator in setup(), or install the NumPy version that saved it."
         )
     return np.random.Generator(algorithms[name]())
 

@@ -1,4 +1,4 @@
-"""The loggers of a run, as scripts import them; :mod:`helios.terminal.root_logger` makes them."""
+"""Published import path of the loggers of a run; see :mod:`helios.terminal.root_logger`."""
 
 from helios.storage.tensorboard_writer import TensorboardWriter
 from helios.terminal.root_logger import (

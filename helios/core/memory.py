@@ -1,4 +1,4 @@
-"""Where arrays and tensors lie in memory, and which of them share it."""
+"""Finds which arrays and tensors share memory, and copies them without separating them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALIGNMENT = 16
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 where it has none (sparse, lazy, empty)."""
+    """Return the address of a tensor's storage; 0 if it has none (sparse, lazy, empty)."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, ValueError):
@@ -24,13 +24,13 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def has_plain_bytes(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor lie in a storage, one after the other."""
+    """Return whether a tensor's elements are in a storage that can be read as bytes."""
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized
     return is_dense and tensor.device.type != "meta" and not tensor.is_nested
 
 
 def root_of(array: Array) -> Any:
-    """Return the array that owns the memory of a view, or what lent its memory to NumPy."""
+    """Return the array that owns the memory of a view, or the object that NumPy got it from."""
     base: Any = array
     while isinstance(base, np.ndarray) and base.base is not None:
         base = base.base
@@ -38,17 +38,17 @@ def root_of(array: Array) -> Any:
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Return whether the memory of a tensor may be an array's: torch cannot resize such memory."""
+    """Return whether a tensor may use an array's memory, which torch cannot resize."""
     return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
 def address_of(array: Array) -> int:
-    """Return where the first element of an array lies."""
+    """Return the address of an array's first element."""
     return int(array.__array_interface__["data"][0])
 
 
 def extent_of(part: Array | Tensor) -> Extent:
-    """Return the first address of an array, or of a tensor's storage, and the one after its end."""
+    """Return the begin and end addresses of an array, or of a tensor's storage."""
     if isinstance(part, Tensor):
         begin = storage_of(part)
         return begin, begin + (part.untyped_storage().nbytes() if begin else 0)
@@ -64,7 +64,7 @@ def extent_of(part: Array | Tensor) -> Extent:
 
 
 def span_of(tensor: Tensor) -> Extent:
-    """Return the address of a dense tensor's first element, and the one after its last.
+    """Return the begin and end addresses of a dense tensor's elements.
 
     Example:
         >>> begin, end = span_of(torch.zeros(8)[1:7:2])
@@ -80,13 +80,13 @@ def span_of(tensor: Tensor) -> Extent:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of a dense tensor are one in memory, so that none can be written."""
+    """Return whether several elements of a dense tensor share one address."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return any(step == 0 and length > 1 for length, step in steps)
 
 
 def fills_its_reach(tensor: Tensor) -> bool:
-    """Return whether a dense tensor sees all bytes between its first and its last element.
+    """Return whether a dense tensor covers all bytes between its first and its last element.
 
     Example:
         >>> fills_its_reach(torch.zeros(2, 3).t()), fills_its_reach(torch.zeros(8)[::2])
@@ -103,7 +103,7 @@ def fills_its_reach(tensor: Tensor) -> bool:
 
 
 def overlapping(extents: Sequence[Extent]) -> list[list[int]]:
-    """Return which extents share memory, directly or through others, as groups of numbers.
+    """Return the extents that overlap, directly or through others, as groups of indices.
 
     Example:
         >>> overlapping([(0, 4), (8, 9), (2, 6), (6, 7)])
@@ -122,7 +122,7 @@ def overlapping(extents: Sequence[Extent]) -> list[list[int]]:
 
 
 class _Lent:
-    """Lets NumPy see memory as it lies there, writable, and keeps its owners alive."""
+    """Exposes memory to NumPy as writable bytes, and keeps its owners alive."""
 
     def __init__(self, extent: Extent, owners: Sequence[Array | Tensor]) -> None:
         begin, end = extent
@@ -136,11 +136,11 @@ class _Lent:
 
 
 def bytes_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
-    """Return the memory of an extent as a tensor of bytes, which shares it.
+    """Return the memory of an extent as a tensor of bytes, without a copy.
 
     Args:
-        extent: addresses on the host.
-        owners: arrays and tensors that the memory is of.
+        extent: begin and end address on the host.
+        owners: the arrays and tensors that own the memory.
     """
     return torch.from_numpy(np.asarray(_Lent(extent, owners)))
 
@@ -148,17 +148,17 @@ def bytes_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
 def array_on(
     memory: Any, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int], offset: int
 ) -> Array:
-    """Return the array that looks at some memory.
+    """Return an array that is a view of a buffer.
 
     Raises:
-        ValueError: if it would reach beyond the memory.
+        ValueError: if it would exceed the buffer.
     """
     array: Array = np.ndarray(tuple(shape), dtype, memory, offset, tuple(strides))
     return array
 
 
 def copied_together(parts: Sequence[Array | Tensor]) -> tuple[Tensor, list[Any]]:
-    """Return copies of arrays and tensors on the host that lie in each other's memory as before.
+    """Copy arrays and tensors on the host so that the copies share memory as the originals do.
 
     Args:
         parts: arrays without objects, and dense tensors.
@@ -168,7 +168,7 @@ def copied_together(parts: Sequence[Array | Tensor]) -> tuple[Tensor, list[Any]]
     """
     extents = [extent_of(part) for part in parts]
     begin, end = min(extents)[0], max(end for _, end in extents)
-    # Elements must lie on the boundaries that they lay on, and a storage holds whole ones.
+    # Elements keep their alignment, and a storage consists of whole elements.
     shift = begin % _ALIGNMENT
     size = -(-(shift + end - begin) // _ALIGNMENT) * _ALIGNMENT
     block = torch.zeros(size, dtype=torch.uint8)
@@ -195,17 +195,17 @@ def tensor_on(
     strides: Sequence[int],
     offset: int,
 ) -> Tensor:
-    """Return the tensor that looks at some storage.
+    """Return a tensor that is a view of a storage.
 
     Args:
         storage: the storage.
         dtype: type of the elements.
-        shape: lengths.
+        shape: shape of the tensor.
         strides: in elements.
         offset: in elements.
 
     Raises:
-        RuntimeError: if it would reach beyond the storage.
+        RuntimeError: if it would exceed the storage.
     """
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset, tuple(shape), tuple(strides))

@@ -1,8 +1,8 @@
-"""Import paths that no longer exist: old paths of Helios keep working, those of helios-ml explain.
+"""Handles imports of modules that were moved or removed.
 
-An old path of Helios gives the module at its present path, the same object, with a
-``DeprecationWarning``. To import a module that only helios-ml had is an error that says what
-replaces it. Python asks this finder after all others, so existing modules are imported as usual.
+Importing an old path of Helios returns the module at its present path, the same object, with a
+``DeprecationWarning``. Importing a module that only helios-ml had raises an error that names the
+replacement. Python calls this finder after all others, so existing modules are not affected.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from typing import final
 
 from helios.errors import MovedModuleError
 
-_REGISTRY = "to build one by its name, make a helios.core.registry.Registry of your own"
+_REGISTRY = "to build them by name, create your own helios.core.registry.Registry"
 
 REPLACEMENTS = {
-    "helios.optim": f"Build optimizers of torch.optim in Model.setup(); {_REGISTRY}",
-    "helios.scheduler": f"Build those of torch.optim.lr_scheduler in Model.setup(); {_REGISTRY}",
-    "helios.nn": f"Take torch.nn, and helios.plugins.EMA for averages of weights; {_REGISTRY}",
-    "helios.losses": f"Take the losses of torch.nn; {_REGISTRY}",
+    "helios.optim": f"Create optimizers of torch.optim in Model.setup(); {_REGISTRY}",
+    "helios.scheduler": (
+        f"Create schedulers of torch.optim.lr_scheduler in Model.setup(); {_REGISTRY}"
+    ),
+    "helios.nn": f"Use torch.nn, and helios.plugins.EMA for averages of weights; {_REGISTRY}",
+    "helios.losses": f"Use the losses of torch.nn; {_REGISTRY}",
     "helios.metrics": (
-        "Return {name: (sum, weight)} from valid_step, or give objects of torchmetrics to the "
+        "Return {name: (sum, weight)} from valid_step, or pass torchmetrics objects to the "
         "plugin helios.plugins.Metrics"
     ),
-    "helios.data.transforms": "Take torchvision.transforms.v2",
-    "helios.core.loggers": "Take helios.core.logging",
+    "helios.data.transforms": "Use torchvision.transforms.v2",
+    "helios.core.loggers": "Use helios.core.logging",
 }
-"""What to take in the place of each module."""
+"""The replacement of each module of helios-ml."""
 
 
 _NEW_NAMES = {
@@ -193,7 +195,7 @@ class _Alias(Loader):
     """Loads a module by importing it under its present path."""
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system takes what stands here afterwards, and not the empty module.
+        # The import system returns this entry instead of the empty module.
         sys.modules[module.__name__] = importlib.import_module(RENAMED[module.__name__])
 
 
@@ -206,9 +208,9 @@ class _Finder(MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname in REPLACEMENTS:
-            # Without a name: "from helios import optim" hides an error about what it looks for.
+            # Without ``name=``: "from helios import optim" hides an error that names the module.
             raise MovedModuleError(
-                f"helios has no module {fullname!r}, which helios-ml had. {REPLACEMENTS[fullname]}."
+                f"Helios has no module {fullname!r}, which helios-ml had. {REPLACEMENTS[fullname]}."
             )
         if fullname in RENAMED:
             warnings.warn(
@@ -221,6 +223,6 @@ class _Finder(MetaPathFinder):
 
 
 def install_moved_modules() -> None:
-    """Make old import paths work, or explain themselves; a second call changes nothing."""
+    """Install the import finder for old paths; does nothing if it is installed already."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

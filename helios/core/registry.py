@@ -1,7 +1,7 @@
-"""Registries: names for classes and functions, so that text can choose what is built.
+"""Registries, which map names to classes and functions.
 
-A registry maps the name of an object to the object itself; importing the module that registers
-it is what fills the map, and :func:`update_all_registries` imports a whole package for that.
+Importing a module registers its objects; :func:`update_all_registries` imports all modules of a
+package that register something.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _REGISTER_LINE = re.compile(r"^@.+\.register\b", re.MULTILINE)
 
 
 class Registry:
-    """Objects by name (API section 15).
+    """Classes and functions by name.
 
     Args:
-        name: what the registry holds; stands in its messages, and is its ``str()``.
+        name: what the registry contains; used in error messages and as its ``str()``.
 
     Example:
         >>> NETWORKS = Registry("network")
@@ -37,44 +37,44 @@ class Registry:
         self._objects: dict[str, Any] = {}
 
     def register(self, obj: _Registered, suffix: str | None = None) -> _Registered:
-        """Add an object under its ``__name__``; works as a decorator.
+        """Add an object under its ``__name__``; usable as a decorator.
 
         Args:
             obj: a class or a function.
-            suffix: when given, the name becomes ``<name>_<suffix>``.
+            suffix: if given, the name becomes ``<name>_<suffix>``.
 
         Returns:
             The object itself.
 
         Raises:
-            AssertionError: when the name is taken.
+            AssertionError: if the name is already registered.
         """
         key = _make_key(obj.__name__, suffix)
         if key in self._objects:
             raise AssertionError(
-                f"Registry {self._name!r} must hold each name once, and {key!r} is taken by "
-                f"{self._objects[key]!r}; rename the object or pass a suffix."
+                f"Registry {self._name!r} already contains {key!r}: {self._objects[key]!r}. Rename "
+                "the object or pass a suffix."
             )
         self._objects[key] = obj
         return obj
 
     def get(self, name: str, suffix: str | None = None) -> Any:
-        """Return the object of this name.
+        """Return the object that was registered under a name.
 
         Args:
-            name: the name that it was registered under.
-            suffix: where ``name`` itself is not known, ``<name>_<suffix>`` is looked up.
+            name: the name.
+            suffix: if ``name`` itself is not registered, ``<name>_<suffix>`` is looked up.
 
         Raises:
-            KeyError: when there is none; the message lists the known names.
+            KeyError: if neither is registered; the message lists the known names.
         """
         for key in (name, _make_key(name, suffix)):
             if key in self._objects:
                 return self._objects[key]
         known = ", ".join(sorted(self._objects)) or "nothing"
         raise KeyError(
-            f"Registry {self._name!r} must hold what is asked for, and holds no {key!r} but "
-            f"{known}; import the module that registers it."
+            f"Registry {self._name!r} does not contain {key!r}, only {known}. Import the module "
+            "that registers it."
         )
 
     def keys(self) -> KeysView[str]:
@@ -96,23 +96,23 @@ def _make_key(name: str, suffix: str | None) -> str:
 
 
 def update_all_registries(root: Path, recurse: bool = True, import_prefix: str = "") -> None:
-    """Import each module of a package that registers something, so that its registries are full.
+    """Import each module of a package that registers something.
 
-    A module counts when one of its lines starts with ``@<name>.register``. The folder that holds
-    the package must be on ``sys.path``. Modules are imported in the order of their names.
+    These are the modules with a line that starts with ``@<name>.register``. The folder that
+    contains the package must be on ``sys.path``. Modules are imported in alphabetical order.
 
     Args:
         root: folder of the package.
-        recurse: look into its sub-packages too (folders with an ``__init__.py``).
-        import_prefix: dotted name of the package that ``root`` lies in; empty when ``root`` is
-            imported by its own name.
+        recurse: also search its sub-packages (folders with an ``__init__.py``).
+        import_prefix: dotted name of the parent package of ``root``; empty if ``root`` is a
+            top-level package.
 
     Raises:
-        UsageError: when ``root`` is no folder, or no package (a ``RuntimeError``).
+        UsageError: if ``root`` is not a folder, or not a package (a ``RuntimeError``).
     """
     package = root.resolve()
     if not _is_package(package):
-        rule = "hold an __init__.py" if package.is_dir() else "be a folder"
+        rule = "contain an __init__.py" if package.is_dir() else "be a folder"
         raise UsageError(
             f"update_all_registries(root=...) must {rule}, got {root}; pass the folder of the "
             "package whose modules register classes."

@@ -1,8 +1,8 @@
-"""Randomness by key: the numbers drawn at a place depend on that place's name, and on nothing else.
+"""Random numbers from keys: what is drawn depends on the key only.
 
-A key is 64 bits hashed from typed fields; :func:`reseed` sets every generator from one, and
-:func:`stream` does so for a block and puts back what it found. The historical functions
-(API section 15) stand on the same generators.
+A key is 64 bits hashed from typed fields. :func:`reseed` seeds every generator from a key;
+:func:`stream` does so for a block and restores the previous states afterwards. The other public
+functions seed, save and restore the same generators.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _FIELD_TYPES = frozenset((int, str))
 _MASK64 = (1 << 64) - 1
 _PCG_STATE_FACTOR = 0xD6E8FEB86659FD93
 _PCG_INCREMENT = 0x9E3779B97F4A7C15F39CC0605CEDC835
-# What `random.seed` comes to for an int, without its questions for other types.
+# What `random.seed` does for an int, without its type checks.
 _RANDOM: random.Random = random.seed.__self__  # type: ignore[attr-defined]
 _SEED_RANDOM = super(random.Random, _RANDOM).seed
 _SEED_TORCH = torch.default_generator.manual_seed
 
 
 def key(*fields: int | str) -> int:
-    """Hash typed fields into a key of 64 bits (DESIGN R2).
+    """Hash typed fields into a key of 64 bits.
 
-    Fields are digested with their types, never packed or added, so ``("a", 1)`` and
-    ``("a", "1")`` differ, and seed 1 in epoch 0 is not seed 0 in epoch 1.
+    Fields are hashed with their types, never packed or added, so ``("a", 1)`` and ``("a", "1")``
+    differ, and seed 1 in epoch 0 gives another key than seed 0 in epoch 1.
 
     Args:
         *fields: plain integers of any size, and strings.
 
     Raises:
-        ArgumentTypeError: for a field of another type (also ``bool`` and NumPy's integers, whose
-            text form differs between versions).
+        ArgumentTypeError: if a field has another type (including ``bool`` and NumPy's integers,
+            whose text form differs between versions).
 
     Example:
         >>> key(6691, "fetch", 0, 1) == key(6691, "fetch", 0, 1)
@@ -55,14 +55,14 @@ def key(*fields: int | str) -> int:
 
 
 class KeySeries:
-    """The keys of one purpose, told apart by a counter; computed ahead, 64 at a time.
+    """Keys that differ in one counter field, computed 64 at a time.
 
-    One key costs a microsecond in a row of others, and many between the steps of a training, which
-    drive its code out of the processor's caches.
+    Computing keys in a batch takes about a microsecond per key, much less than one by one between
+    training steps, which evict the code from the processor's caches.
 
     Args:
         *prefix: the fields before the counter.
-        suffix: the fields after it.
+        suffix: the fields after the counter.
 
     Example:
         >>> KeySeries(6691, "train", suffix=(0,)).at(7) == key(6691, "train", 7, 0)
@@ -73,7 +73,7 @@ class KeySeries:
 
     def __init__(self, *prefix: int | str, suffix: tuple[int | str, ...] = ()) -> None:
         key(*prefix, *suffix)  # raises
-        # The text of a tuple, as key() digests it, before and after the counter.
+        # The text of the tuple that key() hashes, before and after the counter.
         head = "".join(f"{field!a}, " for field in prefix)
         tail = "".join(f", {field!a}" for field in suffix) or ("" if prefix else ",")
         self._tail = f"{tail})".encode()
@@ -82,13 +82,13 @@ class KeySeries:
         self._keys: list[int] = []
 
     def at(self, counter: int) -> int:
-        """Return the key of a counter."""
+        """Return the key for a value of the counter."""
         place = counter - self._first
         if 0 <= place < len(self._keys):
             return self._keys[place]
         self._keys = []
         for number in range(counter, counter + self._LENGTH):
-            # What key() digests, with the fields before the counter digested already.
+            # The same bytes that key() hashes; the part before the counter is hashed already.
             found = self._hash.copy()
             found.update(b"%d%b" % (number, self._tail))
             self._keys.append(int.from_bytes(found.digest(), "little"))
@@ -100,11 +100,11 @@ class DefaultNumpyRNG:
     """Wrapper of a NumPy ``Generator`` (PCG64) whose state can be saved.
 
     Args:
-        seed: seed of the generator; the default seed when ``None``.
+        seed: seed of the generator; the default seed if ``None``.
 
     Attributes:
-        pending: a key that was only noted; ``None`` once the generator is set from it.
-        is_taken: whether somebody has taken the generator, and may draw from it at any time.
+        pending: a key that is not applied yet; ``None`` once the generator is seeded from it.
+        is_taken: whether :attr:`generator` was read, so that its reader may draw at any time.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -120,7 +120,7 @@ class DefaultNumpyRNG:
         return self._generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state: strings and integers only."""
+        """Return the generator's state, which consists of strings and integers."""
         self._settle()
         return dict(self._generator.bit_generator.state)
 
@@ -130,18 +130,18 @@ class DefaultNumpyRNG:
         self._generator.bit_generator.state = state_dict
 
     def reseed(self, seed: int) -> None:
-        """Set the generator from a key of 64 bits.
+        """Seed the generator from a key of 64 bits.
 
-        Until somebody has taken the generator nobody can draw from it, so the key is only noted:
-        a training without NumPy does not pay for it in every iteration.
+        Until :attr:`generator` is read for the first time, the key is only stored: a training
+        that does not use NumPy saves the time in every iteration.
         """
         self.pending = seed
         if self.is_taken:
             self._settle()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A spawned worker unpickles a data set that holds the package's generator: it must get the
-        # one that is re-seeded there, not a copy that nobody seeds.
+        # A spawned worker may unpickle a data set that holds the default generator: it must get
+        # the worker's own one, which is re-seeded there, and not a copy, which is not.
         if self is _Default.numpy:
             return _receive_default, (self.state_dict(),)
         return _make_from_state, (self.state_dict(),)
@@ -150,7 +150,7 @@ class DefaultNumpyRNG:
         if self.pending is None:
             return
         seed, self.pending = self.pending, None
-        # The cached half of a 64-bit draw goes too: left over, it would be the first number drawn.
+        # Clear the cached half of a 64-bit draw, too, or it would be the first number drawn.
         self._generator.bit_generator.state = {
             "bit_generator": "PCG64",
             "state": {
@@ -181,14 +181,17 @@ def _receive_default(state: dict[str, Any]) -> DefaultNumpyRNG:
 
 
 def get_default_seed() -> int:
-    """Return the seed that is used when none is given: 6691 (H1)."""
+    """Return the seed that is used if none is given: 6691."""
     return _DEFAULT_SEED
 
 
 def create_default_numpy_rng(seed: int | None = None) -> None:
-    """Create the package's NumPy generator, or set the present one as if it were new.
+    """Create the default NumPy generator, or reset the existing one in place.
 
-    The object stays: a data set that holds it must not go on with a generator that nobody seeds.
+    An existing object is kept, because a data set may hold it, and only the default is re-seeded.
+
+    Args:
+        seed: the seed; the default seed if ``None``.
     """
     fresh = DefaultNumpyRNG(seed)
     if _Default.numpy is None:
@@ -198,28 +201,28 @@ def create_default_numpy_rng(seed: int | None = None) -> None:
 
 
 def get_default_numpy_rng() -> DefaultNumpyRNG:
-    """Return the package's NumPy generator (H4).
+    """Return the default NumPy generator.
 
     Raises:
-        UsageError: before it was created by a trainer, :func:`seed_rngs` or
-            :func:`create_default_numpy_rng` (a ``RuntimeError``).
+        UsageError: if no trainer, :func:`seed_rngs` or :func:`create_default_numpy_rng` has
+            created it yet (a ``RuntimeError``).
     """
     if _Default.numpy is None:
         raise UsageError(
-            "The default NumPy generator does not exist yet: it is created when a training starts. "
-            "Call rng.seed_rngs(...) or rng.create_default_numpy_rng(...) to create it by hand."
+            "The default NumPy generator does not exist yet: it is created when training starts. "
+            "Call rng.seed_rngs(...) or rng.create_default_numpy_rng(...) to create it yourself."
         )
     return _Default.numpy
 
 
 def seed_rngs(seed: int | None = None, skip_torch: bool = False) -> None:
-    """Seed torch (all devices), ``random`` and the package's NumPy generator (H2, H3).
+    """Seed torch (all devices), ``random`` and the default NumPy generator.
 
-    NumPy's legacy global generator is left alone.
+    NumPy's legacy global generator is not changed.
 
     Args:
-        seed: the seed; the default seed when ``None``.
-        skip_torch: leave torch's generators as they are.
+        seed: the seed; the default seed if ``None``.
+        skip_torch: whether to leave torch's generators unchanged.
     """
     value = _DEFAULT_SEED if seed is None else seed
     if not skip_torch:
@@ -233,9 +236,12 @@ def _uses_cuda() -> bool:
 
 
 def reseed(seed: int) -> None:
-    """Set every generator from one key: torch (CPU and present accelerators), random, NumPy.
+    """Seed every generator from one key: torch (CPU and initialized CUDA devices), random, NumPy.
 
     Takes about 6 microseconds on a CPU; ``torch.manual_seed`` alone takes a hundred.
+
+    Args:
+        seed: a key of 64 bits.
     """
     _SEED_TORCH(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -252,7 +258,7 @@ def reseed(seed: int) -> None:
 
 @contextmanager
 def stream(seed: int) -> Iterator[None]:
-    """Run a block on the numbers of one key, then restore the generators that were found."""
+    """Seed all generators from a key for a block, then restore their previous states."""
     found = get_rng_state_dict()
     try:
         reseed(seed)
@@ -264,11 +270,11 @@ def stream(seed: int) -> Iterator[None]:
 
 
 def get_rng_state_dict() -> dict[str, Any]:
-    """Return the state of all generators, in types that ``weights_only`` loading accepts (H6).
+    """Return the state of all generators, in types that ``weights_only`` loading accepts.
 
     Returns:
-        Keys ``torch`` (uint8 tensor), ``rand``, ``numpy`` (``None`` before it exists) and, where
-        CUDA is in use, ``cuda`` (a list of uint8 tensors, one a device).
+        Keys ``torch`` (uint8 tensor), ``rand``, ``numpy`` (``None`` if it does not exist) and, if
+        CUDA is initialized, ``cuda`` (a list of uint8 tensors, one per device).
     """
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -281,7 +287,7 @@ def get_rng_state_dict() -> dict[str, Any]:
 
 
 def load_rng_state_dict(state_dict: dict[str, Any]) -> None:
-    """Restore what :func:`get_rng_state_dict` returned."""
+    """Restore the states that :func:`get_rng_state_dict` returned."""
     torch.set_rng_state(state_dict["torch"])
     version, words, gauss = state_dict["rand"]
     random.setstate((version, tuple(words), gauss))
@@ -290,7 +296,7 @@ def load_rng_state_dict(state_dict: dict[str, Any]) -> None:
             create_default_numpy_rng()
         get_default_numpy_rng().load_state_dict(state_dict["numpy"])
     if "cuda" in state_dict and torch.cuda.is_available():
-        # A machine with fewer devices than the one that saved: the run uses the first ones.
+        # A machine may have fewer devices than the one that saved; the run uses the first ones.
         torch.cuda.set_rng_state_all(state_dict["cuda"][: torch.cuda.device_count()])
 
 

@@ -1,4 +1,4 @@
-"""Single numbers out of what users hand in: losses, scores, what is logged."""
+"""Converts losses, scores and logged values to numbers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from helios.errors import UsageError
 
 
 def as_number(name: str, value: Any) -> float:
-    """Return what is logged under a name as a number; reads a tensor from its device.
+    """Return a logged value as a number; copies a tensor from its device.
+
+    Args:
+        name: the name that it is logged under, for the error message.
+        value: a number, or a tensor of one element.
 
     Raises:
-        UsageError: if it is no single number.
+        UsageError: if it is not a single number.
     """
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"What is logged must be one number, but {name!r} is {value!r}. Log a number, or a "
-            "tensor of one element."
+            f"A logged value must be a single number, but {name!r} is {value!r}. Log a number, or "
+            "a tensor of one element."
         ) from error
 
 
 def as_numbers(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Return those scores that are single numbers, as such."""
+    """Return the scores that are single numbers, as floats."""
     numbers = {}
     for name, score in scores.items():
         if isinstance(score, torch.Tensor) and score.numel() == 1:

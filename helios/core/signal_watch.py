@@ -1,8 +1,8 @@
-"""Noting signals instead of obeying them, so that what runs can end at a place of its own choice.
+"""Records signals instead of acting on them, so that training can stop at a safe point.
 
-The handler only takes a note. A thread hears of a signal as soon as the system delivers it, also
-while the main thread waits in C, where no handler of Python runs: it tells a second Ctrl-C from an
-echo of the first, and gives up on a process that does not come to its end in time.
+The handler only records the signal. A thread receives each signal through a wakeup descriptor as
+soon as the system delivers it, even while the main thread is in C code, where no Python handler
+runs. The thread recognizes a second Ctrl-C, and calls ``give_up`` when the grace period is over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, final
 
 from torch.utils.data import get_worker_info
 
-# EX_TEMPFAIL: the exit code of a process that wants the same command to be started again.
+# EX_TEMPFAIL: the exit code that asks a scheduler to run the same command again.
 TRY_AGAIN = 75
 # Under torchrun a Ctrl-C reaches a process twice: from the terminal, and from the launcher.
 ECHO_SECONDS = 1.0
@@ -34,7 +34,7 @@ _Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
 
 def name_of(number: int) -> str:
-    """Return the name of a signal, such as ``"SIGTERM"``; some have a number only."""
+    """Return the name of a signal, such as ``"SIGTERM"``; ``"signal 40"`` if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -43,18 +43,19 @@ def name_of(number: int) -> str:
 
 @final
 class SignalReceiver:
-    """Notes the signals of this process while it is installed; a second SIGINT is obeyed.
+    """Records signals while it is installed; a second SIGINT raises ``KeyboardInterrupt``.
 
-    Loader workers that are forked meanwhile do nothing on these signals. Other forked processes do
-    what they would have done without it.
+    Loader workers forked in the meantime ignore these signals. Other forked processes handle them
+    as if the receiver were not installed.
 
     Args:
-        numbers: which signals.
-        grace: how many seconds after the first of them to give up.
-        give_up: called then, in a thread, with the name of the first signal.
+        numbers: the signals to record.
+        grace: seconds to wait after the first signal before calling ``give_up``.
+        give_up: called in a thread with the name of the first signal.
 
     Attributes:
-        numbers: as given.
+        numbers: the signals to record.
+        noted: the signals recorded so far, in order.
     """
 
     def __init__(
@@ -80,28 +81,28 @@ class SignalReceiver:
 
     @property
     def first(self) -> str:
-        """The name of the signal that came first; empty while there was none."""
+        """The name of the first signal; empty if there was none."""
         return name_of(self.noted[0]) if self.noted else ""
 
     def take(self) -> list[int]:
-        """Return the signals that came since the last time."""
+        """Return the signals recorded since the last call."""
         new = self.noted[self._num_taken :]
         self._num_taken += len(new)
         return new
 
     def wait_without_end(self) -> None:
-        """Do not give up any more, however long it takes."""
+        """Disable the grace period from now on."""
         self._is_patient = True
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Note signals for a block; what was found is there again afterwards.
+        """Install the handlers for a block; the previous ones are restored afterwards.
 
-        To be used in the main thread, where alone Python handles signals. A signal that was held
-        back when the process was started, by its mask, is delivered now.
+        Call it in the main thread, the only one where Python handles signals. Signals blocked
+        since the start of the process (see :func:`held_back`) are unblocked and delivered.
         """
         with ExitStack() as stack:
-            # Handlers are the first to come and the last to go: the rest is complete meanwhile.
+            # Handlers are installed first and restored last, so no signal acts in between.
             for number in self.numbers:
                 self._found[number] = signal.signal(number, self)
                 stack.callback(_restore, number, self._found[number])
@@ -113,7 +114,7 @@ class SignalReceiver:
             yield
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Take a note: the handler, which may run between any two steps of the main thread."""
+        """Record a signal; the handler, which may run between any two bytecodes."""
         if os.getpid() != self._pid:
             self._act_in_child(number)
         elif number == signal.SIGINT and self._is_pressed_again:
@@ -127,13 +128,13 @@ class SignalReceiver:
         return self._presses > self._answered and not self._is_closing
 
     def forget(self) -> None:
-        """Have this process, a forked one, wake nobody in the process that it came from."""
+        """Stop waking the parent's thread; to be called in a forked process."""
         found = signal.set_wakeup_fd(-1)
         if found not in (-1, self._wakeup):
             signal.set_wakeup_fd(found)
 
     def _act_in_child(self, number: int) -> None:
-        # Whoever waits for the end of a child, such as a pool, has to be able to end it.
+        # The owner of a child process, such as a pool, must be able to end it.
         if get_worker_info() is None:
             _restore(number, self._found[number])
             os.kill(os.getpid(), number)
@@ -148,7 +149,7 @@ class SignalReceiver:
         )
         thread.start()
         stack.callback(thread.join)
-        # Not by closing it: a worker that lives on has it open, too.
+        # Closing it is not enough: a surviving worker has it open, too.
         stack.callback(mouth.shutdown, socket.SHUT_RDWR)
         self._wakeup = mouth.fileno()
         found = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -158,7 +159,7 @@ class SignalReceiver:
         self._is_closing = True
 
     def _listen(self, ear: socket.socket) -> None:
-        """Hear of signals at once: the thread's work, until the mouth is shut."""
+        """Receive signals in the thread until the socket is shut down."""
         deadline, first = math.inf, 0
         while True:
             ear.settimeout(self._choose_timeout(deadline))
@@ -191,11 +192,11 @@ class SignalReceiver:
         self._last_press = now
         self._presses += 1
         if self._presses > 1:
-            # The handler may have run before this was known, and the main thread may wait by now.
+            # The handler may have run before this count, and the main thread may be waiting now.
             self._interrupt()
 
     def _interrupt(self) -> None:
-        """Call the handler again, until it has answered: a wait may begin between two tries."""
+        """Call the handler again; repeated until it raises, as a wait may begin in between."""
         self._last_press = time.monotonic()
         _call_handler_again(signal.SIGINT)
 
@@ -209,12 +210,12 @@ def _call_handler_again(number: signal.Signals) -> None:
 
 
 def _restore(number: int, handler: _Handler) -> None:
-    # None stands for one that was not installed from Python.
+    # None means that the handler was not installed from Python.
     signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _restore_wakeup(found: int) -> None:
-    # Whoever has used it may have closed it meanwhile.
+    # Its owner may have closed it in the meantime.
     try:
         signal.set_wakeup_fd(found)
     except (OSError, ValueError):
@@ -222,7 +223,7 @@ def _restore_wakeup(found: int) -> None:
 
 
 def noted_signals() -> tuple[int, ...]:
-    """Return what is noted in this process, or in the one that has forked it."""
+    """Return the signals that a receiver of this process, or of its parent, handles."""
     return tuple(
         number
         for number in signal.valid_signals()
@@ -231,22 +232,21 @@ def noted_signals() -> tuple[int, ...]:
 
 
 def ignore_signals(numbers: Sequence[int]) -> None:
-    """Do nothing on these signals from now on: for processes that another one ends."""
+    """Ignore these signals from now on; for processes that their parent ends."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def held_back(numbers: Sequence[int]) -> Iterator[None]:
-    """Start processes that do not get these signals before they take them.
+    """Block signals for a block, in this process and in processes that it starts.
 
-    A signal that comes meanwhile, to this process or to one that was started in the block, waits in
-    the system. Does nothing on Windows.
+    A signal that arrives while it is blocked stays pending. Does nothing on Windows.
     """
     if sys.platform == "win32":
         yield
         return
-    # Whoever starts the first process starts this one, too, which lets signals through again.
+    # It starts with the first process, and must not be started with the signals blocked.
     resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

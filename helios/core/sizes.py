@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read them."""
+"""Formats numbers of bytes for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a number of bytes in the unit that suits it, with one decimal where there is any.
+    """Return a number of bytes in a suitable unit, with at most one decimal.
 
     Example:
         >>> size_text(1000), size_text(64 << 20), size_text(5 << 19)

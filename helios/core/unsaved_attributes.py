@@ -1,4 +1,4 @@
-"""What users' own classes, which know nothing of Helios, declare as not to be saved."""
+"""The attributes that users' data sets and samplers declare as not to be saved."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from helios.errors import ArgumentTypeError
 def unsaved_of(part: object) -> tuple[str, ...]:
     """Return the names in the class attribute ``unsaved`` of a data set or sampler.
 
-    What has that name and is no tuple or list of names belongs to the class for another purpose.
+    An ``unsaved`` that is not a tuple or list of strings is ignored: the class uses the name for
+    something else.
 
     Raises:
-        ArgumentTypeError: for a single string, which lacks the comma of a tuple.
+        ArgumentTypeError: if it is a single string, which lacks the comma of a tuple.
     """
     declared: Any = getattr(type(part), "unsaved", ())
     if isinstance(declared, str):

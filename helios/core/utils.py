@@ -1,7 +1,4 @@
-"""Small helpers of the historical API (section 15): optionals, lists, folders, time, versions.
-
-Each stands alone, and none knows anything of training.
-"""
+"""Small independent helpers for scripts: optionals, lists, folders, timers, versions."""
 
 from __future__ import annotations
 
@@ -28,20 +25,20 @@ def get_from_optional(opt_var: _Value | None, raise_on_empty: bool = False) -> _
 
     Args:
         opt_var: the optional.
-        raise_on_empty: fail with a ``RuntimeError`` instead of an ``AssertionError``.
+        raise_on_empty: raise a ``RuntimeError`` instead of an ``AssertionError``.
 
     Raises:
-        AssertionError: for ``None``.
-        UsageError: for ``None`` with ``raise_on_empty`` (a ``RuntimeError``).
+        AssertionError: if the value is ``None``.
+        UsageError: if the value is ``None`` and ``raise_on_empty`` is set (a ``RuntimeError``).
     """
     if opt_var is not None:
         return opt_var
-    message = "get_from_optional(...) must get a value, got None; set the optional before this."
+    message = "get_from_optional(...) needs a value, got None. Set the optional before this call."
     raise UsageError(message) if raise_on_empty else AssertionError(message)
 
 
 def convert_to_list(var: _Value | list[_Value] | tuple[_Value, ...]) -> list[_Value]:
-    """Return a list as it is, a tuple as a list, and anything else as a list of one.
+    """Return a list unchanged, a tuple as a list, and any other value in a list.
 
     Example:
         >>> convert_to_list(3), convert_to_list((1, 2))
@@ -53,10 +50,10 @@ def convert_to_list(var: _Value | list[_Value] | tuple[_Value, ...]) -> list[_Va
 
 
 class ChdirContext:
-    """Work in another folder inside a block; yields the previous one, and goes back to it.
+    """Change the working directory for a block; yields the previous one and restores it.
 
     Args:
-        target_path: the folder to work in.
+        target_path: the directory to change to.
     """
 
     def __init__(self, target_path: Path) -> None:
@@ -77,21 +74,21 @@ class ChdirContext:
 
 
 class AverageTimer:
-    """Seconds between records, averaged over the newest ones.
+    """Moving average of the seconds between two calls of :meth:`record`.
 
     Args:
         sliding_window: how many records the average covers.
-        clock: what tells the time.
+        clock: returns the time in seconds.
 
     Raises:
-        ArgumentError: when the window is empty (a ``ValueError``).
+        ArgumentError: if ``sliding_window`` is less than 1 (a ``ValueError``).
     """
 
     def __init__(self, sliding_window: int = 200, clock: Clock = time.perf_counter) -> None:
         if sliding_window < 1:
             raise ArgumentError(
-                f"AverageTimer(sliding_window=...) must be at least 1, got {sliding_window}; "
-                "pass the number of records to average."
+                f"AverageTimer(sliding_window=...) must be at least 1, got {sliding_window}. "
+                "Pass the number of records to average."
             )
         self._clock = clock
         self._window: deque[float] = deque((0.0,) * sliding_window, sliding_window)
@@ -101,11 +98,11 @@ class AverageTimer:
         self.start()
 
     def start(self) -> None:
-        """Begin to measure here; what passed since the last record is not counted."""
+        """Start measuring now; the time since the last record is not counted."""
         self._last = self._clock()
 
     def record(self) -> float:
-        """Count the time since the last record, or since :meth:`start`; returns the average."""
+        """Record the time since the last record, or since :meth:`start`; returns the average."""
         now = self._clock()
         elapsed = now - self._last
         self._last = now
@@ -122,18 +119,18 @@ class AverageTimer:
 
 
 def safe_torch_load(f: str | os.PathLike[str] | BinaryIO, **kwargs: Any) -> Any:
-    """Load a file of ``torch.save`` without executing anything that it contains.
+    """Load a file that ``torch.save`` wrote without executing code from it.
 
     Args:
         f: path or open file.
-        **kwargs: further arguments of ``torch.load``; ``weights_only=True`` is set already.
+        **kwargs: further arguments of ``torch.load``; ``weights_only`` is always True.
     """
-    # A file of the user, in no format of ours: nothing for the codec to decode.
+    # A file of the user, not in the format of Helios, so the codec cannot decode it.
     return torch.load(f, weights_only=True, **kwargs)  # noqa: TID251
 
 
 def get_env_info_str() -> str:
-    """Return the banner: the versions and the hardware that a run's bits may depend on."""
+    """Return a banner with the versions and hardware that a run's bits may depend on."""
     facts = {
         "Helios": __version__,
         "PyTorch": torch.__version__,

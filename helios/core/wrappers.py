@@ -1,7 +1,7 @@
-"""Modules around modules: what lies inside, and names as they are without them.
+"""Removes wrapper modules (``torch.compile``, data parallelism) and their parts of names.
 
-``torch.compile`` and data parallelism put their own module around one, which adds a part to every
-name. Names of a state have no such part, so that what one way of training saves, another loads.
+A wrapper adds a part such as ``module.`` to every name in a ``state_dict``. Helios saves states
+under names without these parts, so that a run with another wrapper, or none, can load them.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
 def inside(module: nn.Module) -> nn.Module | None:
-    """Return the module that a wrapper wraps; ``None`` for what is no wrapper."""
+    """Return the module that a wrapper wraps; ``None`` if ``module`` is not a wrapper."""
     if isinstance(module, _WRAPPERS):
         return module.module  # type: ignore[no-any-return]
     children = vars(module).get("_modules", {})
-    # That of a script is no dict.
+    # A ScriptModule's ``_modules`` is not a dict.
     return (children if isinstance(children, dict) else _children(module)).get(COMPILED)
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers around it; one without wrappers as it is."""
+    """Return the module inside all wrappers; the module itself if there are none."""
     while (inner := inside(module)) is not None:
         module = inner
     return module
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    # named_children() tells each module once only, a shared one under its first name.
+    # named_children() yields a shared module only once, under its first name.
     children = vars(module).get("_modules", {})
     return {name: child for name, child in children.items() if child is not None}
 
 
 def _prefixes(module: nn.Module, name: str = "", bare: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name of each submodule, with a dot at its end, as it is and without wrappers."""
+    """Yield each submodule's name and its bare name, both with a trailing dot."""
     yield name, bare
     is_wrapper = inside(module) is not None
     for key, child in _children(module).items():
@@ -50,11 +50,11 @@ def _prefixes(module: nn.Module, name: str = "", bare: str = "") -> Iterator[tup
 
 
 class BareNames:
-    """Translates the names inside a module: of submodules, parameters, buffers and of its state.
+    """Translates names of submodules, parameters, buffers and state entries to bare names.
 
     Args:
-        module: the module, with or without wrappers around it and inside.
-        parts: its submodules, if they are known already.
+        module: the module; it and its submodules may be wrapped.
+        parts: its submodules, if the caller has them already.
 
     Example:
         >>> names = BareNames(nn.Sequential(DataParallel(nn.Linear(1, 1))))
@@ -70,7 +70,7 @@ class BareNames:
         self._table = dict(_prefixes(module)) if has_wrapper else {}
 
     def of(self, name: str) -> str:
-        """Return a name as it is without wrappers."""
+        """Return a name without the parts that wrappers add."""
         if not self._table:
             return name
         if f"{name}." in self._table:
@@ -84,7 +84,7 @@ class BareNames:
         return name
 
     def strip(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state under bare names; its kind and its versions stay as they are."""
+        """Return a state under bare names; keeps its type and its version metadata."""
         if not self._table:
             return state
         stripped = type(state)((self.of(name), value) for name, value in state.items())
@@ -95,10 +95,10 @@ class BareNames:
 
 
 def clean_names(names: Collection[str]) -> dict[str, str]:
-    """Return the bare name for each name of a stored state, whose module is not there.
+    """Return the bare name for each name of a stored state whose module is not available.
 
-    A part of data parallelism is only taken away where it is that of all names: a layer may be
-    called so. Where two names would become one, all stay as they are.
+    The prefix ``module.`` is removed only if all names have it, because a layer may be called
+    ``module``. If two names would become equal, all names stay as they are.
 
     Example:
         >>> clean_names(["_orig_mod.module.layer.weight"])
@@ -111,14 +111,14 @@ def clean_names(names: Collection[str]) -> dict[str, str]:
 
 
 def match_names(stored: Collection[str], present: Collection[str]) -> dict[str, str]:
-    """Return the present name for each stored one that differs from it by wrappers alone.
+    """Return the present name for each stored name that differs from it only by wrappers.
 
     Args:
-        stored: names of a state, written with wrappers that need not be there any more.
-        present: bare names of what is there.
+        stored: names of a saved state, possibly with wrappers that are no longer used.
+        present: bare names of the present state.
 
     Returns:
-        A name for each stored one: its own where that is a present name, or where none fits.
+        A name for each stored one: itself if it is present, or if no present name matches.
 
     Example:
         >>> match_names(["module.0.weight"], ["0.weight"])
@@ -129,7 +129,7 @@ def match_names(stored: Collection[str], present: Collection[str]) -> dict[str, 
     cores = {_without(name, (COMPILED, _PARALLEL)): name for name in free}
     foreign = [name for name in stored if name not in known]
     wanted = [_without(name, (COMPILED, _PARALLEL)) for name in foreign]
-    # Names that wrappers alone tell apart fit none.
+    # Names that differ only by wrappers are ambiguous and match nothing.
     is_clear = len(cores) == len(free) and len(set(wanted)) == len(wanted)
     found = {name: cores.get(core, name) for name, core in zip(foreign, wanted, strict=True)}
     return {name: found[name] if is_clear and name in found else name for name in stored}

@@ -1,4 +1,4 @@
 """Files: durable writes, safe serialization, digests, locks, row files and event files.
 
-Nothing here may know a checkpoint, a model or a loop.
+Nothing in this package depends on a checkpoint, a model or a loop.
 """

@@ -1,7 +1,7 @@
-"""What a file says of the sizes of its tensors, compared with the records that hold them.
+"""Compares the sizes that a file states for its tensors with the records that contain them.
 
-Older versions of PyTorch believe the number of elements that the pickle of a file names. A number
-that is too high then shows memory that is not the file's, or fills all there is.
+Older versions of PyTorch trust the number of elements in a file's pickle. A number that is too
+high then exposes memory that is not part of the file, or exhausts the memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ _ELEMENT_BYTES = {
 
 
 def check_sizes(handle: IO[bytes]) -> None:
-    """Compare the sizes that the pickle of a container names with those of its records.
+    """Compare the sizes that the pickle of a ZIP archive states with those of its records.
 
-    Nothing is built: the pickle is only read, operation by operation.
+    The opcodes of the pickle are only read; no object is created.
+
+    Args:
+        handle: the open archive.
 
     Raises:
-        ValueError: if a record has another size than is said of it, or the file refers to records
-            in another way than torch writes it.
-        zipfile.BadZipFile: if it is no container.
+        ValueError: if a record does not have the stated size, or if the pickle refers to records
+            in a way that torch does not write.
+        zipfile.BadZipFile: if it is not a ZIP archive.
     """
     with zipfile.ZipFile(handle) as container:
         root = container.namelist()[0].split("/")[0]
@@ -43,11 +46,11 @@ def check_sizes(handle: IO[bytes]) -> None:
             record = records.get(f"{root}/data/{key}".casefold())
             found = 0 if record is None else record.file_size
             if found != num_bytes:
-                raise ValueError(f"the record {key} has {found} bytes, and {num_bytes} are said")
+                raise ValueError(f"the record {key} has {found} bytes instead of {num_bytes}")
 
 
 def _find_records(container: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    # torch looks for names without regard to case: of two, it may take the other one.
+    # torch ignores case in names, so of two such records it may read the other one.
     records = {record.filename.casefold(): record for record in container.infolist()}
     if len(records) < len(container.infolist()):
         raise ValueError("several of its records have the same name")
@@ -57,17 +60,17 @@ def _find_records(container: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
 def _read(container: zipfile.ZipFile, name: str) -> bytes:
     record = container.getinfo(name)
     if not record.CRC:
-        # torch.serialization.set_crc32_options(False) leaves the sums at zero: nothing to compare.
+        # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
         del record.CRC
     with container.open(record) as handle:
         return handle.read()
 
 
 def _find_promises(data: bytes) -> list[tuple[str, int]]:
-    """Return key and bytes of each record, as often as the pickle refers to it.
+    """Return the key and the size of each record, once per reference in the pickle.
 
-    torch writes a reference as a tuple of five literals, which may come out of the memo; what is
-    put together in any other way is not followed, and refused.
+    torch writes a reference as a tuple of five literals, possibly from the memo; any other form is
+    rejected.
     """
     found = []
     memo: dict[Any, Any] = {}

@@ -1,7 +1,7 @@
-"""The only place that calls ``torch.save`` and ``torch.load``.
+"""Writes and reads trees of values; the only module that calls ``torch.save`` and ``torch.load``.
 
-What is written can always be loaded by ``weights_only``, which executes nothing from a file: a
-value for which that does not hold is named when it is saved, and not when it is missed.
+Everything written can be loaded with ``weights_only=True``, which executes no code from a file. A
+value for which that is not possible raises an error when it is saved, not when it is loaded.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from helios.storage.weights_only import Decoder, Encoder
 _CHUNK_BYTES = 1 << 20
 _FOLDER_FLAG = 0x10
 _ZIP_BEGINS = b"PK\x03\x04"
-# Said of loads that are as they should be: advice to run what torch takes for a script, and news
-# that it checks sparse tensors.
+# Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
+# the second one says that sparse tensors are checked.
 _SCRIPT_WARNING = "'torch.load' received a zip file that looks like a TorchScript archive"
 _SPARSE_WARNING = "Validating sparse tensor invariants"
-# How torch begins the RuntimeError that it raises in place of a MemoryError.
+# Part of the RuntimeError that torch raises instead of a MemoryError.
 _ALLOCATOR = "DefaultCPUAllocator"
-# How torch's writer replaces whatever was raised while it wrote.
+# Part of the RuntimeError that torch's writer raises in place of an error of the file.
 _WRITER = "unexpected pos"
 
 
 class Writable(Protocol):
-    """What :func:`write` writes to; bytes come in order, nothing is sought."""
+    """A file that :func:`write` writes to sequentially, without seeking."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write all of ``data``."""
         ...
 
     def flush(self) -> None:
-        """Pass on what is buffered."""
+        """Flush what is buffered."""
         ...
 
 
@@ -60,23 +60,23 @@ def encode(
     safe_types: Iterable[Any] = (),
     meters: Mapping[int, Meter] | None = None,
 ) -> Any:
-    """Return a tree that ``weights_only`` loading accepts (USERS.md 10).
+    """Return a tree that ``weights_only`` loading accepts.
 
     NumPy arrays and scalars, the standard library's containers, paths, dates and times, byte
     strings and complex numbers become tagged dictionaries. Enum members, named tuples and other
     objects need their type in ``safe_types``. Tensors are detached and share memory with the live
-    ones: copy them before training goes on if the tree is written later. What occurs twice in the
-    tree, or shares a storage in it, does so again after decoding; so encode a payload in one call.
+    ones: if the tree is written later, copy them before training continues. Objects that occur
+    twice and tensors that share a storage do so again after decoding, within one call.
 
     Args:
         tree: the value.
-        where: what its root is called in messages, as ``"model"`` in ``model.history[3]``.
-        safe_types: what ``Model.types_for_safe_load`` names.
-        meters: count how long parts of the tree take, by address.
+        where: name of its root in messages, such as ``"model"`` in ``model.history[3]``.
+        safe_types: the types that ``Model.types_for_safe_load`` returns.
+        meters: receive how long parts of the tree take to encode, by the ``id`` of the part.
 
     Raises:
-        StateError: for a value that could not be loaded again: the path to it, its type and what
-            can be done.
+        StateError: if a value could not be loaded again; the message has the path to it, its type
+            and a remedy.
     """
     types = list(safe_types)
     with collector_at_rest():
@@ -85,11 +85,11 @@ def encode(
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """A tree that was encoded to be written later.
+    """An encoded tree that is written later.
 
     Attributes:
         code: the encoded tree, as :func:`encode` returns it.
-        is_own: whether nothing in it changes when the training goes on.
+        is_own: whether it stays unchanged while training continues.
     """
 
     code: Any
@@ -103,20 +103,20 @@ def capture(
     buffers: HostBuffers,
     meters: Mapping[int, Meter] | None = None,
 ) -> Captured:
-    """Encode a tree, and copy its tensors into memory of its own (USERS.md 21).
+    """Encode a tree, and copy its tensors to host memory.
 
-    Objects of the user's, beside enum members and tuples, are not copied: nobody knows how. With
-    one of them in the tree the result is not its own.
+    Objects of users' types, except enum members and tuples, are not copied; if the tree contains
+    one, ``is_own`` of the result is False.
 
     Args:
         tree: the value.
-        safe_types: what ``Model.types_for_safe_load`` names.
-        buffers: takes the copies; those of the last capture are given up.
+        safe_types: the types that ``Model.types_for_safe_load`` returns.
+        buffers: hold the copies; those of the previous capture become invalid.
         meters: as for :func:`encode`.
 
     Raises:
         StateError: as :func:`encode`.
-        MemoryError: if there is too little memory for the copies.
+        MemoryError: if there is not enough memory for the copies.
     """
     types = list(safe_types)
     encoder = Encoder("", types, lambda value: _try_loading(value, types), meters)
@@ -129,16 +129,15 @@ def capture(
 
 
 def decode(tree: Any, *, safe_types: Iterable[Any] = ()) -> Any:
-    """Return the tree that :func:`encode` was given; :func:`read` has done so already."""
+    """Return the tree that :func:`encode` was called with; :func:`read` does so itself."""
     return Decoder(safe_types).decode(tree)
 
 
 def write(handle: Writable, tree: Any) -> None:
-    """Write an encoded tree, front to back.
+    """Write an encoded tree sequentially.
 
     Raises:
-        BaseException: what the handle raised, whatever it is; torch would hide it behind an error
-            of its own.
+        BaseException: the error that the handle raised, which torch would replace with its own.
     """
     try:
         torch.save(tree, cast("IO[bytes]", handle))
@@ -150,48 +149,48 @@ def write(handle: Writable, tree: Any) -> None:
 
 
 def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Any:
-    """Read and decode a file; its tensors lie on the CPU (H24, H26).
+    """Read and decode a file; its tensors are on the CPU.
 
     Args:
         path: the file.
-        safe_types: types that may be built besides tensors and plain values.
-        maps: whether tensors may lie in the file itself, mapped: for a reader who copies what it
-            keeps, of a file that nobody changes in place.
+        safe_types: types that may be created besides tensors and plain values.
+        maps: whether to map tensors into memory instead of reading them. The file must not be
+            modified in place while they are used.
 
     Raises:
-        DamagedCheckpointError: if the file is no readable container of a tree.
-        IncompatibleCheckpointError: if it refers to a type or function that is not allowed. That
+        DamagedCheckpointError: if the file is not a readable archive.
+        IncompatibleCheckpointError: if it refers to a type or function that is not allowed; that
             is never imported or called.
-        MemoryError: if its tensors do not fit into the memory.
-        OSError: if the file system does not give the file.
+        MemoryError: if its tensors do not fit into memory.
+        OSError: if the file cannot be opened or read.
     """
     types = list(safe_types)
     try:
         with path.open("rb") as handle, _loading(types):
-            # torch's older formats promise sizes that nothing in the file has to keep.
+            # In torch's older formats, sizes cannot be checked against the contents.
             if handle.read(len(_ZIP_BEGINS)) != _ZIP_BEGINS:
-                raise zipfile.BadZipFile("it is no container")
+                raise zipfile.BadZipFile("it is not a ZIP archive")
             archive_records.check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         return decode(tree, safe_types=types)
     except Exception as error:
         _reraise_os_error(error)
         if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
-            raise MemoryError(f"There is too little memory to load {path}.") from error
+            raise MemoryError(f"There is not enough memory to load {path}.") from error
         names = unsafe_globals(path, types)
         if names:
             raise IncompatibleCheckpointError(
-                f"{path} was not loaded: it refers to {', '.join(names)}, and loading builds "
-                "nothing that is not allowed by name. If you trust the file and these are types "
-                "of yours, return them from the model's types_for_safe_load()."
+                f"{path} was not loaded: it refers to {', '.join(names)}, and loading creates only "
+                "allowed types. If you trust the file and these are your own types, return them "
+                "from the model's types_for_safe_load()."
             ) from error
         raise DamagedCheckpointError(
-            f"{path} cannot be read: {_reason(error)}. Remove it, or take another checkpoint."
+            f"{path} cannot be read: {_reason(error)}. Remove it, or use another checkpoint."
         ) from error
 
 
 def unsafe_globals(path: Path, safe_types: Iterable[Any] = ()) -> list[str]:
-    """Return the names of what a file refers to and loading would refuse; none if unreadable."""
+    """Return the names in a file that loading would reject; empty if it is unreadable."""
     with _allowing(safe_types):
         try:
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
@@ -200,21 +199,21 @@ def unsafe_globals(path: Path, safe_types: Iterable[Any] = ()) -> list[str]:
 
 
 def read_structure(path: Path) -> tuple[Any, list[str]]:
-    """Return the encoded tree of a file, whose tensors are mapped and not read, and what it needs.
+    """Return the encoded tree of a file with mapped tensors, without creating users' objects.
 
-    Every object of a class that loading would refuse is an ``placeholders.Unknown``.
+    Each object of a class that loading would reject is a ``placeholders.Unknown``.
 
     Args:
         path: the file.
 
     Returns:
-        The tree as it was written, not decoded; and the names of those classes and functions.
+        The tree as written, not decoded; and the names of the rejected classes and functions.
 
     Raises:
-        DamagedCheckpointError: if the file is no readable container of a tree.
-        IncompatibleCheckpointError: if it refers to what may not even be named.
-        MemoryError: if its objects do not fit into the memory.
-        OSError: if the file system does not give the file.
+        DamagedCheckpointError: if the file is not a readable archive.
+        IncompatibleCheckpointError: if torch blocks a name that the file refers to.
+        MemoryError: if its objects do not fit into memory.
+        OSError: if the file cannot be opened or read.
     """
     check_directory(path)
     with contextlib.suppress(Exception):
@@ -225,14 +224,14 @@ def read_structure(path: Path) -> tuple[Any, list[str]]:
     except Exception as error:
         _reraise_os_error(error)
         if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
-            raise MemoryError(f"There is too little memory to look into {path}.") from error
+            raise MemoryError(f"There is not enough memory to inspect {path}.") from error
         if names:
             raise IncompatibleCheckpointError(
-                f"{path} refers to {', '.join(names)}, and cannot be looked into: "
-                f"{_reason(error)}. Do not load it unless you know who wrote it."
+                f"{path} refers to {', '.join(names)} and cannot be inspected: {_reason(error)}. "
+                "Do not load it unless you know who wrote it."
             ) from error
         raise DamagedCheckpointError(
-            f"{path} cannot be read: {_reason(error)}. Remove it, or take another checkpoint."
+            f"{path} cannot be read: {_reason(error)}. Remove it, or use another checkpoint."
         ) from error
 
 
@@ -242,11 +241,12 @@ def _map(path: Path, safe_types: Iterable[Any]) -> Any:
 
 
 def check_directory(path: Path) -> None:
-    """Check what a container says of its records, without reading them.
+    """Check the directory of a ZIP archive without reading its records.
 
     Raises:
-        DamagedCheckpointError: if it is no container, or its records are not as torch writes them.
-        OSError: if the file system does not give the file.
+        DamagedCheckpointError: if it is not a ZIP archive, or its records are not as torch writes
+            them.
+        OSError: if the file cannot be opened or read.
     """
     try:
         with zipfile.ZipFile(path) as container:
@@ -255,19 +255,19 @@ def check_directory(path: Path) -> None:
     except Exception as error:
         _reraise_os_error(error)
         raise DamagedCheckpointError(
-            f"{path} is no whole container: {_reason(error)}. Remove it, or take another "
+            f"{path} is not a complete archive: {_reason(error)}. Remove it, or use another "
             "checkpoint."
         ) from error
 
 
 def check_container(path: Path) -> None:
-    """Compare the records of a file with the check sums that its container holds.
+    """Verify the checksums of the records in a ZIP archive.
 
-    This finds most damage where no digest is at hand, and keeps broken bytes from torch's reader.
+    This finds most damage if there is no digest, and keeps torch from reading damaged bytes.
 
     Raises:
-        DamagedCheckpointError: if it is no container, or a record is not what was written.
-        OSError: if the file system does not give the file.
+        DamagedCheckpointError: if it is not a ZIP archive, or a record is damaged.
+        OSError: if the file cannot be opened or read.
     """
     try:
         with zipfile.ZipFile(path) as container:
@@ -276,20 +276,20 @@ def check_container(path: Path) -> None:
     except Exception as error:
         _reraise_os_error(error)
         raise DamagedCheckpointError(
-            f"{path} is no whole container: {_reason(error)}. Remove it, or take another "
+            f"{path} is not a complete archive: {_reason(error)}. Remove it, or use another "
             "checkpoint."
         ) from error
 
 
 def _check_form(record: zipfile.ZipInfo) -> None:
-    # torch takes a record with this flag for a folder, and leaves the tensor's memory as it is.
+    # torch takes a record with this flag for a folder and leaves the tensor uninitialized.
     if record.external_attr & _FOLDER_FLAG or record.compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"the record {record.filename} is not as torch writes them")
 
 
 def _check_record(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
     _check_form(record)
-    # torch.serialization.set_crc32_options(False) leaves the sums at zero.
+    # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
     if not record.CRC:
         return
     with container.open(record) as handle:
@@ -299,16 +299,16 @@ def _check_record(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
 
 @contextlib.contextmanager
 def hiding(names: Collection[str]) -> Iterator[list[Any]]:
-    """Take back, for a block, what a user has allowed to be built under some names.
+    """Remove names from torch's safe globals for a block.
 
-    A file of another package may be looked into then: :func:`read_structure` puts an inert object
-    in the place of each of them, whatever the process has registered.
+    In the block, :func:`read_structure` puts a placeholder in the place of each object of these
+    classes, whatever the process has registered.
 
     Args:
-        names: full names, as files have them.
+        names: full names, as files contain them.
 
     Yields:
-        What the user has allowed besides.
+        The remaining safe globals.
     """
     known = torch.serialization.get_safe_globals()
     left = [kind for kind in known if _global_name(kind) not in names]
@@ -327,7 +327,7 @@ def _global_name(kind: Any) -> str:
 
 @contextlib.contextmanager
 def _allowing(safe_types: Iterable[Any]) -> Iterator[None]:
-    # torch's block would also forget, at its end, what the user had registered before it.
+    # At its end, torch's context manager also removes types that the user registered before.
     known = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([kind for kind in safe_types if kind not in known]):
         yield
@@ -359,13 +359,13 @@ def _find_cause(error: BaseException) -> BaseException:
 
 
 def _reraise_os_error(error: Exception) -> None:
-    # A disk that fails is not a damaged file. A position read from broken bytes ends in EINVAL.
+    # A failing disk is not a damaged file. A position read from damaged bytes leads to EINVAL.
     if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
         raise error
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first sentence of an error; torch's own text advises to switch safety off."""
+    """Return the first sentence of an error; torch's full text suggests ``weights_only=False``."""
     if "TorchScript" in str(error):
         return "it is a TorchScript archive, which is code"
     if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:

@@ -1,6 +1,6 @@
-"""SHA-256 of files: while they are written, and when they are read again.
+"""Computes SHA-256 digests of files, while writing them or from disk.
 
-A digest is text, ``sha256:`` and 64 hexadecimal digits, so that another algorithm can follow.
+A digest is a string, ``sha256:`` and 64 hexadecimal digits, which leaves room for other algorithms.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from helios.storage import files
 
 _PREFIX = "sha256:"
 _CHUNK_BYTES = 1 << 20
-# Handing a chunk to the other thread costs about 50 us, the hash of so many bytes.
+# Passing a chunk to the other thread takes about 50 us, as long as hashing this many bytes.
 _PARALLEL_BYTES = 1 << 18
 
 
 class _Helper:
-    """A thread that hashes one chunk after another; a chunk at a time is under way.
+    """A thread that hashes one chunk at a time.
 
-    A thread of its own, since the standard library's pools take no work once the main thread has
-    ended, while a training in another one still goes on.
+    The standard library's pools accept no work after the main thread has ended, while training in
+    another thread may still be running.
     """
 
     def __init__(self, update: Callable[[bytes | memoryview], None]) -> None:
@@ -35,7 +35,7 @@ class _Helper:
         self._thread: threading.Thread | None = None
 
     def begin(self, data: bytes | memoryview) -> None:
-        """Begin with a chunk; where no thread can be had, it is hashed when this returns."""
+        """Start hashing a chunk; without a thread, it is hashed before this returns."""
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="helios-digest")
             try:
@@ -47,7 +47,7 @@ class _Helper:
         self._chunks.put(data)
 
     def finish(self) -> None:
-        """Return when the chunk is hashed; raises what came in between."""
+        """Wait until the chunk is hashed; raises the error of the hash, if any."""
         error = self._results.get()
         if error is not None:
             raise error
@@ -62,7 +62,7 @@ class _Helper:
     def _work(self) -> None:
         while (data := self._chunks.get()) is not None:
             result = self._hash(data)
-            # Its memory is the caller's again; nothing here may hold on to it.
+            # The memory belongs to the caller again, so no reference may be kept.
             del data
             self._results.put(result)
 
@@ -75,16 +75,16 @@ class _Helper:
 
 
 class DigestWriter:
-    """A writable binary file that hashes what passes through to another one.
+    """A writable binary file that hashes what it passes on to another file.
 
     Large chunks are hashed in a second thread while they are written. The writer waits for both,
-    because the memory behind a chunk is the caller's again once ``write`` returns. Small chunks
-    are gathered here, not in the file: a process that is forked meanwhile, such as a loader worker,
-    has a copy of them, and may write nothing of it.
+    because the memory of a chunk belongs to the caller again when ``write`` returns. Small chunks
+    are buffered here, not in the file, because a process forked in the meantime, such as a loader
+    worker, would write its copy of the file's buffer.
 
     Args:
-        handle: where the bytes go, without a buffer of its own; it stays open.
-        hashes: whether a digest is wanted.
+        handle: the unbuffered file to write to; it is not closed.
+        hashes: whether to compute a digest.
     """
 
     def __init__(self, handle: BinaryIO, *, hashes: bool = True) -> None:
@@ -106,7 +106,7 @@ class DigestWriter:
             self._helper.close()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write and hash all of ``data``; return the number of bytes."""
+        """Write and hash all of ``data``; returns the number of bytes."""
         size = memoryview(data).nbytes
         if size < _PARALLEL_BYTES:
             self._small += data
@@ -124,14 +124,14 @@ class DigestWriter:
         return size
 
     def flush(self) -> None:
-        """Pass on what was gathered."""
+        """Write out the buffered chunks."""
         small, self._small = self._small, bytearray()
         if self._hash is not None:
             self._hash.update(small)
         files.write(self._handle, memoryview(small))
 
     def digest(self) -> str:
-        """Return the digest of everything written so far; empty where none is wanted."""
+        """Return the digest of everything written so far; empty if ``hashes`` is False."""
         self.flush()
         return "" if self._hash is None else _PREFIX + self._hash.hexdigest()
 
@@ -140,7 +140,7 @@ def digest_file(path: Path) -> str:
     """Return the digest of a file, read in chunks of 1 MiB.
 
     Raises:
-        OSError: when the file cannot be read.
+        OSError: if the file cannot be read.
     """
     result = hashlib.sha256()
     chunk = memoryview(bytearray(_CHUNK_BYTES))

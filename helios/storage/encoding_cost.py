@@ -1,4 +1,4 @@
-"""How long parts of a tree take to be encoded, for who must know what they cost."""
+"""Measures how long parts of a tree take to encode."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Metering:
     """Times the encoding of some parts of a tree.
 
     Args:
-        meters: count the seconds of a part, by its address; a part inside of a part counts there.
-        count_arrays: returns how many arrays were found so far, whose codes are written later.
-        clock: the time in seconds.
+        meters: receive the seconds of a part, by its ``id``; nested parts count for the outer one.
+        count_arrays: returns the number of arrays so far, which are encoded at the end.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Metering:
         self.waiting = meters
 
     def run(self, encode: Callable[[Any], Any], part: Any) -> Any:
-        """Return the code of a part that is waited for, and note how long that took."""
+        """Return the code of a part, and record how long encoding took."""
         begin, first = self._clock(), self._count_arrays()
         self.waiting = {}
         code = encode(part)
@@ -42,7 +42,7 @@ class Metering:
         return code
 
     def finish(self, write_arrays: Callable[[], None]) -> None:
-        """Write the codes of all arrays, and count the seconds; each array takes as long."""
+        """Encode all arrays, and share the time equally among them."""
         begin, num_arrays = self._clock(), max(1, self._count_arrays())
         write_arrays()
         seconds = (self._clock() - begin) / num_arrays

@@ -1,8 +1,8 @@
-"""Every file operation of a save, each behind one name.
+"""The file operations of a save.
 
-Durable means: the bytes are on the disk before the name points to them, and the name is on the
-disk before the call returns. Callers reach these functions through the module
-(``files.replace(...)``), so that a test can stop a process before or after any one of them.
+A write is durable if the bytes are on the disk before the name refers to them, and the name is on
+the disk before the call returns. Callers use these functions through the module
+(``files.replace(...)``), so that a test can kill a process before or after any of them.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from typing import BinaryIO, cast
 
 TEMPORARY_SUFFIX = ".tmp"
 
-# What file systems answer that cannot fsync a folder (some network and user-space ones).
+# Error codes of file systems that cannot fsync a folder (some network and user-space ones).
 _NO_FOLDER_FSYNC = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP))
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the name under which ``path`` is written before it is renamed."""
+    """Return the temporary path that is renamed to ``path`` when it is complete."""
     return path.with_name(path.name + TEMPORARY_SUFFIX)
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a new file for writing, or empty an old one; the handle is a context manager.
+    """Open a file for writing, and truncate it; the handle is a context manager.
 
-    It has no buffer: what :func:`write` was given is the system's when it returns.
+    The file is unbuffered: when :func:`write` returns, the operating system has the data.
     """
     return cast("BinaryIO", path.open("wb", buffering=0))
 
 
 def write(handle: BinaryIO, data: bytes | memoryview) -> int:
-    """Write all of ``data`` and return the number of bytes."""
+    """Write all of ``data``; returns the number of bytes."""
     rest = memoryview(data).cast("B")
     size = rest.nbytes
     while rest:
-        # A disk that fills up takes a part first, and tells with the next call.
+        # When the disk fills up, one call writes a part, and only the next one fails.
         rest = rest[handle.write(rest) :]
     return size
 
 
 def fsync(handle: BinaryIO) -> None:
-    """Return when everything written to ``handle`` is on the disk."""
+    """Wait until everything written to ``handle`` is on the disk."""
     handle.flush()
     os.fsync(handle.fileno())
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file, in one instant, over whatever ``target`` was."""
+    """Rename a file atomically, replacing ``target`` if it exists."""
     source.replace(target)
 
 
@@ -61,7 +61,7 @@ def unlink(path: Path, *, missing_ok: bool = False) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """Return when the names in a folder are on the disk, as far as the system can say so."""
+    """Wait until the names in a folder are on the disk, if the file system supports that."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -75,7 +75,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, durably; an existing one is left alone."""
+    """Create a folder and its missing parents durably; does nothing if it exists."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
@@ -83,10 +83,10 @@ def make_folder(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Try whether a folder takes new files, or can be created; nothing is left there.
+    """Check that files can be created in a folder, or that the folder can be created.
 
     Raises:
-        OSError: if it does not. A full disk is none of the reasons: room may be made.
+        OSError: if they cannot. A full disk is not an error, because space may be freed later.
     """
     place = _find_present(path)
     try:
@@ -99,7 +99,7 @@ def check_writable(path: Path) -> None:
 
 
 def _find_present(path: Path) -> Path:
-    """Return the first of a path and its parents that is there."""
+    """Return the first of a path and its parents that exists."""
     for place in (path, *path.parents):
         try:
             place.lstat()
@@ -110,7 +110,7 @@ def _find_present(path: Path) -> Path:
 
 
 def write_text_durably(path: Path, text: str) -> None:
-    """Write a small text file so that a crash leaves the old one or the new one, whole."""
+    """Write a small text file atomically: a crash leaves either the old or the new content."""
     partial = temporary_path(path)
     try:
         with create(partial) as handle:
@@ -125,7 +125,7 @@ def write_text_durably(path: Path, text: str) -> None:
 
 
 def truncate(path: Path, size: int) -> None:
-    """Cut a file back to ``size`` bytes, durably."""
+    """Truncate a file to ``size`` bytes durably."""
     with path.open("r+b") as handle:
         handle.truncate(size)
         fsync(handle)

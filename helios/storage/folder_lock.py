@@ -1,8 +1,8 @@
-"""One run in a folder at a time: a lock that the system takes back when its process ends.
+"""Locks a folder so that only one run at a time writes to it.
 
-It is a POSIX record lock: children do not hold it, so it is free at once when a run is killed while
-its loader workers live on. Such a lock also vanishes when its process closes any descriptor of the
-file, so the file is opened once, and nowhere else.
+It is a POSIX record lock, which the system releases when the process ends. Child processes do not
+inherit it, so it is released even if loader workers outlive a killed run. It is also released when
+the process closes any descriptor of the file, so the file is opened only once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if sys.platform != "win32":
 _LOGGER = logging.getLogger(__name__)
 
 LOCK_NAME = ".helios-lock"
-"""Name of the file in a run's folder that is locked, and says by whom."""
+"""Name of the lock file in a run's folder, which also describes its owner."""
 
 _HELD_BY_ANOTHER = frozenset((errno.EACCES, errno.EAGAIN))
 _MAX_BYTES = 4096
@@ -39,10 +39,10 @@ _PAUSE = 0.1
 
 
 class _Held:
-    """The lock files that this process has locked, by device and number, and since which fork.
+    """The files that this process has locked: their device and inode, and the owner's pid.
 
-    The system excludes processes, not two trainings in one; and it must be known before the file
-    is opened, because closing it again would take the lock from the other training.
+    A record lock excludes other processes, not a second training in the same one. That is checked
+    before the file is opened, because closing it would release the first training's lock.
     """
 
     owners: ClassVar[dict[tuple[int, int], int]] = {}
@@ -50,14 +50,14 @@ class _Held:
 
 
 class FolderLock:
-    """Keeps a second run out of a folder; a context manager that takes and releases the lock.
+    """A lock on the folder of a run; a context manager that acquires and releases it.
 
-    Where the file system knows no locks, or the file cannot be made, one warning says so, and
-    nothing is locked.
+    If the file system does not support locks, or the file cannot be created, a warning is logged
+    once, and nothing is locked.
 
     Args:
         folder: the folder of the run.
-        makes_folder: whether to make the folder where it is missing; else nothing is locked then.
+        makes_folder: whether to create a missing folder; if not, nothing is locked then.
     """
 
     def __init__(self, folder: Path, *, makes_folder: bool = True) -> None:
@@ -69,12 +69,12 @@ class FolderLock:
 
     @property
     def path(self) -> Path:
-        """The file that is locked."""
+        """The lock file."""
         return self._folder / LOCK_NAME
 
     @property
     def is_held(self) -> bool:
-        """Whether the lock was taken."""
+        """Whether this object holds the lock."""
         return self._descriptor is not None
 
     def __enter__(self) -> FolderLock:
@@ -90,10 +90,10 @@ class FolderLock:
         self.release()
 
     def acquire(self) -> None:
-        """Take the lock; what is held already is held on.
+        """Acquire the lock; does nothing if it is already held.
 
         Raises:
-            FolderInUseError: if another run holds it, with what is known of that run.
+            FolderInUseError: if another run holds it; the message describes that run.
         """
         try:
             if not self.is_held and (self._makes_folder or self._folder.is_dir()):
@@ -105,17 +105,17 @@ class FolderLock:
 
     @property
     def token(self) -> str:
-        """What the file says of its owner; empty where it is not held here, or says nothing."""
+        """The description of the owner in the lock file; empty if the lock is not held here."""
         return "" if self._descriptor is None else _read(self._descriptor)
 
     def is_shown(self, token: str) -> bool:
-        """Whether this process sees the folder in which another one, which holds it, has made it.
+        """Whether this process sees the folder that another process has locked.
 
-        A network file system may show late what another machine has made: it is asked again for
-        some seconds.
+        On a network file system, a file that another machine created may become visible late, so
+        this method polls for up to ten seconds.
 
         Args:
-            token: that of the lock which the other process has taken.
+            token: the :attr:`token` of the process that holds the lock.
         """
         deadline = time.monotonic() + _PATIENCE
         while not self._shows(token):
@@ -126,7 +126,7 @@ class FolderLock:
 
     def _shows(self, token: str) -> bool:
         for folder in (self._folder.parent, self._folder):
-            # What was looked up in vain is remembered until the folder above it is opened.
+            # A failed lookup is cached until the parent folder is opened.
             with contextlib.suppress(OSError):
                 os.scandir(folder).close()
         try:
@@ -135,36 +135,36 @@ class FolderLock:
             return False
 
     def renew(self) -> None:
-        """Take the lock again where it was lost: the folder was deleted, or the file was.
+        """Acquire the lock again if the folder or the lock file was deleted.
 
         Raises:
-            FolderInUseError: if another run has taken it in the meantime.
+            FolderInUseError: if another run has acquired it in the meantime.
         """
         if self.is_held and not self._is_kept():
             if _identify(self._folder) is None:
                 _LOGGER.warning(
-                    "The folder %s is no longer found while its run goes on: deleted, moved away, "
-                    "or its disk is gone. It is made again for the checkpoints to come; older ones "
-                    "are not in it.",
+                    "The folder %s disappeared during the run: it was deleted or moved, or its "
+                    "disk is gone. It is created again for new checkpoints; earlier ones are not "
+                    "in it.",
                     self._folder,
                 )
             self._let_go()
         self.acquire()
 
     def _is_kept(self) -> bool:
-        # Whoever has copied the file in this process has closed it, and so given up the lock.
+        # Code in this process that copied the file has closed it, which released the lock.
         try:
             return self._key == _identify(self.path) and self._lock()
         except OSError:
             return False
 
     def release(self) -> None:
-        """Give the lock back, and remove its file; without a lock nothing happens.
+        """Release the lock and remove its file; does nothing if it is not held.
 
-        A process that was forked from the one that holds it removes nothing.
+        A process forked from the owner does not remove the file.
         """
         if self._is_owned and self._key == _identify(self.path):
-            # While it is locked: behind that, it may be the file of the next run.
+            # Before it is unlocked: afterwards, it may be the file of the next run.
             with contextlib.suppress(OSError):
                 files.unlink(self.path, missing_ok=True)
         self._let_go()
@@ -176,7 +176,7 @@ class FolderLock:
     def _take(self) -> None:
         while not self.is_held:
             if _Held.owners.get(_identify(self.path) or (0, 0)) == os.getpid():
-                raise self._describe("another training in this same process holds it")
+                raise self._describe("another training in this process has locked it")
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._descriptor = descriptor
             try:
@@ -188,17 +188,17 @@ class FolderLock:
             status = os.fstat(descriptor)
             self._key = (status.st_dev, status.st_ino)
             if self._key != _identify(self.path):
-                # Its owner has removed it after it was opened here: another file counts now.
+                # Its owner removed it after it was opened here, so there is another file now.
                 self._close()
                 continue
             _Held.owners[self._key] = os.getpid()
             _write_owner(descriptor)
 
     def _lock(self) -> bool:
-        """Lock the open file; returns whether that is possible now."""
+        """Lock the open file without waiting; returns whether it succeeded."""
         assert self._descriptor is not None
         if sys.platform == "win32":
-            raise OSError(errno.ENOSYS, "this system has no locks of that kind")
+            raise OSError(errno.ENOSYS, "this system does not support POSIX record locks")
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -223,22 +223,22 @@ class FolderLock:
             return
         self._has_warned = True
         _LOGGER.warning(
-            "The folder %s could not be locked (%s). Nothing keeps a second run out of it: start "
-            "none there while this one goes on.",
+            "The folder %s could not be locked (%s). Do not start a second run in it while this "
+            "one is running.",
             self._folder,
             error,
         )
 
     def _describe(self, owner: str) -> FolderInUseError:
         return FolderInUseError(
-            f"The folder {self._folder} must belong to one run at a time, and it is in use: "
-            f"{owner}. Wait for its end or stop it, and start again; or give this run another "
-            "chkpt_root, or its model another save_name."
+            f"The folder {self._folder} is in use by another run: {owner}. Wait for that run to "
+            "end or stop it, and start again; or give this run another chkpt_root, or its model "
+            "another save_name."
         )
 
 
 def _identify(path: Path) -> tuple[int, int] | None:
-    """Return what file a name stands for now, without opening it; ``None`` for none."""
+    """Return the device and inode of a path without opening it; ``None`` if it is missing."""
     try:
         status = path.stat()
     except OSError:
@@ -252,11 +252,11 @@ def _write_owner(descriptor: int) -> None:
         "host": socket.gethostname(),
         "since": f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}",
     }
-    # A full disk takes the words from the message of a second run, and not the lock.
+    # On a full disk, the description is missing from messages, but the lock is held.
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-        # Other machines read it: kept back here, it would not say by whom.
+        # Other machines read the file, so it must not stay in this machine's cache.
         os.fsync(descriptor)
 
 
@@ -270,6 +270,6 @@ def _read(descriptor: int) -> str:
 def _read_owner(descriptor: int) -> str:
     try:
         owner = json.loads(_read(descriptor))
-        return f"process {owner['pid']} on {owner['host']} holds it since {owner['since']}"
+        return f"process {owner['pid']} on {owner['host']} locked it at {owner['since']}"
     except (OSError, ValueError, TypeError, KeyError):
-        return "another process holds it"
+        return "another process has locked it"

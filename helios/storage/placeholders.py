@@ -1,7 +1,7 @@
-"""Stand-ins for what a file refers to and loading does not build.
+"""Placeholders for objects in a file whose classes are not loaded.
 
-A file can be looked into without the classes of the objects in it: each of them becomes an
-inert object that remembers the name and what came with it. Nothing is imported or called.
+They allow to inspect a file without the classes of its objects: a placeholder stores the name of
+the class and the object's arguments and state. Nothing is imported or called.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class Unknown:
-    """An object of a file whose class is not known, or not to be trusted.
+    """An object of a file whose class is unknown or not trusted.
 
     Attributes:
-        name: the full name by which the file refers to its class or function.
-        parts: the arguments and the state that came with it.
+        name: the full name of its class or function in the file.
+        parts: its arguments, and its state if it has one.
     """
 
     name = ""
@@ -31,7 +31,7 @@ class Unknown:
 
 
 def stand_in(name: str) -> type[Unknown]:
-    """Return a class that stands for everything a file refers to by a name.
+    """Return a placeholder class for a name that a file refers to.
 
     Example:
         >>> stand_in("datetime.date")(2024, 2, 29).parts

@@ -1,8 +1,8 @@
-"""A file of rows that is exact over a resume: no row is doubled, and none is lost.
+"""A file of rows that stays exact when a run is resumed: no row is duplicated or lost.
 
-A checkpoint records how long the file is and a digest of its bytes (:meth:`RowFile.mark`). A resume
-cuts it back to there, so that rows which the training repeats stand in it once. What is there is
-never written over: a file that is not the one of the mark is moved aside.
+A checkpoint records the size and a digest of the file (:meth:`RowFile.mark`). A resume truncates
+the file to that size, so rows of steps that are repeated occur once. Existing rows are never
+overwritten: a file that does not match the mark is moved aside.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _CHUNK_BYTES = 1 << 20
 
 
 class RowFile:
-    """A text file that grows by rows; closed until :meth:`restore`.
+    """A text file that rows are appended to; closed until :meth:`restore` is called.
 
     Args:
-        path: the file; its folder is made where it is missing. A relative path is taken from the
-            working directory of this moment.
+        path: the file; a missing folder is created. A relative path is resolved against the
+            current working directory.
         header: the first line of a new file, with its line end; empty for none.
     """
 
@@ -37,17 +37,17 @@ class RowFile:
         self._size = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what another process gets: the file, closed."""
+        """Return the path and the header; in another process, the file is closed."""
         return {"_path": self._path, "_header": self._header}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin as the constructor does."""
+        """Restore a closed file, as the constructor creates it."""
         vars(self).update(state)
         self._handle, self._digest, self._size = None, hashlib.sha256(), 0
 
     @property
     def path(self) -> Path:
-        """The file, absolute."""
+        """The absolute path of the file."""
         return self._path
 
     @property
@@ -57,24 +57,24 @@ class RowFile:
 
     @property
     def has_rows(self) -> bool:
-        """Whether the open file holds more than its header."""
+        """Whether the open file contains more than its header."""
         return self._size > len(self._header)
 
     def restore(self, mark: Mapping[str, Any] | None = None) -> None:
-        """Open the file: from a mark on, or anew.
+        """Open the file: a new one, or an existing one truncated to a mark.
 
-        A file that stands in the way of a new one, or is not the one of the mark, is renamed to
-        ``<stem>.before-<n><suffix>``, with a warning; one that holds no row is begun anew.
+        An existing file that does not match the mark, or for which there is no mark, is renamed to
+        ``<stem>.before-<n><suffix>`` with a warning, unless it contains no rows.
 
         Args:
-            mark: what :meth:`mark` returned for the checkpoint; ``None`` for a new file.
+            mark: the result of :meth:`mark` in the checkpoint; ``None`` for a new file.
         """
         self.close()
         files.make_folder(self._path.parent)
         if mark is None:
             self._move_aside(
-                "%s was there already, from a start without a checkpoint or another "
-                "run. It was moved to %s, and a new file is begun."
+                "%s already exists, from another run or a start without a checkpoint. "
+                "It was moved to %s, and a new file is started."
             )
         elif self._cut_back(mark):
             self._handle = self._path.open("ab")
@@ -82,7 +82,7 @@ class RowFile:
         self._begin()
 
     def append(self, text: str) -> None:
-        """Append whole rows, each with its line end; the system has them when this returns.
+        """Append complete rows with their line ends, and pass them to the operating system.
 
         Raises:
             UsageError: if the file is not open.
@@ -93,10 +93,10 @@ class RowFile:
         self._count(data)
 
     def mark(self) -> dict[str, Any]:
-        """Return how long the file is and what its bytes are, once they are on the disk.
+        """Wait until all rows are on the disk, and return the file's size and digest.
 
         Returns:
-            What :meth:`restore` takes: the path, the size in bytes and a digest.
+            The argument of :meth:`restore`: the path, the size in bytes and a digest.
 
         Raises:
             UsageError: if the file is not open.
@@ -129,12 +129,12 @@ class RowFile:
         self.append(self._header.decode())
 
     def _cut_back(self, mark: Mapping[str, Any]) -> bool:
-        """Cut the file back to a mark; returns False where it cannot be, after a warning."""
+        """Truncate the file to a mark; logs a warning and returns False if that is impossible."""
         if not self._path.exists():
             _LOGGER.warning(
-                "%s is gone. Its rows up to the checkpoint (%d bytes) are missing from the new "
-                "file that is begun now. To keep them, stop and put the file back: at the "
-                "checkpoint it was %s.",
+                "%s is missing. A new file is started, without the rows up to the checkpoint (%d "
+                "bytes). To keep them, stop and put the file back: at the checkpoint, its path was "
+                "%s.",
                 self._path,
                 mark["size"],
                 mark["path"],
@@ -143,16 +143,16 @@ class RowFile:
         size = self._path.stat().st_size
         self._read_up_to(mark["size"])
         if self._size < mark["size"]:
-            what = f"holds only {size} of the {mark['size']} bytes that it had at the checkpoint"
+            what = f"has only {size} of the {mark['size']} bytes that it had at the checkpoint"
         elif self._digest.hexdigest() != mark["digest"]:
-            what = f"was changed: its first {mark['size']} bytes are not those of the checkpoint"
+            what = f"was changed: its first {mark['size']} bytes differ from the checkpoint"
         else:
             if size > mark["size"]:
                 files.truncate(self._path, mark["size"])
             return True
         self._move_aside(
-            f"%s {what}. It was moved to %s, and the rows up to the checkpoint are missing from "
-            "the new file that is begun now. To keep them, stop and put the right file back."
+            f"%s {what}. It was moved to %s, and a new file is started, without the rows up to the "
+            "checkpoint. To keep them, stop and put the right file back."
         )
         return False
 
@@ -166,7 +166,7 @@ class RowFile:
                 self._count(data)
 
     def _move_aside(self, text: str) -> None:
-        """Rename a file that holds rows, and say so; the text has places for both names."""
+        """Rename an existing file with rows, and log a warning with the old and new path."""
         if not self._path.exists() or self._holds_no_row():
             return
         number, target = 1, self._path
@@ -178,7 +178,7 @@ class RowFile:
         _LOGGER.warning(text, self._path, target)
 
     def _holds_no_row(self) -> bool:
-        """Whether a file holds no more than its header, or what a kill has left of it."""
+        """Whether the file contains at most its header, possibly cut off by a kill."""
         if self._path.stat().st_size > len(self._header):
             return False
         return self._header.startswith(self._path.read_bytes())

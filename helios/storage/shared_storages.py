@@ -1,7 +1,7 @@
-"""What tensors and arrays of a tree share in memory, so that they still do after a file.
+"""Preserves memory that tensors and arrays of a tree share when the tree is saved and loaded.
 
-torch writes whole storages, each once. Arrays that share memory with others, or with tensors,
-become views of one storage; any other array stays by itself.
+torch writes each storage once, as a whole. Arrays that share memory with other arrays or with
+tensors are encoded as views of one storage, other arrays by value.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class SharedStorages:
     """The tensors and arrays of one tree.
 
     Args:
-        encode_array: writes the code of an array that shares nothing.
-        encode_view: writes that of an array that looks at a storage: its code, the array, a tensor
-            of all that storage, and the offset in bytes.
+        encode_array: encodes an array that shares no memory; gets the code to fill and the array.
+        encode_view: encodes an array that is a view of a storage; gets the code to fill, the
+            array, a tensor of the whole storage, and the offset in bytes.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SharedStorages:
 
     @property
     def groups(self) -> list[list[Tensor]]:
-        """The tensors that lie in a storage, together where they share one."""
+        """The tensors of the tree, grouped by their storages."""
         return [[code for _, code in group] for group in self._storages.values()]
 
     @property
@@ -60,14 +60,14 @@ class SharedStorages:
         self._storages.setdefault(place, []).append((where, code))
 
     def add_array(self, where: str, array: Array, code: dict[str, Any]) -> None:
-        """Add an array of the tree, whose code is still to be written."""
+        """Add an array of the tree, and the code that :meth:`fit` fills."""
         self._arrays.append((where, array, code))
 
     def fit(self) -> None:
-        """Write the codes of arrays, and cut storages to what is used of them.
+        """Encode all arrays, and reduce storages to the part that is used.
 
         Raises:
-            StateError: for tensors of several types that share memory.
+            StateError: if tensors of several dtypes share memory.
         """
         alone = set(range(len(self._arrays)))
         for arrays, places in self._mixed():
@@ -80,7 +80,7 @@ class SharedStorages:
             _cut(group)
 
     def _mixed(self) -> list[tuple[list[int], list[tuple[str, int]]]]:
-        """Return which arrays share memory with others, and with which storages."""
+        """Return groups of arrays that share memory, with the storages that they share it with."""
         if not any(array.base is not None for _, array, _ in self._arrays) and not (
             self._arrays and any(is_foreign(group[0][1]) for group in self._storages.values())
         ):
@@ -112,23 +112,23 @@ class SharedStorages:
 
 
 def _cut(group: list[tuple[str, Tensor]]) -> None:
-    """Cut a storage that one tensor uses in part; torch.save writes whole storages.
+    """Reduce a storage that a single tensor uses in part, as torch.save writes whole storages.
 
-    A storage of several saved tensors stays whole, or they would no longer share it.
+    A storage of several tensors is kept, so that they still share it.
     """
     (where, first), *others = group
     for other, tensor in others:
         if tensor.dtype != first.dtype:
             raise StateError(
-                f"{other} ({tensor.dtype}) cannot be saved: it shares its memory with "
-                f"{where} ({first.dtype}). Save one of them, or a clone."
+                f"{other} ({tensor.dtype}) cannot be saved: it shares its memory with {where} "
+                f"({first.dtype}), which has another dtype. Save only one of them, or a clone."
             )
     size = first.element_size()
     needed = first.numel() * size
     if not others and first.untyped_storage().nbytes() > needed:
         first.data = first.detach().clone()
     elif first.untyped_storage().nbytes() % size:
-        # torch.load refuses a storage whose end is a part of an element.
+        # torch.load rejects a storage whose size is not a multiple of the element size.
         storage = first.untyped_storage()
         length = storage.nbytes() // size
         whole = tensor_on(storage, first.dtype, (length,), (1,), 0).clone().untyped_storage()

@@ -1,7 +1,6 @@
-"""Host memory into which tensors are copied, so that a training may go on while they are written.
+"""Host memory that tensors are copied to, so that training can continue while they are written.
 
-The memory is kept from one copy to the next: a fresh page costs several times as much as the copy
-into one that was touched before.
+The memory is reused: writing to a new page takes several times as long as to one in use.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 
 class HostBuffers:
-    """Copies of storages in host memory, one set of them.
+    """One set of copies of storages in host memory.
 
     Args:
         pins: whether the memory is page-locked, for copies from CUDA devices.
@@ -26,14 +25,14 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """How much memory is kept."""
+        """The allocated memory in bytes."""
         return sum(size * len(storages) for size, storages in self._kept.items())
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Make ready for storages of these sizes, in bytes; what is there already counts.
+        """Allocate memory for storages of these sizes in bytes, unless it is allocated already.
 
         Raises:
-            MemoryError: if there is too little.
+            MemoryError: if there is not enough.
         """
         free = {size: len(storages) for size, storages in self._kept.items()}
         for size in sizes:
@@ -43,16 +42,15 @@ class HostBuffers:
                 self._kept.setdefault(size, []).append(self._allocate(size))
 
     def copy(self, groups: Iterable[Sequence[Tensor]]) -> None:
-        """Let tensors look at copies of their storages from now on.
+        """Copy storages to host memory, and make their tensors views of the copies.
 
-        The copies of the time before are given up: nobody may look at them any more. Memory that
-        is no longer needed is returned.
+        The copies of the previous call become invalid. Memory that is not needed is freed.
 
         Args:
-            groups: detached tensors; those of a group share a storage, and do so afterwards.
+            groups: detached tensors; those of a group share a storage, and still do afterwards.
 
         Raises:
-            MemoryError: if there is too little; some of the tensors look at copies then.
+            MemoryError: if there is not enough; some of the tensors are views of copies then.
         """
         free, self._kept = self._kept, {}
         taken: dict[int, list[torch.UntypedStorage]] = defaultdict(list)
@@ -73,15 +71,15 @@ class HostBuffers:
                 torch.cuda.synchronize(device)
 
     def release(self) -> None:
-        """Return all memory."""
+        """Free all memory."""
         self._kept = {}
 
     def _allocate(self, size: int) -> torch.UntypedStorage:
         try:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
         except RuntimeError as error:
-            raise MemoryError(f"{size} bytes of host memory are not to be had") from error
-        # The first write to a page is what costs time.
+            raise MemoryError(f"{size} bytes of host memory could not be allocated") from error
+        # Touch the pages now: the first write to a page is slow.
         memory.zero_()
         return memory.untyped_storage()
 

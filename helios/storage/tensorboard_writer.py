@@ -1,8 +1,8 @@
-"""TensorBoard's event files, exact over a resume: no point is doubled, and none is lost.
+"""Writes TensorBoard events so that a resumed run duplicates or loses no point.
 
-A checkpoint records the size of each event file (:meth:`TensorboardWriter.mark`). A resume cuts
-the files back to these sizes, removes later ones and begins a new one, so it does not matter
-whether a point's step counts iterations, epochs or something else.
+A checkpoint records the size of each event file (:meth:`TensorboardWriter.mark`). A resume
+truncates the files to these sizes, removes later ones and starts a new one. So it does not matter
+whether the step of a point counts iterations, epochs or something else.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     _Image = torch.Tensor | npt.NDArray[Any]
 
 _LOGGER = logging.getLogger(__name__)
-# Marks the event files of this class: only they are cut or removed, never those of a user's writer.
+# Only event files with this suffix are truncated or removed, never those of a user's own writer.
 _SUFFIX = ".helios"
 _FLUSH_SECONDS = 20
 _QUEUE_LENGTH = 200
 
 
 class TensorboardWriter:
-    """Writer of TensorBoard events; on ranks other than 0, and before :meth:`setup`, a no-op.
+    """Writer of TensorBoard events; does nothing before :meth:`setup` and on ranks other than 0.
 
-    TensorBoard itself is imported by :meth:`setup`.
+    :meth:`setup` imports TensorBoard.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class TensorboardWriter:
         self._newest_steps: dict[str, int | None] = {}
 
     def setup(self, run_path: Path) -> None:
-        """Begin a new event file in the folder of a run, which is made where it is missing."""
+        """Start a new event file in the folder of a run; creates the folder if it is missing."""
         self.close()
         self._run_path = run_path
         if get_global_rank() == 0:
@@ -63,17 +63,15 @@ class TensorboardWriter:
             UsageError: before :meth:`setup` (a ``RuntimeError``).
         """
         if self._run_path is None:
-            raise UsageError(
-                "TensorboardWriter.run_path needs the folder of a run, and none was given; call "
-                "setup(run_path) first."
-            )
+            raise UsageError("TensorboardWriter.run_path is not set. Call setup(run_path) first.")
         return self._run_path
 
     def mark(self) -> dict[str, int]:
-        """Write out everything, and return how long each event file is now.
+        """Flush all events, and return the size of each event file.
 
         Returns:
-            Size in bytes by the file's path in the folder of the run: what :meth:`restore` takes.
+            Size in bytes by the file's path relative to the folder of the run, for
+            :meth:`restore`.
         """
         if self._writer is None:
             return {}
@@ -81,27 +79,26 @@ class TensorboardWriter:
         return {name: path.stat().st_size for name, path in _event_files(self.run_path).items()}
 
     def restore(self, run_path: Path, marks: Mapping[str, int] | None = None) -> None:
-        """Go on in the folder of a run, from where a checkpoint was taken.
+        """Continue in the folder of a run, from a checkpoint.
 
-        Event files are cut back to their marks, those begun later are removed, and a new one is
-        begun. A marked file that is gone or shorter than its mark is warned of: its points are
-        lost.
+        Event files are truncated to their marks, later ones are removed, and a new one is started.
+        If a file is missing or shorter than its mark, a warning is logged, as its points are lost.
 
         Args:
-            run_path: the folder, wherever it is now.
-            marks: what :meth:`mark` returned for the checkpoint; ``None`` for an evaluation of the
-                run: all events are left, and no later resume touches the new ones.
+            run_path: the present folder of the run.
+            marks: the result of :meth:`mark` in the checkpoint; ``None`` for an evaluation of the
+                run, which keeps all events and whose own ones are kept by later resumes.
         """
         self._suffix = "" if marks is None else _SUFFIX
         if marks is not None and get_global_rank() == 0:
-            # A writer that is still open would go on behind the cut.
+            # An open writer would continue to write after the truncated end.
             self.close()
             _cut_back(run_path, marks)
         self.setup(run_path)
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Write nothing in a block: what is tried there belongs to no curve (C17)."""
+        """Write nothing during a block, such as a sanity check."""
         writer, self._writer = self._writer, None
         try:
             yield
@@ -109,7 +106,7 @@ class TensorboardWriter:
             self._writer = writer
 
     def flush(self) -> None:
-        """Bring everything to the files; returns when it is there."""
+        """Write all events to the files, and wait until that is done."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -128,7 +125,7 @@ class TensorboardWriter:
             self._newest_steps[tag] = global_step
 
     def has_point(self, tag: str, global_step: int) -> bool:
-        """Whether the newest point of the curve ``tag`` that was added here is that of a step."""
+        """Whether ``global_step`` is the step of the last point added to the curve ``tag``."""
         return self._newest_steps.get(tag) == global_step
 
     def add_scalars(
@@ -137,7 +134,7 @@ class TensorboardWriter:
         tag_scalar_dict: Mapping[str, float | torch.Tensor],
         global_step: int | None = None,
     ) -> None:
-        """Add points to several curves of one plot; each has a sub-folder of the run."""
+        """Add points to several curves of one plot; each curve has its own subfolder."""
         if self._writer is not None:
             self._writer.add_scalars(main_tag, tag_scalar_dict, global_step)
 
@@ -148,7 +145,7 @@ class TensorboardWriter:
         global_step: int | None = None,
         dataformats: str = "CHW",
     ) -> None:
-        """Add an image, of floats in [0, 1] or bytes, whose axes ``dataformats`` names."""
+        """Add an image of floats in [0, 1] or bytes; ``dataformats`` names its axes."""
         if self._writer is not None:
             self._writer.add_image(tag, img_tensor, global_step, dataformats=dataformats)
 
@@ -170,12 +167,12 @@ class TensorboardWriter:
         global_step: int | None = None,
         close: bool = True,
     ) -> None:
-        """Add a figure of Matplotlib as an image, and close it unless told otherwise."""
+        """Add a Matplotlib figure as an image, and close it unless ``close`` is False."""
         if self._writer is not None:
             self._writer.add_figure(tag, figure, global_step, close)
 
     def add_text(self, tag: str, text_string: str, global_step: int | None = None) -> None:
-        """Add a text, in Markdown."""
+        """Add a text in Markdown."""
         if self._writer is not None:
             self._writer.add_text(tag, text_string, global_step)
 
@@ -186,14 +183,14 @@ class TensorboardWriter:
         verbose: bool = False,
         use_strict_trace: bool = True,
     ) -> None:
-        """Add the graph of a network, traced on CPU copies of it and of its input.
+        """Add the graph of a network, traced on CPU copies of the network and its input.
 
-        Tracing runs the network: on random numbers of its own, so that training's do not move.
+        Tracing runs the network with separate random numbers, so training is not affected.
 
         Args:
             model: the network.
             input_to_model: its argument, or the list of its arguments.
-            verbose: print the graph.
+            verbose: whether to print the graph.
             use_strict_trace: the argument ``strict`` of ``torch.jit.trace``.
         """
         if self._writer is None:
@@ -204,7 +201,7 @@ class TensorboardWriter:
         elif inputs is not None:
             inputs = [item.detach().cpu() for item in inputs]
         with rng.stream(rng.key("add_graph")), warnings.catch_warnings():
-            # torch's writer still traces; its users cannot change that.
+            # torch's writer still uses torch.jit, which its users cannot change.
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", r"`torch\.jit\.", category)
             self._writer.add_graph(copy.deepcopy(model).cpu(), inputs, verbose, use_strict_trace)
@@ -221,10 +218,10 @@ class TensorboardWriter:
 
         Args:
             tag: name of the curve.
-            labels: truth of each sample, 0 or 1.
-            predictions: probability of each sample to be true, in [0, 1].
+            labels: label of each sample, 0 or 1.
+            predictions: predicted probability of the label 1 for each sample, in [0, 1].
             global_step: step of the curve.
-            num_thresholds: points of the curve.
+            num_thresholds: number of points of the curve.
         """
         if self._writer is not None:
             self._writer.add_pr_curve(tag, labels, predictions, global_step, num_thresholds)
@@ -237,21 +234,21 @@ class TensorboardWriter:
         run_name: str | None = None,
         global_step: int | None = None,
     ) -> None:
-        """Add hyper-parameters and the metrics that they led to.
+        """Add hyperparameters and the resulting metrics.
 
         Args:
             hparam_dict: values by name.
-            metric_dict: results by name; a name should not be that of another curve.
-            hparam_domain_discrete: all values that a hyper-parameter may have, by name.
-            run_name: sub-folder for them; ``None`` for the run itself.
+            metric_dict: results by name; use names that no other curve has.
+            hparam_domain_discrete: all values that a hyperparameter may have, by name.
+            run_name: subfolder for them; ``None`` for the folder of the run.
             global_step: step of the metrics.
         """
         if self._writer is None:
             return
         from torch.utils.tensorboard.summary import hparams
 
-        # A second file beside the open one would end TensorBoard's reading of that one: it goes
-        # on to the newest file of a folder for good. So a new file is begun in sub-folders only.
+        # TensorBoard reads only the newest file of a folder, so a second one would hide what is
+        # written to the open one. Only in a subfolder, a new file is created.
         writer = _open_writer(self.run_path / run_name, self._suffix) if run_name else self._writer
         parts: Any = hparams  # not annotated
         for summary in parts(hparam_dict, metric_dict, hparam_domain_discrete):
@@ -274,14 +271,14 @@ def _open_writer(folder: Path, suffix: str) -> Any:
 
 
 def _event_files(run_path: Path) -> dict[str, Path]:
-    """Return our event files by their path in the folder, also those of sub-folders."""
+    """Return the event files with our suffix by relative path, including subfolders."""
     paths = sorted(run_path.rglob(f"*tfevents*{_SUFFIX}"))
     return {path.relative_to(run_path).as_posix(): path for path in paths}
 
 
 def _cut_back(run_path: Path, marks: Mapping[str, int]) -> None:
-    """Make the event files what they were when ``marks`` was taken, as far as they are there."""
-    # Only what is found in the folder is touched: a mark cannot lead to a file elsewhere.
+    """Restore the event files to their sizes in ``marks``, as far as they still exist."""
+    # Only files found in the folder are changed: a mark cannot refer to a file elsewhere.
     found = _event_files(run_path)
     sizes = {name: path.stat().st_size for name, path in found.items()}
     for name, path in found.items():
@@ -291,12 +288,12 @@ def _cut_back(run_path: Path, marks: Mapping[str, int]) -> None:
             files.truncate(path, marks[name])
     later = [name for name in found if name not in marks]
     if later:
-        _LOGGER.info("Removed event files begun after the checkpoint in %s: %s.", run_path, later)
+        _LOGGER.info("Removed event files created after the checkpoint in %s: %s.", run_path, later)
     lost = [name for name, size in marks.items() if sizes.get(name, -1) < size]
     if lost:
         _LOGGER.warning(
-            "Event files of the resumed run are gone or shorter than at the checkpoint: %s in %s. "
-            "Their points are lost; put the files back and resume again to keep them.",
+            "Event files of the resumed run are missing or shorter than at the checkpoint: %s in "
+            "%s. Their points are lost. To keep them, put the files back and resume again.",
             lost,
             run_path,
         )

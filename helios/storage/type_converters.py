@@ -1,7 +1,7 @@
-"""Values of the standard library and NumPy as plain parts, and back.
+"""Converts values of the standard library and NumPy to plain parts and back.
 
-A converter is a pair of functions; the parts that it makes are plain values or need at most other
-converters. Nothing is looked up by a name that a file gives.
+A converter is a pair of functions. The parts are plain values, or values with a converter of their
+own. Nothing is looked up by a name from a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from helios.core.memory import array_on
 
-# Larger byte strings travel as tensors: in a pickle they would be held and escaped as text.
+# Larger byte strings are stored as tensors: in a pickle, they would be escaped as text.
 _MAX_INLINE_BYTES = 4096
 _NATIVE = frozenset((type(None), bool, float, str, torch.dtype, torch.device, torch.Size))
 # ``weights_only`` reads integers of up to 255 bytes.
@@ -31,13 +31,13 @@ _MAX_INT_BITS = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Converter:
-    """How values of some exact types travel.
+    """Conversion of values of some exact types.
 
     Attributes:
-        tag: the name of the kind in files.
-        types: the exact types; a subclass is another type.
-        to_parts: a value to its parts.
-        from_parts: parts to a value.
+        tag: its name in files.
+        types: the exact types, without subclasses.
+        to_parts: converts a value to its parts.
+        from_parts: converts the parts back to a value.
     """
 
     tag: str
@@ -61,8 +61,8 @@ def _unpack(packed: Any) -> bytes:
 def array_to_parts(array: np.ndarray[Any, Any]) -> list[Any]:
     """Return dtype, shape, memory order and bytes of an array without objects.
 
-    The order is C's, Fortran's, or a list of axes from the one with the longest strides on; an
-    array that is read-only has a fifth part.
+    The order is ``"C"``, ``"F"``, or the list of axes by decreasing strides. A read-only array has
+    a fifth part.
     """
     flags = array.flags
     order, packed = ("C", _pack(array.tobytes())) if flags.c_contiguous else _ordered(array)
@@ -71,7 +71,7 @@ def array_to_parts(array: np.ndarray[Any, Any]) -> list[Any]:
 
 
 def scalar_to_parts(scalar: np.generic) -> list[Any]:
-    """Return the parts of an array that holds a scalar."""
+    """Return the parts of a zero-dimensional array with the value of a scalar."""
     return [_describe(scalar.dtype), [], "C", _pack(scalar.tobytes())]
 
 
@@ -104,10 +104,10 @@ def parts_to_array(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def parts_to_view(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Return the array that looks at a tensor of whole elements.
+    """Return an array that is a view of a tensor's memory.
 
     Raises:
-        ValueError: if it would reach beyond the tensor.
+        ValueError: if it would exceed the tensor.
     """
     memory, kind, shape, strides, offset, is_writable = parts
     dtype = np.lib.format.descr_to_dtype(kind)
@@ -117,7 +117,7 @@ def parts_to_view(parts: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def objects_to_array(shape: Sequence[int], items: Collection[Any]) -> np.ndarray[Any, Any]:
-    """Return an array of objects; assigning a list would unfold objects that are sequences."""
+    """Return an array of objects; assigning a list would unpack objects that are sequences."""
     flat = np.empty(len(items), object)
     for number, item in enumerate(items):
         flat[number] = item
@@ -136,12 +136,12 @@ def _time_to_parts(value: datetime.time) -> list[Any]:
 
 def _zone_to_key(value: zoneinfo.ZoneInfo) -> str:
     if value.key is None:
-        raise ValueError("a zone that was read from a file has no name to find it by")
+        raise ValueError("a time zone that was read from a file has no key")
     return value.key
 
 
 def _timezone_to_parts(value: datetime.timezone) -> list[Any]:
-    # The name is stored only where it was given: a derived one follows from the offset.
+    # The name is stored only if it was given explicitly and not derived from the offset.
     offset = value.utcoffset(None)
     name = value.tzname(None)
     return [offset] if name == datetime.timezone(offset).tzname(None) else [offset, name]
@@ -163,7 +163,7 @@ _CONVERTERS = (
     ),
     Converter("decimal", (Decimal,), str, Decimal),
     Converter("uuid", (uuid.UUID,), str, uuid.UUID),
-    # A path of this system becomes a path of the system that loads it.
+    # Concrete paths are loaded as paths of the system that loads the file.
     Converter("path", (PosixPath, WindowsPath), lambda v: v.as_posix(), Path),
     Converter("posixpath", (PurePosixPath,), str, PurePosixPath),
     Converter("windowspath", (PureWindowsPath,), str, PureWindowsPath),
@@ -205,11 +205,11 @@ BY_TAG = {converter.tag: converter for converter in _CONVERTERS}
 
 
 def is_native(value: Any) -> bool:
-    """Return whether ``weights_only`` loading accepts a value without members as it is."""
+    """Return whether ``weights_only`` loading accepts a value that is not a container."""
     kind = type(value)
     return kind in _NATIVE or (kind is int and value.bit_length() <= _MAX_INT_BITS)
 
 
 def is_native_key(key: Hashable) -> bool:
-    """Return whether it accepts a key of a dictionary."""
+    """Return whether ``weights_only`` loading accepts a key of a dictionary."""
     return is_native(key) or (type(key) is tuple and all(map(is_native_key, key)))

@@ -1,7 +1,7 @@
-"""Values of users' types as files hold them: by the name of the type, with plain contents.
+"""Represents values of users' types in files: by the name of the type, with plain contents.
 
-Loading a file builds no type that it names. Who reads it resolves these against types that are
-known already; nothing is imported, and no constructor runs.
+Loading a file creates no instance of a type that it names. The caller resolves these values
+against known types; nothing is imported, and no constructor runs.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 
 def type_name(kind: type) -> str:
-    """Return the full name of a type, by which a file refers to it."""
+    """Return the full name of a type, as files contain it."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def step_to(key: Any) -> str:
-    """Return how a path says that it enters a member, as in ``model.history[3]``."""
+    """Return the step of a path to a member, such as ``.history`` or ``[3]``."""
     return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
@@ -26,7 +26,7 @@ class NamedMember:
 
     Attributes:
         type: the full name of the enum.
-        names: the name of the member; those of all flags that are set for a combination.
+        names: the name of the member, or of each flag that is set.
         is_flag: whether it is a combination of flags.
     """
 
@@ -41,7 +41,7 @@ class NamedFields:
 
     Attributes:
         type: the full name of the dataclass.
-        fields: what its fields hold.
+        fields: the values of its fields, by name.
     """
 
     type: str
@@ -49,17 +49,17 @@ class NamedFields:
 
 
 class Alias(NamedTuple):
-    """A tensor or array that shares its memory with one that is saved under a name.
+    """A tensor or array that shares its memory with a saved tensor.
 
     Attributes:
-        target: that name.
-        way: ``"itself"`` for that very tensor, ``"tensor"`` for another one, ``"array"`` for a
-            NumPy array.
+        target: the name of the saved tensor.
+        way: ``"itself"`` for the saved tensor object, ``"tensor"`` for another tensor, ``"array"``
+            for a NumPy array.
         dtype: the type of its elements: torch's, or NumPy's in the form of ``.npy`` files.
-        shape: lengths.
+        shape: its shape.
         strides: in elements for tensors, in bytes for arrays.
-        offset: bytes from the first element of the target.
-        flag: whether a tensor requires a gradient, or an array can be written to.
+        offset: in bytes, from the first element of the target.
+        flag: whether the tensor requires a gradient, or the array is writable.
     """
 
     target: str

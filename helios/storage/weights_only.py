@@ -1,8 +1,8 @@
-"""Trees of Python values as trees of what ``weights_only`` loading accepts, and back.
+"""Encodes trees of Python values as trees that ``weights_only`` loading accepts, and decodes them.
 
-Lists, tuples, dictionaries with plain keys, numbers, strings and tensors stay what they are; any
-other value becomes a dictionary under one reserved key that names its kind. An object that occurs
-twice occurs twice again after decoding, as one object.
+Lists, tuples, dictionaries with plain keys, numbers, strings and tensors stay as they are. Any
+other value becomes a dictionary with a reserved key that names its type. An object that occurs
+twice in the tree is one object again after decoding.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def _index_types(safe_types: Iterable[Any]) -> dict[str, type]:
 
 
 class Encoder:
-    """One walk over a tree; aliases are kept within it.
+    """Encodes one tree, within which shared objects stay shared.
 
     Args:
-        where: what the root of the tree is called in messages.
-        safe_types: the types of users' objects that loading will be allowed to build.
-        check_object: called with each such object; raises where it could not be loaded again.
-        meters: count how long parts of the tree take, by address.
+        where: name of the tree's root in messages.
+        safe_types: users' types that loading may create.
+        check_object: called with each object of such a type; raises if it could not be loaded.
+        meters: receive how long parts of the tree take to encode, by the ``id`` of the part.
 
     Attributes:
-        has_live_objects: whether the code refers to objects of the user's, as they are.
+        has_live_objects: whether the code contains users' objects themselves, not copies.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Encoder:
         self._safe = frozenset(_index_types(safe_types).values())
         self._check_object = check_object
         self._path = [where]
-        # The object itself is kept beside its code: an id is only its own while it lives.
+        # The object is kept with its code, because an id is unique only while the object exists.
         self._memo: dict[int, tuple[Any, Any]] = {}
         self._open: set[int] = set()
         self._sharing = SharedStorages(self._fill_array, self._fill_view)
@@ -96,10 +96,10 @@ class Encoder:
         }
 
     def encode(self, tree: Any) -> Any:
-        """Return the code of a tree: fresh containers around the tree's own tensors.
+        """Return the code of a tree: new containers with the tree's own tensors.
 
         Raises:
-            StateError: for a value that cannot be loaded again, with the path to it.
+            StateError: if a value cannot be loaded again; the message has the path to it.
         """
         try:
             code = self._encode(tree)
@@ -141,7 +141,7 @@ class Encoder:
         return code
 
     def _closed(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap a handler of values that are built after their members: no cycle can be kept."""
+        """Wrap a handler of values that are created after their members, to detect cycles."""
 
         def handle(value: Any) -> Any:
             self._open.add(id(value))
@@ -179,7 +179,7 @@ class Encoder:
         return code
 
     def _encode_ordered(self, value: OrderedDict[Any, Any]) -> Any:
-        # ``Module.state_dict`` keeps version numbers in an attribute of its OrderedDict.
+        # ``Module.state_dict`` stores version numbers in an attribute of its OrderedDict.
         attributes = vars(value)
         if TAG in value or not all(map(is_native_key, value)):
             code: Any = self._remember(value, {})
@@ -201,9 +201,9 @@ class Encoder:
         name = next((name for name, known in _FACTORIES.items() if known is factory), None)
         if factory is not None and name is None:
             raise StateError(
-                f"{self._where()} cannot be saved: the factory {factory!r} of its defaultdict has "
-                f"no name that loading may call; one of {sorted(_FACTORIES)} has. Save dict(...) "
-                "of it, or name the attribute in `unsaved`."
+                f"{self._where()} cannot be saved: the factory {factory!r} of the defaultdict is "
+                f"not one of {sorted(_FACTORIES)} or None. Save dict(...) of it, or name the "
+                "attribute in `unsaved`."
             )
         return {TAG: "defaultdict", "factory": name, "pairs": self._pairs(value)}
 
@@ -221,7 +221,7 @@ class Encoder:
         code["value"] = self._fresh(type_converters.array_to_parts(array))
 
     def _fresh(self, parts: list[Any]) -> list[Any]:
-        """Encode parts that nothing else refers to, mostly native ones; arrays are many."""
+        """Encode new parts, mostly native ones, without the memo; there may be many arrays."""
         return [part if type(part) in (str, list) else self._encode(part) for part in parts]
 
     def _fill_view(
@@ -244,18 +244,18 @@ class Encoder:
 
     @property
     def groups(self) -> list[list[torch.Tensor]]:
-        """The tensors of the code that lie in a storage, together where they share one."""
+        """The tensors of the code, grouped by their storages."""
         return self._sharing.groups
 
     def _encode_tensor(self, value: torch.Tensor) -> torch.Tensor:
         code = value.detach()
         has_storage = has_plain_bytes(code)
         if not has_storage or code.is_conj() or code.is_neg():
-            # Its storage alone does not say what it holds.
+            # The storage alone does not define its values.
             code = code.clone()
         if type(value) is torch.Tensor and value.is_leaf:
             code.requires_grad_(value.requires_grad)
-        # Empty storages all lie at the address 0, and share nothing.
+        # Empty storages all have the address 0, but share nothing.
         if has_storage and code.untyped_storage().nbytes():
             self._sharing.add_tensor(self._where(), code)
         return code
@@ -287,18 +287,18 @@ class Encoder:
             self._check_object(value)
         except Exception as error:
             raise StateError(
-                f"{self._where()} cannot be saved: its type {type_name(kind)} is among the safe "
-                f"types, but loading would refuse what is in it ({error}). Give its owner a "
-                "state_dict, or name the attribute in `unsaved`."
+                f"{self._where()} cannot be saved: its type {type_name(kind)} is a safe type, but "
+                f"its contents could not be loaded ({error}). Give its owner a state_dict, or name "
+                "the attribute in `unsaved`."
             ) from error
         self.has_live_objects = True
         return value
 
     def _refuse(self, value: Any) -> Any:
         raise StateError(
-            f"{self._where()} cannot be saved: a checkpoint holds no {type_name(type(value))}. Add "
-            "the type to the model's types_for_safe_load(), name the attribute in `unsaved`, or "
-            "give its owner a state_dict of plain values."
+            f"{self._where()} cannot be saved: a checkpoint cannot contain a "
+            f"{type_name(type(value))}. Add the type to the model's types_for_safe_load(), name "
+            "the attribute in `unsaved`, or give its owner a state_dict of plain values."
         )
 
 
@@ -306,7 +306,7 @@ class Decoder:
     """The inverse of :class:`Encoder`.
 
     Args:
-        safe_types: the types that may be built; nothing is ever looked up elsewhere.
+        safe_types: the types that may be created; no others are looked up.
     """
 
     def __init__(self, safe_types: Iterable[Any]) -> None:
@@ -317,7 +317,7 @@ class Decoder:
         """Return the tree of a code.
 
         Raises:
-            Exception: for what no encoder makes.
+            Exception: if the code is not one that :class:`Encoder` creates.
         """
         if is_native(code):
             return code
@@ -394,5 +394,5 @@ class Decoder:
     def _build_enum(self, base: type[Enum], code: dict[str, Any]) -> Enum:
         kind = self._types[code["type"]]
         if not issubclass(kind, base):
-            raise TypeError(f"{kind} is no {base}")
+            raise TypeError(f"{kind} is not a subclass of {base}")
         return kind[code["name"]] if "name" in code else kind(code["value"])

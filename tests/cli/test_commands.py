@@ -88,7 +88,7 @@ def test_ls_lists_and_marks_where_a_start_goes_on(
     assert rows[1][5:7] == ["good", "loss=0.3333"]
     assert rows[2][0] == "run_epoch_1_iter_3.pth"
     assert rows[2][4] == "damaged"
-    assert "run_epoch_1_iter_3.pth is no whole container" in lines[5]
+    assert "run_epoch_1_iter_3.pth is not a complete archive" in lines[5]
 
 
 def test_ls_reads_bytes_only_when_asked_to(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,9 @@ def test_verify_says_good_or_why_not_and_its_code_too(
     damage(newest(root))
     ran = Ran(capsys, "verify", root)
     assert ran.code == 1
-    assert ran.out.splitlines()[2].startswith(f"damaged     {newest(root)} is no whole container")
+    assert ran.out.splitlines()[2].startswith(
+        f"damaged     {newest(root)} is not a complete archive"
+    )
     ran = Ran(capsys, "verify", root, "--json")
     assert ran.code == 1
     assert ran.json["is_good"] is False

@@ -27,7 +27,7 @@ def test_an_import_of_a_module_that_is_gone_says_what_replaces_it(name: str) -> 
     ):
         with pytest.raises(MovedModuleError) as caught:
             exec(statement)
-        assert f"helios has no module {name!r}" in str(caught.value)
+        assert f"Helios has no module {name!r}" in str(caught.value)
         assert REPLACEMENTS[name] in str(caught.value)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(name)

@@ -22,7 +22,7 @@ def test_a_number_or_a_tensor_of_one_element_is_a_number(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [None, "two", [2.0], torch.zeros(2), {}])
 def test_anything_else_is_an_error_that_names_it(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"must be one number, but 'loss' is"):
+    with pytest.raises(UsageError, match=r"must be a single number, but 'loss' is"):
         as_number("loss", value)
 
 

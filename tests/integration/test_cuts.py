@@ -274,7 +274,7 @@ def test_what_is_no_number_is_not_logged(value: Any) -> None:
     logging = Calling("on_training_start", lambda p: p.context.log({"mine": value}))
     listening = Calling("on_log", lambda p: None, "listening")
     trainer = make_trainer(plugins=[logging, listening])
-    with pytest.raises(UsageError, match=r"must be one number, but 'mine' is"):
+    with pytest.raises(UsageError, match=r"must be a single number, but 'mine' is"):
         trainer.fit(Linear(), Numbers(2))
 
 

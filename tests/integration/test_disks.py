@@ -229,7 +229,7 @@ def test_a_folder_deleted_between_saves_is_made_again_aloud(
     delete = At({5: lambda: shutil.rmtree(folder)})
     assert_equal(train(folder, make_setting(mode), plugin, delete), whole, since=0)
     (text,) = plugin.told
-    assert text.startswith(f"WARNING The folder {folder / 'small'} is no longer found")
+    assert text.startswith(f"WARNING The folder {folder / 'small'} disappeared during the run")
     check_sound(folder, [6, 8, 10, 12])
     assert not (folder / "small" / LOCK_NAME).exists()
 

@@ -337,7 +337,7 @@ def test_a_start_after_a_kill_before_the_first_checkpoint_begins_anew(
     assert train_in_child(killed, setting, *_loggers(killed), KillAt("on_log", 3)) == -9
     assert len(_rows(killed / "log.csv")) == 4
     _run(killed, setting)
-    assert "log.csv was there already" in capfd.readouterr().err
+    assert "log.csv already exists" in capfd.readouterr().err
     for name in NAMES:
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
     assert len(_rows(killed / "log.before-1.csv")) == 4
@@ -368,7 +368,7 @@ def test_a_start_without_the_file_says_what_is_missing_and_goes_on(
     resumed = copy_checkpoint(path, tmp_path / "resumed")
     train(resumed, _setting(), CSVLogger(resumed / "log.csv"), Talker())
     said = capfd.readouterr().err
-    assert f"{resumed / 'log.csv'} is gone" in said
+    assert f"{resumed / 'log.csv'} is missing" in said
     assert f"it was {whole / 'log.csv'}" in said
     kept = (whole / "log.csv").read_bytes()[_marks(whole, 5)["log.csv"] :]
     assert (resumed / "log.csv").read_bytes() == b"epoch,iteration,name,value\n" + kept

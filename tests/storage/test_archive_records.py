@@ -67,7 +67,7 @@ def test_sums_that_were_left_out_are_not_compared() -> None:
 @pytest.mark.parametrize("number", [3, 5, 255])
 def test_another_number_of_elements_than_the_record_has_is_refused(number: int) -> None:
     lying = repack(pack(torch.zeros(4)), b"cpuq\x04K\x04t", b"cpuq\x04K%ct" % number)
-    text = f"the record 0 has 16 bytes, and {4 * number} are said"
+    text = f"the record 0 has 16 bytes instead of {4 * number}"
     with pytest.raises(ValueError, match=text):
         check_sizes(lying)
 

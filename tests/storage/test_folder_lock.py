@@ -116,7 +116,7 @@ def test_a_second_training_in_the_same_process_is_refused_and_takes_nothing(
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with FolderLock(tmp_path / "run"):
         for path in (tmp_path / "run", tmp_path / "link"):
-            with pytest.raises(FolderInUseError, match="in this same process"):
+            with pytest.raises(FolderInUseError, match="in this process"):
                 FolderLock(path).acquire()
         assert try_in_another_process(tmp_path / "run")
         with FolderLock(tmp_path / "other") as other:
@@ -354,7 +354,9 @@ def test_a_full_disk_takes_the_words_and_not_the_lock(
 
     monkeypatch.setattr(lock_module, "os", _Patched(os, pwrite=refuse))
     with FolderLock(tmp_path):
-        assert "in use: another process holds it" in try_in_another_process(tmp_path)
+        assert "in use by another run: another process has locked it" in try_in_another_process(
+            tmp_path
+        )
 
 
 def test_who_only_loads_makes_no_folder_and_locks_the_one_that_is_there(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_file_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
     mark = _write(path, "1,2\n")
     _go_on(tmp_path / "other.csv", mark, "3,4\n")
     (message,) = caplog.messages
-    assert message.startswith(f"{tmp_path / 'other.csv'} is gone")
+    assert message.startswith(f"{tmp_path / 'other.csv'} is missing")
     assert "(8 bytes)" in message
     assert str(path) in message
     assert (tmp_path / "other.csv").read_bytes() == b"a,b\n3,4\n"
@@ -162,9 +162,9 @@ def test_a_file_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("now", "says"),
     [
-        (b"a,b\n1,", "holds only 6 of the 8 bytes"),
-        (b"a,b\n9,2\n3,4\n", "its first 8 bytes are not those"),
-        (b"a,b\r\n1,2\r\n", "its first 8 bytes are not those"),
+        (b"a,b\n1,", "has only 6 of the 8 bytes"),
+        (b"a,b\n9,2\n3,4\n", "its first 8 bytes differ"),
+        (b"a,b\r\n1,2\r\n", "its first 8 bytes differ"),
     ],
     ids=["shorter", "changed", "of other line ends"],
 )
@@ -177,7 +177,7 @@ def test_a_file_that_is_not_the_marked_one_is_kept_aside(
     _go_on(path, mark, "3,4\n")
     (message,) = caplog.messages
     assert says in message
-    assert "rows up to the checkpoint are missing" in message
+    assert "without the rows up to the checkpoint" in message
     assert (tmp_path / "rows.before-1.csv").read_bytes() == now
     assert path.read_bytes() == b"a,b\n3,4\n"
 

@@ -167,7 +167,7 @@ def test_files_that_are_gone_or_shorter_are_warned_of(
     with caplog.at_level(logging.WARNING, "helios"):
         writer.restore(tmp_path, marks)
     [record] = caplog.records
-    assert "gone or shorter" in record.message
+    assert "missing or shorter" in record.message
     assert gone in record.message
     assert shorter in record.message
     assert whole not in record.message
