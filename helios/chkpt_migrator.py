@@ -1,8 +1,8 @@
-"""The migrator: brings checkpoints of helios-ml and of older formats to the present one.
+"""The migrator: converts checkpoints of helios-ml and of older formats to the current one.
 
 ``python -m helios.chkpt_migrator ROOT``, ``python -m chkpt_migrator ROOT`` and ``helios migrate
-ROOT`` are the same command. Nothing from a file is executed, and nothing is lost by a kill: the
-same command goes on where it was cut off, and a second run changes nothing.
+ROOT`` are the same command. Nothing from a file is executed, and a kill loses nothing: run the same
+command again to continue. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Report, 
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
-DESCRIPTION = "Bring all checkpoints below a folder to the present format, in their places."
+DESCRIPTION = "Migrate all checkpoints below a folder to the current format, in place."
 
 _WIDTH = 80
 _EPILOG = """\
-Files of other programs, links and saves that go on are named and left alone.
-Exit codes: 0 all is well, 1 a file is damaged, was refused or could not be
+Files of other programs, links and saves in progress are listed and left alone.
+Exit codes: 0 success, 1 a file is damaged, was refused or could not be
 migrated, 2 wrong usage.
 """
 
 
 def migrate_checkpoints_to_current_version(root: Path) -> None:
-    """Bring every ``*.pth`` file directly in a folder to the present format (H27).
+    """Migrate every ``*.pth`` file directly in a folder to the current format.
 
-    Files keep their names and places, and no copy of the old ones is kept; the command keeps one.
-    Types that you have named in ``torch.serialization.add_safe_globals`` may be in the files.
+    Files keep their names and paths, and the old ones are not kept; the command keeps them. Types
+    that you have added with ``torch.serialization.add_safe_globals`` may be in the files.
 
     Args:
         root: the folder.
@@ -63,14 +63,14 @@ def migrate_checkpoints_to_current_version(root: Path) -> None:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    monitor_interval = 0  # no thread that redraws beside us
+    monitor_interval = 0  # no monitor thread
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give a parser the arguments of the command, for :func:`run`."""
     parser.add_argument("root", metavar="ROOT", type=Path, help="a folder, or one file")
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be done, and write nothing"
+        "--dry-run", action="store_true", help="report what would be done, and write nothing"
     )
     parser.add_argument(
         "--backup",
@@ -78,23 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help=f"keep each old file in a folder {BACKUP_FOLDER} beside it (the default)",
     )
-    parser.add_argument("--no-backup", action="store_false", dest="backup", help="keep no old file")
+    parser.add_argument("--no-backup", action="store_false", dest="backup", help="keep no backups")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document instead of text"
     )
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Carry out the command, and print what became of each file.
+    """Run the command, and print the result for each file.
 
     Args:
-        namespace: what a parser with :func:`add_arguments` has understood.
+        namespace: the parsed arguments, from a parser with :func:`add_arguments`.
 
     Returns:
-        The exit code: 1 if a checkpoint may be there that no start can use yet, else 0.
+        The exit code: 1 if there may be a checkpoint that no start can use yet, else 0.
 
     Raises:
-        ArgumentError: if there is nothing at the given place.
+        ArgumentError: if ROOT does not exist.
     """
     root: Path = namespace.root
     if not root.exists():
@@ -145,7 +145,7 @@ def _describe(report: Report) -> str:
 
 
 def _print(*lines: str) -> None:
-    # A name may hold anything, and the terminal know little.
+    # A name may contain any character, which the terminal may not support.
     encoding = sys.stdout.encoding or "utf-8"
     for line in lines:
         text = line if line.replace("\n", "").isprintable() else ascii(line)
@@ -169,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line; returns the exit code."""
+    """Run the command line; returns the exit code."""
     namespace = build_parser().parse_args(argv)
     try:
         return run(namespace)
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return WRONG_USAGE
     except KeyboardInterrupt:
-        sys.stderr.write("Interrupted. What was migrated stays; the same command goes on.\n")
+        sys.stderr.write("Interrupted. Migrated files stay; run the same command to continue.\n")
         return INTERRUPTED
 
 

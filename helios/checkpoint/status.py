@@ -1,7 +1,7 @@
-"""What can be said of checkpoints without loading them: for tools that look and change nothing.
+"""Examines checkpoints without loading them, for tools that only read.
 
-The order of the checks, and what their results are called, are those of :mod:`loading`. Tensors
-stay in the file unless every byte is to be compared, which takes no memory either.
+The order of the checks, and the names of their results, are those of :mod:`loading`. Tensors stay
+in the file unless every byte is to be compared, which takes no memory either.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from helios.errors import (
 from helios.storage import codec
 
 _MOVED_ASIDE = "before-"
-# Where functions live that no type of a user's stands beside: torch refuses most of them, too.
+# Packages with functions but no types of users: torch refuses most of them, too.
 _NEVER_TYPES = frozenset(("builtins", "nt", "os", "posix", "runpy", "subprocess", "sys"))
 
 
 class Condition(Enum):
-    """What a file is to a start of ``fit``."""
+    """What a file means to a start of ``fit``."""
 
     GOOD = "good"
     DAMAGED = "damaged"
@@ -40,7 +40,7 @@ class Condition(Enum):
 
 
 class Checked(Enum):
-    """How far the bytes of a file were compared with those that were written."""
+    """How far the bytes of a file were compared with what was written."""
 
     NOTHING = "nothing"
     CONTAINER = "container"
@@ -50,10 +50,10 @@ class Checked(Enum):
 
 
 class Depth(Enum):
-    """How closely to look at a file; each look takes in those before it.
+    """How closely to examine a file; each level includes those before it.
 
-    A glance reads the sidecar and the directory of the container, and the structure only where
-    there is no sidecar. To read the structure takes a second for some ten thousand tensors.
+    A glance reads the sidecar and the directory of the container, and the structure only if there
+    is no sidecar. Reading the structure takes a second for some ten thousand tensors.
     """
 
     GLANCE = 1
@@ -71,11 +71,11 @@ class StartOutcome(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What is known of one file.
+    """Facts about one file.
 
     Attributes:
         path: the file.
-        condition: what it is to a start of ``fit``.
+        condition: what it means to a start of ``fit``.
         reason: why it is not good, in a sentence that names the file; empty if it is.
         size: its size in bytes.
         place: (epoch, iteration) in its name; ``None`` if there is none.
@@ -95,18 +95,18 @@ class Status:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was found that speaks against the file."""
+        """Whether no fault was found."""
         return self.condition is Condition.GOOD
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderStatus:
-    """What is known of the checkpoints directly in one folder.
+    """Facts about the checkpoints directly in one folder.
 
     Attributes:
         path: the folder.
-        files: its checkpoints, oldest first, then what was put aside as damaged.
-        start: the checkpoint that a start of ``fit`` would take, or stop at.
+        files: its checkpoints, oldest first, then those that were renamed as damaged.
+        start: the checkpoint that a start of ``fit`` would load, or fail at.
         outcome: what that start would do.
     """
 
@@ -117,31 +117,30 @@ class FolderStatus:
 
     @property
     def is_moved_aside(self) -> bool:
-        """Whether ``resume="never"`` or a migration has put these here; no start looks at them."""
+        """Whether ``resume="never"`` or a migration has moved these here; starts ignore them."""
         return _is_before(self.path.name)
 
 
 def examine(path: Path, depth: Depth = Depth.GLANCE) -> Status:
-    """Return what a file is; nothing in it is executed, and nothing is renamed.
+    """Examine a file; nothing in it is executed, and nothing is renamed.
 
     Args:
-        path: the ``.pth`` file; its sidecar is looked for beside it.
-        depth: how closely to look.
+        path: the ``.pth`` file; its sidecar is expected beside it.
+        depth: how closely to examine it.
     """
     return look_into(path, depth)[0]
 
 
 def look_into(path: Path, depth: Depth = Depth.STRUCTURE) -> tuple[Status, Any]:
-    """Return what a file is, and its content as far as it can be shown.
+    """Examine a file, and return its content as far as it can be shown.
 
     Args:
         path: as in :func:`examine`.
         depth: as in :func:`examine`.
 
     Returns:
-        The status, and the tree of the file as
-        :func:`helios.storage.codec.read_structure` gives it; ``None`` where it was not or cannot
-        be read.
+        The status, and the tree of the file from
+        :func:`helios.storage.codec.read_structure`; ``None`` if it was not or cannot be read.
     """
     look = _Look(path)
     look.attempt(look.measure, Condition.UNREADABLE)
@@ -159,7 +158,7 @@ def look_into(path: Path, depth: Depth = Depth.STRUCTURE) -> tuple[Status, Any]:
 
 
 class _FaultError(Exception):
-    """What a check found that speaks against a file."""
+    """A fault that a check has found."""
 
     def __init__(self, condition: Condition, reason: str) -> None:
         super().__init__(reason)
@@ -167,7 +166,7 @@ class _FaultError(Exception):
 
 
 class _Look:
-    """One look at a file: what was found, and the first thing that speaks against it."""
+    """The examination of one file: facts, and the first fault that was found."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -200,7 +199,7 @@ class _Look:
         )
 
     def attempt(self, check: Callable[[], object], when_incompatible: Condition) -> None:
-        """Make a check; what it raises is noted, if it is the first."""
+        """Run a check; what it raises is recorded, if it is the first fault."""
         try:
             check()
         except _FaultError as fault:
@@ -215,7 +214,7 @@ class _Look:
 
     def _note(self, condition: Condition, reason: str) -> None:
         if file_names.is_gone(self.path):
-            # Half of a file that is gone may look like anything.
+            # A file that was deleted while it is read may look damaged in any way.
             condition, reason = Condition.UNREADABLE, loading.gone_text(self.path)
         self._fault = self._fault or (condition, reason)
 
@@ -239,7 +238,7 @@ class _Look:
             loading.check_agreement(self.path.name, said, sidecar)
 
     def compare_bytes(self) -> None:
-        """Compare every byte with the digest, or the records with the container's sums."""
+        """Compare every byte with the digest, or the records with the container's checksums."""
         try:
             is_verified = loading.compare_bytes(self.path, self._sidecar)
         except IncompatibleCheckpointError as error:
@@ -255,7 +254,7 @@ class _Look:
             raise _FaultError(
                 Condition.UNREADABLE,
                 f"{self.path} holds the bytes that were written, but cannot be read here: {error} "
-                "It was written with another version of PyTorch, perhaps.",
+                "It may have been written with another version of PyTorch.",
             ) from error
         if self._checked is Checked.NOTHING:
             self._checked = Checked.STRUCTURE
@@ -264,7 +263,7 @@ class _Look:
         """Check what kind of file it is, and that name, sidecar and content agree."""
         keys = self.tree.keys() if isinstance(self.tree, Mapping) else ()
         is_old = file_names.KEY_TRAINING_STATE in keys
-        # A user's own object may hold a path, as the files of helios-ml do.
+        # A user's own object may contain a path, as the files of helios-ml do.
         old_names = [] if file_names.KEY_SCHEMA in keys else self._names
         checks: tuple[tuple[Callable[[], object], Condition], ...] = (
             (self._refuse_functions, Condition.FOREIGN),
@@ -300,8 +299,8 @@ class _Look:
         if found:
             raise _FaultError(
                 Condition.FOREIGN,
-                f"{self.path} refers to {', '.join(found)}, which no checkpoint does. Nothing of "
-                "it was called; do not load the file unless you know who wrote it.",
+                f"{self.path} refers to {', '.join(found)}, which no checkpoint does. None of it "
+                "was called; do not load the file unless you know who wrote it.",
             )
 
     def _check_numbers(self) -> None:
@@ -310,8 +309,8 @@ class _Look:
         if any(type(number) is not int for number in (*counters, self.tree["num_replicas"])):
             raise _FaultError(
                 Condition.FOREIGN,
-                f"{self.path} is no checkpoint of Helios: its counters are no integers. Move it to "
-                "another folder.",
+                f"{self.path} is not a checkpoint of Helios: its counters are not integers. Move "
+                "it to another folder.",
             )
 
 
@@ -320,14 +319,14 @@ def _is_before(name: str) -> bool:
 
 
 def examine_folder(folder: Path, depth: Depth = Depth.GLANCE) -> FolderStatus:
-    """Return what is known of the checkpoints directly in a folder.
+    """Examine the checkpoints directly in a folder.
 
     Args:
         folder: the folder of one run.
-        depth: as in :func:`examine`. What a start would do is told as far as that look tells.
+        depth: as in :func:`examine`. What a start would do is determined as far as it allows.
 
     Raises:
-        CheckpointError: if a run deletes the checkpoints faster than they can be read.
+        CheckpointError: if a running training deletes the checkpoints faster than they can be read.
     """
     files = _examine_all(folder, depth)
     aside = [_put_aside(path) for path in sorted(folder.iterdir()) if _is_put_aside(path)]
@@ -336,12 +335,12 @@ def examine_folder(folder: Path, depth: Depth = Depth.GLANCE) -> FolderStatus:
 
 
 def _examine_all(folder: Path, depth: Depth) -> list[Status]:
-    """Look at all checkpoints of a folder, and again where a run has deleted one meanwhile."""
+    """Examine all checkpoints of a folder, and again if a run has deleted one meanwhile."""
     known: dict[Path, Status] = {}
     for paths in file_names.listings(folder):
         known |= {path: examine(path, depth) for path in paths if path not in known}
         files = [known[path] for path in paths]
-        # What was whole when it was looked at was there, whatever has become of it since.
+        # A file that was intact when it was examined is reported, even if it was deleted since.
         if all(status.is_good or not file_names.is_gone(status.path) for status in files):
             break
     return files
@@ -363,27 +362,27 @@ def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None,
             return status.path, StartOutcome.RESUMES
         if status.condition is not Condition.DAMAGED:
             return status.path, StartOutcome.REFUSES
-    # A silent fresh start where all are damaged would hide the loss of the run.
+    # A silent fresh start with only damaged checkpoints would hide the loss of the run.
     return None, StartOutcome.REFUSES if files or has_damaged else StartOutcome.FRESH
 
 
 def survey(
     root: Path, depth: Depth = Depth.GLANCE, *, with_moved_aside: bool = True
 ) -> Iterator[FolderStatus]:
-    """Look through a folder and all below it, and yield those that hold checkpoints.
+    """Examine a folder and all folders below it, and yield those that hold checkpoints.
 
     Args:
         root: the folder of a run, or ``chkpt_root``.
         depth: as in :func:`examine`.
-        with_moved_aside: look also into folders below that hold what was moved aside.
+        with_moved_aside: include folders below it with files that were moved aside.
 
     Raises:
-        CheckpointError: if a folder cannot be listed, as well as in :func:`examine_folder`.
+        CheckpointError: if a folder cannot be listed, and as in :func:`examine_folder`.
     """
 
     def refuse(error: OSError) -> None:
         raise CheckpointError(
-            f"The folder {error.filename} cannot be listed: {error.strerror}. Look at its "
+            f"The folder {error.filename} cannot be listed: {error.strerror}. Check its "
             "permissions."
         ) from error
 

@@ -1,8 +1,8 @@
-"""The folder of one run, and the one way in which a checkpoint gets into it.
+"""``RunFolder``: the folder of one run, and how checkpoints are committed to it.
 
-A save writes everything under temporary names and commits with one rename: a process that dies
-between any two file operations leaves the checkpoints that were committed before, or those and
-the new one.
+A save writes everything under temporary names and commits with one rename: if the process dies
+between any two file operations, the folder holds the checkpoints that were committed before, or
+those and the new one.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Draft:
     """A checkpoint that is ready to be written.
 
     Attributes:
-        path: where it belongs.
+        path: its path.
         code: the encoded payload.
-        sidecar: what is known of it.
-        is_own: whether nothing in it changes when the training goes on.
+        sidecar: facts about it.
+        is_own: whether its memory is its own, so that training cannot change it.
     """
 
     path: Path
@@ -57,11 +57,11 @@ class Draft:
 
 
 class RunFolder:
-    """The checkpoints of one run (DESIGN section 6, "Which run is it?").
+    """The checkpoints of one run.
 
     Args:
-        folder: ``chkpt_root/<save_name>``; made by the first save.
-        options: how to write and keep.
+        folder: ``chkpt_root/<save_name>``; created by the first save.
+        options: how to write and keep checkpoints.
     """
 
     def __init__(self, folder: Path, options: CheckpointStore | None = None) -> None:
@@ -69,7 +69,7 @@ class RunFolder:
         self._options = options or CheckpointStore()
         self._retention = Retention(self._options)
         self._protected: set[Path] = set()
-        # What is known to be damaged, and could not be put aside.
+        # Files that are known to be damaged, and could not be renamed.
         self._left: set[Path] = set()
 
     @property
@@ -79,13 +79,13 @@ class RunFolder:
 
     def entries(self) -> list[Entry]:
         """Return the committed checkpoints, oldest first."""
-        # Nobody else changes the folder meanwhile: the run holds its lock.
+        # No other process changes the folder meanwhile: the run holds its lock.
         found = file_names.list_checkpoints(self._path)
         return sorted(Entry(*(file_names.parse(path) or (0, 0)), path) for path in found)
 
     def protect(self, path: Path) -> None:
         """Never delete this file: the run was resumed from it."""
-        # Spelled as entries() does, whatever way leads into the folder, also by a link to the file.
+        # As entries() spells it, whichever path leads into the folder, also by a link to the file.
         for place in (path, path.resolve()):
             is_inside = place.parent.resolve() == self._path.resolve()
             self._protected.add(self._path / place.name if is_inside else place)
@@ -108,12 +108,12 @@ class RunFolder:
         """Prepare a checkpoint for :meth:`commit`; no file is touched.
 
         Args:
-            payload: the content; encoded here, in one piece, so that aliases stay.
-            stem: name of the file without suffix (H21).
-            sidecar: what is known of it; digest, schema and version are filled in later.
+            payload: the content; encoded here, in one call, so that aliases are kept.
+            stem: name of the file without suffix.
+            sidecar: facts about it; digest, schema and version are filled in later.
             safe_types: types that may be built when the file is loaded.
-            meters: count how long values in it take to be encoded, by address.
-            buffers: take copies of all tensors, so that the training may go on before the commit.
+            meters: measure how long values in it take to encode, by address.
+            buffers: copy all tensors into these, so that training may continue before the commit.
 
         Raises:
             StateError: for a value that could not be loaded again, or a payload that disagrees
@@ -128,7 +128,7 @@ class RunFolder:
         return Draft(path, captured.code, sidecar, is_own=captured.is_own)
 
     def commit(self, draft: Draft) -> Path:
-        """Write a draft, and delete what retention lets go (H20, H28); returns the file.
+        """Write a draft, and delete what the retention rules allow; returns the file.
 
         Raises:
             OSError: if the disk fails; it names a file. The partial files are removed, older
@@ -137,7 +137,7 @@ class RunFolder:
         try:
             return self._commit(draft)
         except OSError as error:
-            # The system does not name a file that is open already.
+            # The system does not name a file that is already open.
             error.filename = error.filename or str(draft.path)
             raise
 
@@ -188,14 +188,14 @@ class RunFolder:
                 _LOGGER.warning("The old checkpoint %s was not deleted: %s.", entry.path, error)
 
     def _delete(self, entry: Entry) -> None:
-        # The checkpoint goes first: left without its sidecar, it would be loaded unverified.
+        # Delete the checkpoint first: without its sidecar, it would be loaded unverified.
         files.unlink(entry.path, missing_ok=True)
         files.unlink(entry.sidecar_path, missing_ok=True)
 
     def find(self, epoch: int, iteration: int) -> Path | None:
         """Return the committed checkpoint of this (epoch, iteration); ``None`` without one.
 
-        A damaged one that could not be put aside does not count: it is to be written again.
+        A damaged one that could not be renamed does not count: it must be written again.
         """
         for entry in self.entries():
             is_it = (entry.epoch, entry.iteration) == (epoch, iteration)
@@ -204,22 +204,22 @@ class RunFolder:
         return None
 
     def mark_finished(self, path: Path, reason: str) -> None:
-        """Note in a checkpoint's sidecar why the run came to its end there.
+        """Record in a checkpoint's sidecar why the run ended there.
 
         Raises:
-            DamagedCheckpointError: if the sidecar is not as it was written.
+            DamagedCheckpointError: if the sidecar is damaged.
         """
         sidecar = loading.read_sidecar(path)
         if not path.exists():
             _LOGGER.error(
-                "The last checkpoint, %s, was deleted behind its save: the next start trains again "
-                "what is not in an older one.",
+                "The last checkpoint, %s, was deleted after its save: the next start repeats what "
+                "is not in an older one.",
                 path,
             )
             return
         if sidecar is None:
             _LOGGER.warning(
-                "%s has no sidecar; the end of the run is not noted (%s).", path, reason
+                "%s has no sidecar; the end of the run is not recorded (%s).", path, reason
             )
             return
         finished = dataclasses.replace(sidecar, finished=reason)
@@ -230,9 +230,9 @@ class RunFolder:
         return loading.read_sidecar(path)
 
     def load(self, path: Path, safe_types: Iterable[Any] = ()) -> Loaded:
-        """Verify and read one checkpoint, whose tensors may lie in the file.
+        """Verify and read one checkpoint, whose tensors may be mapped from the file.
 
-        See :func:`helios.checkpoint.loading.load`; copy what is kept.
+        See :func:`helios.checkpoint.loading.load`; copy what you keep.
         """
         loaded = loading.load(path, safe_types, maps=True)
         self.protect(loaded.path)
@@ -245,20 +245,20 @@ class RunFolder:
         renames_damaged: bool = True,
         listed: list[Path] | None = None,
     ) -> Loaded | None:
-        """Read the newest checkpoint that is whole (H23, USERS.md 2).
+        """Read the newest undamaged checkpoint.
 
         Args:
             safe_types: types that may be built.
-            renames_damaged: put damaged files aside; only who writes to the folder may.
+            renames_damaged: rename damaged files; only for the process that writes to the folder.
             listed: the checkpoints, as :meth:`clean` has returned them; ``None`` to list them.
 
         Returns:
-            The checkpoint, which is never deleted from then on; ``None`` where there is none. Its
-            tensors may lie in the file: copy what is kept.
+            The checkpoint, which is never deleted from then on; ``None`` if there is none. Its
+            tensors may be mapped from the file: copy what you keep.
 
         Raises:
             DamagedCheckpointError: if all checkpoints are damaged, now or at an earlier start.
-            CheckpointError: if the newest one is whole, but cannot be used here.
+            CheckpointError: if the newest one is undamaged, but cannot be used here.
         """
         types = list(safe_types)
         damaged: list[Path] = []
@@ -269,7 +269,7 @@ class RunFolder:
             except DamagedCheckpointError as error:
                 if path not in damaged:
                     damaged.append(path)
-                    _LOGGER.warning("%s Going on with the next older checkpoint.", error)
+                    _LOGGER.warning("%s Continuing with the next older checkpoint.", error)
                 if renames_damaged:
                     self._put_aside(path)
                 return None
@@ -285,8 +285,8 @@ class RunFolder:
         names = sorted({path.name for path in damaged if file_names.SUFFIX in path.suffixes})
         if names:
             raise DamagedCheckpointError(
-                f"All checkpoints in {self._path} are damaged: {', '.join(names)}. To start anew, "
-                'pass resume="never", which moves them aside, or move them away yourself.'
+                f"All checkpoints in {self._path} are damaged: {', '.join(names)}. To start a new "
+                'run, pass resume="never", which moves them aside, or move them away yourself.'
             )
 
     def _put_aside(self, path: Path) -> None:
@@ -295,16 +295,16 @@ class RunFolder:
         except OSError as error:
             self._left.add(path)
             _LOGGER.warning(
-                "The damaged checkpoint %s could not be renamed (%s); this start passes over it.",
+                "The damaged checkpoint %s could not be renamed (%s); this start ignores it.",
                 path,
                 error,
             )
 
     def rename_damaged(self, path: Path) -> Path:
-        """Put a damaged checkpoint and its sidecar aside under names that are never loaded."""
+        """Rename a damaged checkpoint and its sidecar to names that are never loaded."""
         target = file_names.damaged_path(path)
         _LOGGER.warning("Renaming the damaged checkpoint %s to %s.", path, target.name)
-        # The checkpoint goes first: left without its sidecar, it would be loaded unverified.
+        # Rename the checkpoint first: without its sidecar, it would be loaded unverified.
         files.replace(path, target)
         sidecar = file_names.sidecar_path(path)
         if sidecar.exists():
@@ -318,7 +318,7 @@ class RunFolder:
         return [path for path in self._path.iterdir() if file_names.is_damaged(path)]
 
     def clean(self) -> list[Path]:
-        """Remove what a kill in the middle of a save left behind; other files are not touched.
+        """Remove partial files of a killed save; other files are not touched.
 
         Returns:
             The committed checkpoints of the same listing, oldest first.
@@ -330,7 +330,7 @@ class RunFolder:
             try:
                 files.unlink(path, missing_ok=True)
             except OSError as error:
-                _LOGGER.warning("What a kill has left in %s stays: %s.", self._path, error)
+                _LOGGER.warning("A partial file of a killed save stays, %s: %s.", self._path, error)
         return file_names.select_checkpoints(present)
 
     def _is_orphan(self, path: Path) -> bool:
@@ -339,7 +339,7 @@ class RunFolder:
         )
         if not is_named_so or path.with_suffix(file_names.SUFFIX).exists():
             return False
-        # Somebody's own JSON file may have such a name: only what is a sidecar is removed.
+        # A user's own JSON file may have such a name: only sidecars are removed.
         try:
             sidecar = loading.read_sidecar(path)
         except (CheckpointError, OSError):
@@ -354,7 +354,7 @@ class RunFolder:
 
         Args:
             clock_text: date and time, as part of a file name.
-            keep: a checkpoint that stays where it is.
+            keep: a checkpoint that is not moved.
 
         Returns:
             The new folder, or ``None`` if there was nothing to move.

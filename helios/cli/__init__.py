@@ -1,7 +1,4 @@
-"""The commands of ``helios``: strings to objects, and objects to lines or JSON.
-
-Nothing here decides anything about checkpoints, and nothing imports this.
-"""
+"""The commands of ``helios``: from command-line arguments to lines or JSON."""
 
 from helios.cli.commands import main
 

@@ -1,7 +1,7 @@
-"""The command line: one parser, a module for each command, and one place where errors end.
+"""The command line: one parser, a module for each command, and one place that handles errors.
 
 Exit codes are 0 for success, 1 for a checkpoint that is not good or could not be used, 2 for wrong
-usage; 130 after Ctrl-C and 141 when the reader of the output has gone, as shells have it.
+usage; 130 after Ctrl-C and 141 after a broken pipe, as in shells.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each command stores its ``run`` in the result."""
     parser = argparse.ArgumentParser(
         prog="helios",
-        description="Look at checkpoints of Helios, check them, and take weights out of them.",
+        description="List, inspect, verify and migrate checkpoints of Helios, and export weights.",
         epilog=_EPILOG,
         formatter_class=_Formatter,
     )
@@ -61,13 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the words behind ``helios``; those of the process by default.
+        argv: the arguments after ``helios``; those of the process by default.
 
     Returns:
         The exit code.
 
     Raises:
-        SystemExit: with 2 for words that are no command, with 0 after ``--help``.
+        SystemExit: with 2 for wrong usage, with 0 after ``--help``.
     """
     namespace = build_parser().parse_args(argv)
     try:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail(namespace, "interrupted.", INTERRUPTED)
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, and would complain there.
+        # The interpreter flushes again when it exits, and would report an error there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
     except (ArgumentError, UsageError) as error:

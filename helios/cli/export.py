@@ -1,4 +1,4 @@
-"""``helios export``: the weights of a checkpoint, for programs that know nothing of Helios."""
+"""``helios export``: the weights of a checkpoint, for programs without Helios."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from helios.storage.digest import digest_file
 from helios.version import __version__
 
 NAME = "export"
-SUMMARY = "write the weights of a checkpoint into a file of their own"
+SUMMARY = "write the weights of a checkpoint to a separate file"
 DESCRIPTION = """\
-Write the weights of a checkpoint, and nothing else of it, into a file that
-needs no Helios.
+Write only the weights of a checkpoint to a file that can be read without
+Helios.
 
-The names are those inside the network where there is one, or where --network
+The names are those inside the network if there is only one, or if --network
 names one; those of several networks begin with the model's attribute:
-encoder.layer.weight. Of a model with a state_dict of its own, all tensors
-outside of optimizers are taken, by the keys that lead there.
+encoder.layer.weight. If the model overrides state_dict, all tensors outside
+optimizers are exported, by the keys that lead to them.
 
-The checkpoint is verified first. A file is never written over without
+The checkpoint is verified first. An existing file is overwritten only with
 --force.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser of the command its arguments."""
-    # Versions of Python break a long line of their own making at different places.
+    # Versions of Python wrap a generated usage line at different places.
     parser.usage = "%(prog)s FILE --to FORMAT [options]"
     parser.add_argument("file", metavar="FILE", help="a checkpoint")
     parser.add_argument(
@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average",
         metavar="ID",
-        help='averages in place of weights, by the id of the plugin: "ema" or "swa"',
+        help='averages instead of weights, by the id of the plugin: "ema" or "swa"',
     )
-    parser.add_argument("--force", action="store_true", help="write over an existing file")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     output.add_json_option(parser)
 
 
@@ -63,7 +63,7 @@ def run(namespace: argparse.Namespace) -> int:
 
     Raises:
         CheckpointError: if the checkpoint is not good.
-        ArgumentError: for a network or average that is not in it, or a file that is in the way.
+        ArgumentError: for a network or average that is not in it, or if the file exists.
     """
     source = output.existing_file(namespace.file)
     status, tree = look_into(source, Depth.BYTES)
@@ -83,7 +83,7 @@ def run(namespace: argparse.Namespace) -> int:
 def _metadata(status: Status, tree: Any, average: str | None) -> dict[str, str]:
     state, sidecar = tree[file_names.KEY_TRAINING_STATE], status.sidecar
     return {
-        # What other libraries look for in the header.
+        # The key that other libraries look for in the header.
         "format": "pt",
         "helios_version": __version__,
         "run_name": "" if sidecar is None else sidecar.run_name,
@@ -113,5 +113,5 @@ def _lines(target: Path, weights: Weights) -> list[str]:
     size = size_text(weights.num_bytes)
     lines = [f"Wrote {len(weights.tensors)} tensors, {size}, to {target}."]
     if weights.left_out:
-        lines.append(f"Left out, because they are no tensors: {', '.join(weights.left_out)}.")
+        lines.append(f"Not exported, because not tensors: {', '.join(weights.left_out)}.")
     return lines

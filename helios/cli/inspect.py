@@ -1,4 +1,4 @@
-"""``helios inspect``: what is in one checkpoint, without the code that wrote it."""
+"""``helios inspect``: the content of one checkpoint, without the code that wrote it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from helios.core.sizes import size_text
 NAME = "inspect"
 SUMMARY = "show the sidecar, the counters and the tensors of a checkpoint"
 DESCRIPTION = """\
-Show what is in a checkpoint: its sidecar, its counters, and the tree of its
+Show the content of a checkpoint: its sidecar, its counters, and the tree of its
 tensors with types, shapes and sizes. Works on damaged, old and foreign files
 as far as they can be read. Tensors are not read, and objects of unknown types
 are named, never built.
 
-Exit code 0: the file is good, as far as its structure shows. 1: it is not;
-the reason follows the state. 2: wrong usage.
+Exit code 0: the file is good, as far as its structure shows. 1: it is not; the
+reason is printed after the state. 2: wrong usage.
 """
 
 _DEPTH = 4
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_DEPTH,
         metavar="N",
-        help=f"levels of the tree that are shown; 0 for all (default: {_DEPTH})",
+        help=f"levels of the tree to show; 0 for all (default: {_DEPTH})",
     )
     output.add_json_option(parser)
 
@@ -67,7 +67,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _document(status: Status, tree: Any, nodes: list[Node]) -> dict[str, Any]:
-    """Return all of it; tensors by path, whatever the depth."""
+    """Return everything; tensors by path, whatever the depth."""
     sidecar = status.sidecar
     return {
         **output.status_document(status),

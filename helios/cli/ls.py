@@ -1,4 +1,4 @@
-"""``helios ls``: which checkpoints there are, and where a start would go on."""
+"""``helios ls``: list checkpoints, and show where a start would resume."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from helios.cli.output import Column
 from helios.core.sizes import size_text
 
 NAME = "ls"
-SUMMARY = "list the checkpoints of a folder and of those below it"
+SUMMARY = "list the checkpoints of a folder and of the folders below it"
 DESCRIPTION = """\
 List the checkpoints of a run's folder, or of all runs below chkpt_root.
 
 States: good, damaged, unmigrated (of helios-ml), newer (a later format),
-foreign (no checkpoint of Helios), unreadable (disk or permissions), put aside
-(found damaged at an earlier start). A star marks the file that a start of fit
-goes on from, an exclamation mark the one that it would stop at with an error.
+foreign (not a checkpoint of Helios), unreadable (disk or permissions), put
+aside (found damaged at an earlier start). A star marks the file from which fit
+would resume, an exclamation mark the one at which it would stop with an error.
 
-Without --verify, good means that the container is whole, and that name and
-sidecar agree; the content is read only where there is no sidecar.
+Without --verify, good means that the container is intact, and that name and
+sidecar agree; the content is read only if there is no sidecar.
 """
 
 _COLUMNS = (
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """List, and return 0: that something is damaged is a finding, not a failure."""
+    """List, and return 0: damaged files are a result, not a failure."""
     root = output.existing_folder(namespace.folder)
     folders = list(survey(root, Depth.BYTES if namespace.verify else Depth.GLANCE))
     if namespace.json:
@@ -79,7 +79,7 @@ def _document(folder: FolderStatus) -> dict[str, Any]:
 def _lines(folder: FolderStatus, root: Path) -> list[str]:
     title = str(root / folder.path.relative_to(root))
     if folder.is_moved_aside:
-        title += "  (moved aside; no start looks here)"
+        title += "  (moved aside; starts ignore it)"
     rows = [_row(status, folder) for status in folder.files]
     lines = [title, *output.table(_COLUMNS, rows, output.terminal_width())]
     lines += [] if folder.is_moved_aside else [*_reasons(folder), *_losses(folder)]
@@ -93,7 +93,7 @@ def _lines(folder: FolderStatus, root: Path) -> list[str]:
 
 
 def _reasons(folder: FolderStatus) -> list[str]:
-    """Return why files are not good; a folder full of old ones says so a few times only."""
+    """Return why files are not good; equal reasons are listed a few times only."""
     lines: list[str] = []
     for condition in Condition:
         reasons = [part.reason for part in folder.files if part.condition is condition]
@@ -106,7 +106,7 @@ def _reasons(folder: FolderStatus) -> list[str]:
 
 
 def _losses(folder: FolderStatus) -> list[str]:
-    """Return what checkpoints lack, newest first; what several lack is said of the newest."""
+    """Return what checkpoints lack, newest first; repeated only for the newest."""
     found: dict[str, str] = {}
     for status in reversed(folder.files):
         if status.sidecar is not None and status.sidecar.missing:

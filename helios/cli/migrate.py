@@ -1,4 +1,4 @@
-"""``helios migrate``: the migrator, under the roof of the other commands."""
+"""``helios migrate``: the migrator as a command of ``helios``."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from helios.chkpt_migrator import DESCRIPTION, add_arguments, run
 __all__ = ["DESCRIPTION", "NAME", "SUMMARY", "add_arguments", "run"]
 
 NAME = "migrate"
-SUMMARY = "bring checkpoints of helios-ml and of older formats to the present one"
+SUMMARY = "migrate checkpoints of helios-ml and of older formats to the current one"

@@ -1,7 +1,7 @@
-"""What commands print: aligned tables for people, one JSON document for programs.
+"""Output of the commands: aligned tables for people, one JSON document for programs.
 
-Names come from files that anybody may have written: what is no printable character is escaped, so
-that no file can move the cursor of a terminal or forge a line.
+Names come from files of unknown origin: non-printable characters are escaped, so that no file can
+move the cursor of a terminal or forge a line.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def existing_file(path: str) -> Path:
-    """Return the path of a file that is there.
+    """Return the path of an existing file.
 
     Raises:
-        ArgumentError: if there is none; what is no regular file could be read without end.
+        ArgumentError: if there is none, or it is not a regular file, which might have no end.
     """
     found = Path(path)
     if not found.is_file():
-        raise ArgumentError(f"There must be a file at the given place, got {path}. Correct it.")
+        raise ArgumentError(f"There must be a file at the given path, got {path}. Correct it.")
     return found
 
 
 def existing_folder(path: str) -> Path:
-    """Return the path of a folder that is there.
+    """Return the path of an existing folder.
 
     Raises:
         ArgumentError: if there is none.
     """
     found = Path(path)
     if not found.is_dir():
-        raise ArgumentError(f"There must be a folder at the given place, got {path}. Correct it.")
+        raise ArgumentError(f"There must be a folder at the given path, got {path}. Correct it.")
     return found
 
 
 def print_lines(*lines: str) -> None:
-    """Print lines of text; characters that the terminal does not know are escaped."""
+    """Print lines of text; characters that the terminal does not support are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     for line in lines:
         text = printable(line).encode(encoding, "backslashreplace").decode(encoding)
@@ -64,12 +64,12 @@ def print_lines(*lines: str) -> None:
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print one JSON document; numbers that JSON has not become text."""
+    """Print one JSON document; numbers that JSON does not support become text."""
     sys.stdout.write(json.dumps(to_plain(document), indent=2, allow_nan=False) + "\n")
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as JSON has it: infinities, NaN and what it does not know as text."""
+    """Return a value as JSON represents it: infinities, NaN and unsupported values as text."""
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -80,7 +80,7 @@ def to_plain(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return a text in which everything that is not to be seen is escaped.
+    """Return a text in which all non-printable characters are escaped.
 
     Example:
         >>> printable("a" + chr(27) + "b") == "a" + chr(92) + "x1bb"
@@ -99,16 +99,16 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 
 def terminal_width() -> int | None:
-    """Return how wide the terminal is; ``None`` if the output does not go to one."""
+    """Return the width of the terminal; ``None`` if the output does not go to one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def facts(texts: Mapping[str, str], width: int | None = None) -> list[str]:
-    """Return the lines of a list of names with texts, which are wrapped where they are long.
+    """Return the lines of a list of names with texts; long ones are wrapped.
 
     Args:
         texts: by name.
-        width: how wide the lines may be; ``None`` for that of the terminal.
+        width: maximum width of the lines; ``None`` for that of the terminal.
     """
     width = width or terminal_width()
     margin = max(map(len, texts), default=0) + len(_GAP)
@@ -122,7 +122,7 @@ def facts(texts: Mapping[str, str], width: int | None = None) -> list[str]:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    # A path or digest that is cut could not be copied.
+    # A truncated path or digest could not be copied.
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
@@ -132,8 +132,8 @@ class Column:
 
     Attributes:
         title: its heading.
-        is_right: whether its cells stand at its right side, as numbers do.
-        rank: the higher, the sooner it goes where the terminal is too narrow; 0 stays always.
+        is_right: whether its cells are right-aligned, as numbers are.
+        rank: columns with higher ranks are omitted first on a narrow terminal; 0 is never omitted.
     """
 
     title: str
@@ -144,13 +144,13 @@ class Column:
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None
 ) -> list[str]:
-    """Return the lines of a table; columns without any content are left out.
+    """Return the lines of a table; columns without any content are omitted.
 
     Args:
-        columns: of the table.
+        columns: the columns.
         rows: a cell for each column.
-        width: how wide the lines may be; ``None`` for any width. Nothing is cut: columns go,
-            those of the highest rank first.
+        width: maximum width of the lines; ``None`` for any width. Cells are not truncated: columns
+            are omitted, those of the highest rank first.
     """
     widths = [
         max(len(printable(text)) for text in (column.title, *(row[number] for row in rows)))
@@ -183,7 +183,7 @@ def _cell(text: str, width: int, column: Column) -> str:
 
 
 def status_document(status: Status) -> dict[str, Any]:
-    """Return what is known of one file, under the keys that ``--json`` promises."""
+    """Return the facts about one file, under the keys of ``--json``."""
     epoch, iteration = status.place or (None, None)
     sidecar = status.sidecar
     return {

@@ -13,18 +13,18 @@ from helios.errors import ArgumentError
 NAME = "verify"
 SUMMARY = "compare checkpoints with their digests"
 DESCRIPTION = """\
-Read checkpoints from end to end and compare them with the digests in their
-sidecars, or with the check sums of their containers where there is no digest.
-Folders are looked through with all below, but for what was put aside: damaged
-files, and folders called before-*.
+Read checkpoints completely and compare them with the digests in their sidecars,
+or with the checksums of their containers if there is no digest. Folders are
+searched recursively, except for files that were put aside: damaged files, and
+folders named before-*.
 
-Exit code 0: all are good. 1: one is not. 2: wrong usage, or a folder without
-checkpoints.
+Exit code 0: all are good. 1: at least one is not. 2: wrong usage, or a folder
+without checkpoints.
 """
 
 _HOW = {
     Checked.DIGEST: "digest",
-    Checked.SUMS: "no digest to compare; the container's check sums fit",
+    Checked.SUMS: "no digest to compare; the container's checksums match",
 }
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of helios-ml, the earlier package, brought to the present format.
+"""Migration of checkpoints of helios-ml, the earlier package, to the current format.
 
-``helios.chkpt_migrator`` and ``helios migrate`` are the ways in; a start never reads an old file.
+Use ``helios.chkpt_migrator`` or ``helios migrate``; a start never reads an old file.
 """

@@ -1,8 +1,8 @@
-"""Bringing the files of a folder to the present format, each in its place and under its name.
+"""Migrates the files of a folder to the current format, in place and under the same names.
 
-The new file is written beside the old one and takes its name in one instant; its sidecar follows.
-A kill in between leaves the old file, or the new one without a sidecar, which says of itself that
-it was migrated: a start reads either for what it is, and the next migration completes it.
+The new file is written beside the old one and replaces it in one step; its sidecar follows. A kill
+in between leaves the old file, or the new one without a sidecar, which is marked as migrated: a
+start handles both correctly, and the next migration completes it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from helios.storage.folder_lock import FolderLock
 from helios.version import __version__
 
 BACKUP_FOLDER = "before-migration"
-"""Where old files are kept, beside the new ones: no start looks for checkpoints there."""
+"""Subfolder for old files: no start looks for checkpoints there."""
 
 _CHUNK_BYTES = 1 << 20
 _ANY_MAY_WRITE = 0o222
 
 
 class Result(Enum):
-    """What became of a file."""
+    """The result for a file."""
 
     MIGRATED = "migrated"
     PENDING = "to be migrated"
@@ -56,7 +56,7 @@ class Result(Enum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether a checkpoint may be there that no start can use yet."""
+        """Whether there may be a checkpoint that no start can use yet."""
         return self in _FAILURES
 
 
@@ -67,13 +67,13 @@ _FAILURES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What became of one file, and why.
+    """The result for one file, and its reason.
 
     Attributes:
         path: the file.
-        result: what became of it.
-        reason: in words, where the result needs some.
-        backup: where the old file is kept, if it is.
+        result: the result.
+        reason: an explanation, if the result needs one.
+        backup: the copy of the old file, if there is one.
     """
 
     path: Path
@@ -84,10 +84,10 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Migration:
-    """What a migration may do.
+    """The options of a migration.
 
     Attributes:
-        is_dry: look only; nothing is written.
+        is_dry: only report; nothing is written.
         backs_up: keep each old file in :data:`BACKUP_FOLDER` beside it.
     """
 
@@ -95,7 +95,7 @@ class Migration:
     backs_up: bool = True
 
     def migrate(self, path: Path) -> Report:
-        """Bring one file to the present format; whatever stands against it is in the report."""
+        """Migrate one file to the current format; failures are in the report."""
         try:
             return self._migrate(path)
         except FolderInUseError as error:
@@ -112,9 +112,9 @@ class Migration:
         if path.is_dir():
             next(path.iterdir(), None)
         if file_names.is_temporary(path):
-            return Report(path, Result.UNFINISHED, "a save that goes on, or that was cut off")
+            return Report(path, Result.UNFINISHED, "a save in progress, or one that was killed")
         if path.is_symlink() or not path.is_file():
-            return Report(path, Result.LINK, "only files are migrated, where they lie")
+            return Report(path, Result.LINK, "only files are migrated, in place")
         try:
             sidecar = _read_own_sidecar(path)
         except IncompatibleCheckpointError as error:
@@ -136,7 +136,7 @@ class Migration:
         if unknown:
             raise IncompatibleCheckpointError(_describe_unknown(unknown))
         if not helios_ml.is_old(tree):
-            return Report(path, Result.FOREIGN, "it holds no checkpoint of helios-ml")
+            return Report(path, Result.FOREIGN, "it is not a checkpoint of helios-ml")
         codec.check_container(path)
         code = codec.encode(_convert(tree, path), where="", safe_types=types)
         return self._renew(path, code, seen)
@@ -153,7 +153,7 @@ class Migration:
             return Report(path, Result.MIGRATED, backup=self._replace(path, code))
 
     def _complete(self, path: Path, types: list[Any]) -> Report:
-        """Write the sidecar of a migrated file that a kill has left without one."""
+        """Write the sidecar of a migrated file, after a kill between the two."""
         obstacle = self._find_obstacle(path)
         if obstacle is not None:
             return obstacle
@@ -169,7 +169,7 @@ class Migration:
             return Report(path, Result.READ_ONLY, "allow writing to it, and start again")
         place = file_names.sidecar_path(path)
         if os.path.lexists(place) and _read_own_sidecar(path) is None:
-            return Report(path, Result.FAILED, f"its sidecar belongs where {place} is: move that")
+            return Report(path, Result.FAILED, f"{place} is in the place of its sidecar: move it")
         return None
 
     def _replace(self, path: Path, code: dict[str, Any]) -> Path | None:
@@ -179,7 +179,7 @@ class Migration:
             digest = _write(partial, code)
             shutil.copymode(path, partial)
             backup = _back_up(path, source) if self.backs_up else None
-            # A sidecar of an earlier migration says nothing of the file that comes now.
+            # A sidecar of an earlier migration does not describe the new file.
             files.unlink(file_names.sidecar_path(path), missing_ok=True)
             files.replace(partial, path)
         except BaseException:
@@ -206,12 +206,12 @@ def find(root: Path, *, is_recursive: bool = True) -> Iterator[Path]:
 
 
 def _is_cut_off(path: Path) -> bool:
-    # What stands beside a checkpoint of that name is the rest of a migration, and is written anew.
+    # A temporary file beside such a checkpoint is the rest of a migration, and is written again.
     return file_names.is_temporary(path) and not path.with_suffix("").exists()
 
 
 def _read_own_sidecar(path: Path) -> Sidecar | None:
-    """Return the sidecar of a checkpoint, ``None`` for none and for other people's JSON."""
+    """Return the sidecar of a checkpoint; ``None`` if there is none, or for other JSON files."""
     try:
         return loading.read_sidecar(path)
     except DamagedCheckpointError:
@@ -228,13 +228,13 @@ def _convert(tree: Any, path: Path) -> dict[str, Any]:
         plain = helios_ml.to_plain(tree, stem=path.stem)
         return schema_upgrades.upgrade(plain, schema_step.STEPS)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise helios_ml.NotAsWrittenError(f"no release has written it so: {error!r}") from error
+        raise helios_ml.NotAsWrittenError(f"no release has written this: {error!r}") from error
 
 
 def _describe_unknown(names: list[str]) -> str:
     return (
-        f"it refers to {', '.join(names)}, which no release of helios-ml has put into files, and "
-        "nothing of it was built. Types of your own that you trust: name them in "
+        f"it refers to {', '.join(names)}, which no release of helios-ml has written, and none of "
+        "it was built. If these are types of your own that you trust, add them with "
         "torch.serialization.add_safe_globals([...]), and call "
         "helios.chkpt_migrator.migrate_checkpoints_to_current_version(folder) in the same script"
     )
@@ -268,7 +268,7 @@ def _write_sidecar(path: Path, payload: Mapping[str, Any], digest: str, *, sourc
 
 
 def _back_up(path: Path, digest: str) -> Path:
-    """Copy a file to the backup folder, durably; returns the copy, an earlier one if there is."""
+    """Copy a file to the backup folder, durably; returns the copy, or an existing one."""
     folder = path.parent / BACKUP_FOLDER
     files.make_folder(folder)
     target, number = folder / path.name, 1

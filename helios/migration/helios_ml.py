@@ -1,7 +1,7 @@
-"""What helios-ml, the earlier package, wrote into its files, brought into plain form.
+"""Converts what helios-ml, the earlier package, wrote into its files to plain values.
 
-Its objects are read as inert stand-ins that know their name and their parts; here each of them
-becomes a plain value. The package itself is never imported, and nothing in a file is called.
+Its objects are read as inert stubs that know their names and parts; here each of them becomes a
+plain value. The package itself is never imported, and nothing in a file is called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY_DATAMODULE = "datamodule"
 KEY_LOGGERS = "loggers"
 
 _STATE = "helios.trainer.TrainingState"
-# Where the class lives now: scripts write files in the old form with it, too.
+# The current path of the class, which scripts may also write in the old form.
 _PRESENT_STATE = "helios.state.TrainingState"
 _FILE_KEYS = "helios.trainer._CheckpointKeys"
 _MODEL_KEYS = "helios.model.model._InternalStateKeys"
@@ -34,14 +34,14 @@ _WINDOWS = ("WindowsPath", "PureWindowsPath")
 # Python 3.13 keeps the classes in another module; NumPy 2 has renamed its own.
 _PATH_MODULES = ("pathlib", "pathlib._local")
 _ARRAY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
-# Numbers and texts by kind and size; objects of Python are none.
+# Numbers and texts by kind and size; no Python objects.
 _DTYPE = re.compile(r"[?biufcSU][0-9]*")
 _ORDERS = ("<", ">", "=", "|")
 _COUNTERS = ("current_iteration", "global_iteration", "global_epoch", "dataset_iter")
 
 
 class NotAsWrittenError(Exception):
-    """Something in a file is not as any release of helios-ml has written it."""
+    """Something in a file differs from what any release of helios-ml has written."""
 
 
 def _make_path(kind: type[PurePosixPath | PureWindowsPath]) -> Callable[[Unknown], str]:
@@ -69,11 +69,11 @@ def _make_dtype(value: Any) -> np.dtype[Any]:
     name, *rest = value.parts if isinstance(value, Unknown) else ("",)
     is_plain = isinstance(value, Unknown) and value.name == "numpy.dtype"
     if not is_plain or not isinstance(name, str) or not _DTYPE.fullmatch(name):
-        raise NotAsWrittenError(f"an array of NumPy has elements of {name or value!r}")
+        raise NotAsWrittenError(f"a NumPy array has elements of {name or value!r}")
     state = rest[-1] if rest else ()
     order: Any = state[1] if isinstance(state, tuple) and len(state) > 1 else "="
     if order not in _ORDERS:
-        raise NotAsWrittenError(f"an array of NumPy has the byte order {order!r}")
+        raise NotAsWrittenError(f"a NumPy array has the byte order {order!r}")
     result: np.dtype[Any] = np.dtype(name).newbyteorder(order)
     return result
 
@@ -101,7 +101,7 @@ def _make_array(value: Unknown) -> np.ndarray[Any, Any]:
         result: np.ndarray[Any, Any] = array.copy(order="K")
         return result
     except (ValueError, TypeError, IndexError) as error:
-        raise NotAsWrittenError(f"an array of NumPy cannot be read: {error}") from error
+        raise NotAsWrittenError(f"a NumPy array cannot be read: {error}") from error
 
 
 def _make_scalar(value: Unknown) -> Any:
@@ -109,7 +109,7 @@ def _make_scalar(value: Unknown) -> Any:
         dtype, data = value.parts
         return np.frombuffer(_as_bytes(data), _make_dtype(dtype))[0]
     except (ValueError, TypeError, IndexError) as error:
-        raise NotAsWrittenError(f"a number of NumPy cannot be read: {error}") from error
+        raise NotAsWrittenError(f"a NumPy number cannot be read: {error}") from error
 
 
 _CONVERTERS: dict[str, Callable[[Unknown], Any]] = {
@@ -125,11 +125,11 @@ _CONVERTERS: dict[str, Callable[[Unknown], Any]] = {
     _BYTES: _make_bytes,
 }
 NAMES = frozenset((*_CONVERTERS, "numpy.ndarray"))
-"""Full names of everything but tensors that the releases have put into files."""
+"""Full names of all objects but tensors that the releases have written."""
 
 
 class _Converter:
-    """One walk over a tree; what occurs twice occurs twice again."""
+    """One walk over a tree; shared values are converted each time they occur."""
 
     def __init__(self) -> None:
         self._memo: dict[int, tuple[Any, Any]] = {}
@@ -154,23 +154,23 @@ class _Converter:
         for key, item in value.items():
             result[self.convert(key)] = self.convert(item)
         if isinstance(value, OrderedDict):
-            # The versions of a network's modules, by which torch migrates their state.
+            # The versions of a network's modules, with which torch migrates their state.
             vars(result).update(self.convert(vars(value)))
         return result
 
     def _replace(self, value: Unknown) -> Any:
         if value.name not in _CONVERTERS:
-            raise NotAsWrittenError(f"{value.name} stands alone")
+            raise NotAsWrittenError(f"{value.name} occurs by itself")
         return self.convert(_CONVERTERS[value.name](value))
 
     def _remember(self, value: Any, result: Any) -> Any:
-        # The value is kept as well: an id is only its own while it lives.
+        # The value is kept alive, because its id could be reused otherwise.
         self._memo[id(value)] = (value, result)
         return result
 
 
 def find(tree: Any, name: str) -> Any:
-    """Return what stands under a key of the file, plain or an enum's member; ``None`` for none."""
+    """Return the value of a key of the file, plain or an enum's member; ``None`` if missing."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             plain = key.parts[0] if isinstance(key, Unknown) and key.parts else key
@@ -189,12 +189,12 @@ def to_plain(tree: Any, *, stem: str) -> dict[str, Any]:
     """Return the content of a file of helios-ml as schema 0: plain keys and values.
 
     Args:
-        tree: the file, with stand-ins for objects.
+        tree: the file, with stubs for objects.
         stem: its name without suffix.
 
     Returns:
         The keys of the file with ``schema`` 0. ``model`` is what the user's ``state_dict`` had
-        returned, ``amp_scaler`` stands beside it; the epoch under way counts from 1.
+        returned, ``amp_scaler`` is beside it; the current epoch counts from 1.
 
     Raises:
         NotAsWrittenError: for what no release has written.
@@ -223,10 +223,10 @@ def _is_split(model: Any) -> bool:
 
 
 def _counts_from_zero(state: Mapping[str, Any], stem: str) -> bool:
-    """Whether the epoch under way counts from 0, as releases 0.1 have it by iterations.
+    """Whether the current epoch counts from 0, as in releases 0.1 by iterations.
 
-    They do not say who they are. Epochs are of one length, so the counters decide in most cases;
-    in the others the name may.
+    Their files have no version. Epochs are of one length, so the counters decide in most cases; in
+    the others the name may.
     """
     epoch: int = state["global_epoch"]
     begun: int = state["dataset_iter"]

@@ -1,4 +1,4 @@
-"""The step from what helios-ml wrote, in plain form (schema 0), to schema 1."""
+"""The step from the content of helios-ml, in plain form (schema 0), to schema 1."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PCG64 = "PCG64"
 
 
 def _from_helios_ml(old: dict[str, Any]) -> dict[str, Any]:
-    """Schema 0 to 1: what helios-ml did not save stands at a neutral value."""
+    """Schema 0 to 1: what helios-ml did not save gets a neutral value."""
     state = _take_state(old["training_state"])
     is_inside = state.dataset_iter > 0
-    # Inside of an epoch the number is that of the epoch under way, from 1.
+    # Inside an epoch, the number is that of the current epoch, from 1.
     epoch = max(state.global_epoch - is_inside, 0)
     scaler = old.get(helios_ml.KEY_AMP_SCALER)
     known = {
@@ -34,12 +34,12 @@ def _from_helios_ml(old: dict[str, Any]) -> dict[str, Any]:
         "data": {"description": {}, "state": {}},
         "engine": {"open_micro_batches": 0} | ({"scaler": scaler} if scaler else {}),
         "rng": _take_randomness(old.get("rng")),
-        # How many processes trained is not in the file.
+        # The number of processes that trained is not in the file.
         "num_replicas": 0,
         "num_threads": None,
         "options": {},
         "is_manual": None,
-        # No marks: event files of the old run are gone on with, and never cut back.
+        # No lengths: event files of the old run are continued, and never truncated.
         "events": None,
         "migrated_from": str(old.get("version", "")),
     }
@@ -49,25 +49,25 @@ def _from_helios_ml(old: dict[str, Any]) -> dict[str, Any]:
 
 
 STEPS: Mapping[int, schema_upgrades.Step] = {0: _from_helios_ml, **schema_upgrades.STEPS}
-"""Every step, from the format of helios-ml to the present one."""
+"""All steps, from the format of helios-ml to the current one."""
 
 
 def _take_state(old: Mapping[str, Any]) -> TrainingState:
     names = {field.name for field in dataclasses.fields(TrainingState)}
-    # A save followed a completed update; updates were counted as iterations are.
+    # A save followed a completed update; updates were counted like iterations.
     made = {"is_step_boundary": True, "global_step": old["current_iteration"]}
     return TrainingState(**made | {name: old[name] for name in names & old.keys()})
 
 
 def _take_randomness(old: Any) -> dict[str, Any]:
-    """Return the generators as :mod:`helios.core.rng` has them; newly seeded where none is."""
+    """Return the generators as :mod:`helios.core.rng` holds them; newly seeded if missing."""
     found = old if isinstance(old, Mapping) else {}
     with rng.stream(rng.get_default_seed()):
         neutral = rng.get_rng_state_dict()
     state = {name: found.get(name, neutral[name]) for name in ("torch", "rand")}
     state["numpy"] = _take_numpy(found.get("numpy"))
     if "cuda" in found:
-        # That of the one device of the process.
+        # That of the process's only device.
         cuda = found["cuda"]
         state["cuda"] = list(cuda) if isinstance(cuda, list | tuple) else [cuda]
     return state
@@ -82,7 +82,7 @@ def _take_numpy(old: Any) -> dict[str, Any] | None:
 
 
 def _take_logs(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the places of logs, and what is known of other loggers."""
+    """Return the paths of logs, and what is known of other loggers."""
     loggers = {
         name: dict(places)
         for name, places in (old.get(helios_ml.KEY_LOGGERS) or {}).items()

@@ -197,7 +197,7 @@ def test_a_checkpoint_without_a_required_key_is_an_error(folder: RunFolder) -> N
 )
 def test_a_foreign_file_under_such_a_name_is_an_error(folder: RunFolder, payload: Any) -> None:
     torch.save(payload, folder.path / "run_epoch_2_iter_4.pth")
-    refuses(folder, "no checkpoint of Helios")
+    refuses(folder, "not a checkpoint of Helios")
 
 
 def old_files() -> dict[str, dict[str, Any]]:

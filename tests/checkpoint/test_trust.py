@@ -285,7 +285,7 @@ def test_a_malicious_checkpoint_executes_nothing_and_is_named(
         if not refused:
             # Nothing that Helios wrote: damaged, and the run goes on from an older one.
             assert opener in (fit, validate, evaluate, predict)
-            assert "Going on with the next older checkpoint" in said
+            assert "Continuing with the next older checkpoint" in said
             assert not is_forged
         shutil.rmtree(root)
 

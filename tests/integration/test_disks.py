@@ -269,7 +269,7 @@ def test_a_folder_deleted_behind_the_last_save_is_told_at_the_end(
     assert_equal(outcome, whole, since=0)
     (text,) = plugin.told
     assert text.startswith("ERROR The last checkpoint")
-    assert "was deleted behind its save" in text
+    assert "was deleted after its save" in text
 
 
 @pytest.mark.parametrize("place", ["root/run/small", "root/run", "root"])

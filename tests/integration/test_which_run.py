@@ -136,8 +136,8 @@ def test_where_all_that_came_of_a_path_is_damaged_the_run_goes_back_to_it_loudly
     again = train(tmp_path / "second", dataclasses.replace(setting, total_steps=6))
     assert min(again.records) == (5 if harm == "newest" else 4)
     shown = capsys.readouterr().err
-    assert "Going on with the next older" in shown
-    assert ("goes back to" in shown) == (harm != "newest")
+    assert "Continuing with the next older" in shown
+    assert ("The run starts again from" in shown) == (harm != "newest")
 
 
 def test_where_the_path_is_gone_too_no_start_begins_afresh(tmp_path: Path) -> None:
