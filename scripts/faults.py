@@ -1998,8 +1998,9 @@ FAULTS = (
     Fault(
         "the migrated file is not written beside the old one",
         "helios/migration/folder_migration.py",
-        "        partial = files.temporary_path(path)\n        try:\n            digest",
-        "        partial = path\n        try:\n            digest",
+        "            digest = codec.write_file(partial, code, hashes=True)",
+        "            digest = codec.write_file(path, code, hashes=True)\n"
+        "            shutil.copyfile(path, partial)",
         "tests/migration/test_migration_kills.py",
     ),
     Fault(

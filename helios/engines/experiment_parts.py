@@ -129,13 +129,5 @@ def save(checkpoint: Mapping[str, Any], path: Path) -> None:
     """
     tree = codec.encode(dict(checkpoint), where="checkpoint")
     files.make_folder(path.parent)
-    partial = files.temporary_path(path)
-    try:
-        with files.create(partial) as handle:
-            codec.write(handle, tree)
-            files.fsync(handle)
-        files.replace(partial, path)
-    except BaseException:
-        files.unlink(partial, missing_ok=True)
-        raise
-    files.fsync_folder(path.parent)
+    with files.replacing(path) as partial:
+        codec.write_file(partial, tree)
