@@ -7,7 +7,7 @@ name. Names of a state have no such part, so that what one way of training saves
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -28,11 +28,19 @@ def inside(module: nn.Module) -> nn.Module | None:
     return (children if isinstance(children, dict) else _children(module)).get(COMPILED)
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers around it; one without wrappers as it is."""
-    while (inner := inside(module)) is not None:
-        module = inner
-    return module
+@overload
+def unwrap(value: nn.Module) -> nn.Module: ...
+
+
+@overload
+def unwrap(value: object) -> object: ...
+
+
+def unwrap(value: object) -> object:
+    """Return the module inside all wrappers around it; anything else as it is."""
+    while isinstance(value, nn.Module) and (inner := inside(value)) is not None:
+        value = inner
+    return value
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from helios.core.parameters import parameters_of
 from helios.engines import data_parallel, experiment_parts
 from helios.engines.clipping import Clipping
 from helios.engines.device import device_of_rank, select_gpus
@@ -24,7 +25,7 @@ from helios.engines.process_member import redefines
 from helios.engines.scaler import LossScaler
 from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
-from helios.replicas.gradients import FindNetworks, divide, make_gradients, parameters_of
+from helios.replicas.gradients import FindNetworks, divide, make_gradients
 from helios.replicas.replicas import Replicas
 
 

@@ -183,7 +183,7 @@ class Migration:
         return backup
 
 
-def find(root: Path, *, is_recursive: bool = True) -> Iterator[Path]:
+def find_candidates(root: Path, *, is_recursive: bool = True) -> Iterator[Path]:
     """Yield what may be a checkpoint in a folder, by name, sorted; links are not followed."""
     closed: list[Path] = []
     walk = os.walk(root, onerror=lambda error: closed.append(Path(error.filename)))
@@ -217,7 +217,7 @@ def _identify(path: Path) -> tuple[int, int, int]:
 
 def _convert(tree: Any, path: Path) -> dict[str, Any]:
     try:
-        plain = helios_ml.to_plain(tree, stem=path.stem)
+        plain = helios_ml.to_schema_0(tree, stem=path.stem)
         return schema_upgrades.upgrade(plain, schema_step.STEPS)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise helios_ml.NotAsWrittenError(f"no release has written it so: {error!r}") from error

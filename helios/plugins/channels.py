@@ -19,7 +19,7 @@ from typing import Any, ClassVar, final
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import CHANNELS, EVENTS
 from helios.hooks.scopes import Scopes
-from helios.plugins.contexts import HookContext, check_parts, has_state
+from helios.plugins.contexts import HookContext, check_parts, keeps_state
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
 from helios.state import Phase, TrainingState
 
@@ -208,7 +208,7 @@ class PipelineHooks(Plugin):
                 "Wrap functions by HookContext.from_callable(before=..., after=...)."
             )
         check_parts(hook)
-        has_state(hook)  # raises
+        keeps_state(hook)  # raises
         return HookHandle([(place, place.add(hook))])
 
     def contexts(self, channel: str) -> list[HookContext]:
@@ -296,7 +296,7 @@ class PipelineHooks(Plugin):
         found: dict[int, tuple[str, HookContext]] = {}
         for name, channel in self._channels.items():
             for entry in channel.entries:
-                if has_state(entry.hook):
+                if keeps_state(entry.hook):
                     found.setdefault(id(entry.hook), (f"{name}.{entry.number}", entry.hook))
         return list(found.values())
 

@@ -89,7 +89,7 @@ class HookContext:
         """Take back what :meth:`state_dict` returned."""
 
 
-def has_state(hook: HookContext) -> bool:
+def keeps_state(hook: HookContext) -> bool:
     """Whether a checkpoint keeps something of a context.
 
     Raises:
