@@ -12,6 +12,8 @@ from typing import Any, overload
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from helios.protocols import Stateful
+
 COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it wraps."""
 
@@ -55,6 +57,12 @@ def _prefixes(module: nn.Module, name: str = "", bare: str = "") -> Iterator[tup
     is_wrapper = inside(module) is not None
     for key, child in _children(module).items():
         yield from _prefixes(child, f"{name}{key}.", bare if is_wrapper else f"{bare}{key}.")
+
+
+def bare_state_dict(part: Stateful) -> dict[str, Any]:
+    """Return the state of an object, that of a module under names without wrappers."""
+    state = part.state_dict()
+    return BareNames(part).strip(state) if isinstance(part, nn.Module) else state
 
 
 class BareNames:

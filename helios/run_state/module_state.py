@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.memory import storage_of
 from helios.core.parameters import parameters_of
-from helios.core.wrappers import BareNames, unwrap
+from helios.core.wrappers import BareNames, bare_state_dict, unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.network_parts import Networks
@@ -39,10 +39,9 @@ def state_of(value: Stateful) -> dict[str, Any]:
     That of a module comes under bare names, that of a scheduler of torch without what its
     ``state_dict`` takes only because it is an attribute.
     """
-    state = value.state_dict()
     if isinstance(value, LRScheduler):
-        return _without_odd_attributes(value, state)
-    return BareNames(value).strip(state) if isinstance(value, nn.Module) else state
+        return _without_odd_attributes(value, value.state_dict())
+    return bare_state_dict(value)
 
 
 def complete(optimizers: Iterable[Optimizer]) -> None:
