@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from types import TracebackType
 from typing import Any, final
 
 from torch.utils.data import BatchSampler
@@ -213,11 +212,6 @@ class _PrivateStream:
         else:
             rng.load_rng_state_dict(self._own)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._own = rng.get_rng_state_dict()
         rng.load_rng_state_dict(self._found)

@@ -13,7 +13,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, final
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -93,12 +92,7 @@ class HookHandle:
     def __enter__(self) -> HookHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
