@@ -18,7 +18,13 @@ from typing import Any
 from tqdm import tqdm
 
 from helios.errors import ArgumentError, CheckpointError
-from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Report, Result, find
+from helios.migration.folder_migration import (
+    BACKUP_FOLDER,
+    Migration,
+    Report,
+    Result,
+    find_candidates,
+)
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -53,7 +59,7 @@ def migrate_checkpoints_to_current_version(root: Path) -> None:
             f"{root}. Correct it."
         )
     migration = Migration(backs_up=False)
-    reports = [migration.migrate(path) for path in find(folder, is_recursive=False)]
+    reports = [migration.migrate(path) for path in find_candidates(folder, is_recursive=False)]
     failures = [_describe(report) for report in reports if report.result.is_failure]
     if failures:
         raise CheckpointError(
@@ -100,7 +106,7 @@ def run(namespace: argparse.Namespace) -> int:
     if not root.exists():
         raise ArgumentError(f"ROOT must be a folder or file that exists, got {root}. Correct it.")
     migration = Migration(is_dry=namespace.dry_run, backs_up=namespace.backup)
-    paths = list(find(root)) if root.is_dir() else [root]
+    paths = list(find_candidates(root)) if root.is_dir() else [root]
     with _Bar(paths, unit="file", leave=False, disable=None) as bar:
         reports = [migration.migrate(path) for path in bar]
     if namespace.json:

@@ -116,7 +116,7 @@ FAULTS = (
     Fault(
         "what the state_dict of a network leaves out is not filled in",
         "helios/run_state/custom_state_dicts.py",
-        '            _fill(f"{path}.{name}", pieces[name], saved)',
+        '            _put(f"{path}.{name}", pieces[name], saved)',
         "            pass",
         f"{PARTIAL}::test_what_a_network_leaves_out_resumes_to_the_same_bits",
     ),
@@ -478,7 +478,7 @@ FAULTS = (
     Fault(
         "a trial compares values in place of bytes",
         "helios/data/loader_state_check.py",
-        "torch.equal(_bytes_of(left), _bytes_of(right))",
+        "torch.equal(_elements_as_bytes(left), _elements_as_bytes(right))",
         "torch.equal(left, right)",
         f"{TRIAL}::test_batches_are_compared_on_bytes",
     ),
@@ -1998,8 +1998,9 @@ FAULTS = (
     Fault(
         "the migrated file is not written beside the old one",
         "helios/migration/folder_migration.py",
-        "        partial = files.temporary_path(path)\n        try:\n            digest",
-        "        partial = path\n        try:\n            digest",
+        "            digest = codec.write_file(partial, code, hashes=True)",
+        "            digest = codec.write_file(path, code, hashes=True)\n"
+        "            shutil.copyfile(path, partial)",
         "tests/migration/test_migration_kills.py",
     ),
     Fault(

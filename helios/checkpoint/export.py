@@ -6,7 +6,6 @@ counters and random number generators are not exported.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -229,25 +228,15 @@ def write_weights(
     if path.exists() and not replaces:
         raise ArgumentError(f"{path} exists already. Choose another name, or allow overwriting.")
     write = _safetensors_writer(metadata) if kind == "safetensors" else _write_pt
-    partial = files.temporary_path(path)
-    try:
+    with files.replacing(path) as partial:
         write(partial, weights)
-        with partial.open("r+b") as handle:
-            files.fsync(handle)
-        files.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            files.unlink(partial, missing_ok=True)
-        raise
-    files.fsync_folder(path.parent)
 
 
 def _write_pt(path: Path, weights: Weights) -> None:
     state = OrderedDict((name, part.detach()) for name, part in weights.tensors.items())
     if weights.versions:
         vars(state)["_metadata"] = OrderedDict(weights.versions)
-    with files.create(path) as handle:
-        codec.write(handle, state)
+    codec.write_file(path, state)
 
 
 def _safetensors_writer(metadata: Mapping[str, str]) -> Callable[[Path, Weights], None]:
@@ -268,6 +257,8 @@ def _safetensors_writer(metadata: Mapping[str, str]) -> Callable[[Path, Weights]
                 f"{path} was not written: safetensors reports {error}. Check the disk; types that "
                 "safetensors does not support can be exported to pt."
             ) from error
+        with path.open("r+b") as handle:
+            files.fsync(handle)
 
     return write
 

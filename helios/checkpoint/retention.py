@@ -120,7 +120,7 @@ class Retention:
             protected: files to keep whatever the rules say.
         """
         if needs_sidecars(self._options):
-            entries = [self._known.get(entry.path) or complete(entry) for entry in entries]
+            entries = [self._known.get(entry.path) or with_sidecar(entry) for entry in entries]
             self._known = {entry.path: entry for entry in entries if entry.is_known}
             self._warn_of_unknown_metric(entries)
         return plan(entries, self._options, protected)
@@ -140,7 +140,7 @@ class Retention:
         )
 
 
-def complete(entry: Entry) -> Entry:
+def with_sidecar(entry: Entry) -> Entry:
     """Return an entry completed from its sidecar; unchanged if that cannot be read.
 
     A migrated checkpoint does not hold the number of completed units: it stays unknown.

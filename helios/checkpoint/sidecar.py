@@ -131,7 +131,7 @@ class Sidecar:
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
-        plain = _to_plain(extra | table)
+        plain = json_value(extra | table)
         return json.dumps(plain | {_CHECK: _checksum(plain)}, indent=2, allow_nan=False) + "\n"
 
     @classmethod
@@ -194,12 +194,12 @@ def _checksum(table: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _to_plain(value: Any) -> Any:
-    """Return a value as JSON represents it; unsupported values become text."""
+def json_value(value: Any) -> Any:
+    """Return a value as JSON represents it; NaN, infinities and unsupported values as text."""
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_plain(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, bool | int | None):
         return value
     if isinstance(value, float) and math.isfinite(value):

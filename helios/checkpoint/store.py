@@ -23,7 +23,6 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.errors import CheckpointError, DamagedCheckpointError, StateError
 from helios.protocols import Meter
 from helios.storage import codec, files
-from helios.storage.digest import DigestWriter
 from helios.storage.staging import HostBuffers
 from helios.version import __version__
 
@@ -145,7 +144,7 @@ class RunFolder:
         files.make_folder(self._path)
         path, partial = draft.path, files.temporary_path(draft.path)
         try:
-            digest = self._write_payload(partial, draft.code)
+            digest = codec.write_file(partial, draft.code, hashes=self._options.digest)
             filled = dataclasses.replace(
                 draft.sidecar, digest=digest, schema=file_names.SCHEMA, version=__version__
             )
@@ -161,16 +160,6 @@ class RunFolder:
         files.fsync_folder(self._path)
         self._apply_retention(path, draft.sidecar.run_name)
         return path
-
-    def _write_payload(self, partial: Path, code: Any) -> str:
-        with (
-            files.create(partial) as handle,
-            DigestWriter(handle, hashes=self._options.digest) as writer,
-        ):
-            codec.write(writer, code)
-            digest = writer.digest()
-            files.fsync(handle)
-        return digest
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
         if self._options.keeps_all:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
 from helios.errors import ArgumentError
 
@@ -65,18 +65,7 @@ def print_lines(*lines: str) -> None:
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Print one JSON document; numbers that JSON does not support become text."""
-    sys.stdout.write(json.dumps(to_plain(document), indent=2, allow_nan=False) + "\n")
-
-
-def to_plain(value: Any) -> Any:
-    """Return a value as JSON represents it: infinities, NaN and unsupported values as text."""
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    if isinstance(value, bool | int | None | str):
-        return value
-    return value if isinstance(value, float) and math.isfinite(value) else str(value)
+    sys.stdout.write(json.dumps(json_value(document), indent=2, allow_nan=False) + "\n")
 
 
 def printable(text: str) -> str:

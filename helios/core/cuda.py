@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import torch
 
 from helios.errors import UsageError
@@ -38,10 +36,5 @@ class DisableCuDNNBenchmarkContext:
         self._found = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = False
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        exc_traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         torch.backends.cudnn.benchmark = self._found

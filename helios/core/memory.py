@@ -145,6 +145,12 @@ def bytes_in(extent: Extent, owners: Sequence[Array | Tensor]) -> Tensor:
     return torch.from_numpy(np.asarray(_Lent(extent, owners)))
 
 
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor as bytes, which covers views and overlaps once."""
+    storage = tensor.untyped_storage()
+    return tensor_on(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
+
+
 def array_on(
     memory: Any, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int], offset: int
 ) -> Array:

@@ -33,7 +33,7 @@ _RETRY_SECONDS = 0.1
 _Handler: TypeAlias = Callable[[int, FrameType | None], Any] | int | None
 
 
-def name_of(number: int) -> str:
+def signal_name(number: int) -> str:
     """Return the name of a signal, such as ``"SIGTERM"``; ``"signal 40"`` if it has none."""
     try:
         return signal.Signals(number).name
@@ -82,7 +82,7 @@ class SignalReceiver:
     @property
     def first(self) -> str:
         """The name of the first signal; empty if there was none."""
-        return name_of(self.noted[0]) if self.noted else ""
+        return signal_name(self.noted[0]) if self.noted else ""
 
     def take(self) -> list[int]:
         """Return the signals recorded since the last call."""
@@ -170,7 +170,7 @@ class SignalReceiver:
                     self._interrupt()
                 if time.monotonic() >= deadline and not self._is_patient:
                     deadline = math.inf
-                    self._give_up(name_of(first))
+                    self._give_up(signal_name(first))
                 continue
             if not heard:
                 return

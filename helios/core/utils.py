@@ -7,7 +7,6 @@ import platform
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -64,12 +63,7 @@ class ChdirContext:
         os.chdir(self._target)
         return self._previous
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        exc_traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.chdir(self._previous)
 
 

@@ -7,10 +7,12 @@ under names without these parts, so that a run with another wrapper, or none, ca
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from helios.protocols import Stateful
 
 COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it wraps."""
@@ -28,11 +30,19 @@ def inside(module: nn.Module) -> nn.Module | None:
     return (children if isinstance(children, dict) else _children(module)).get(COMPILED)
 
 
-def unwrap(module: nn.Module) -> nn.Module:
-    """Return the module inside all wrappers; the module itself if there are none."""
-    while (inner := inside(module)) is not None:
-        module = inner
-    return module
+@overload
+def unwrap(value: nn.Module) -> nn.Module: ...
+
+
+@overload
+def unwrap(value: object) -> object: ...
+
+
+def unwrap(value: object) -> object:
+    """Return the module inside all wrappers; anything else unchanged."""
+    while isinstance(value, nn.Module) and (inner := inside(value)) is not None:
+        value = inner
+    return value
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
@@ -47,6 +57,12 @@ def _prefixes(module: nn.Module, name: str = "", bare: str = "") -> Iterator[tup
     is_wrapper = inside(module) is not None
     for key, child in _children(module).items():
         yield from _prefixes(child, f"{name}{key}.", bare if is_wrapper else f"{bare}{key}.")
+
+
+def bare_state_dict(part: Stateful) -> dict[str, Any]:
+    """Return the state of an object; the names in that of a module have no wrappers."""
+    state = part.state_dict()
+    return BareNames(part).strip(state) if isinstance(part, nn.Module) else state
 
 
 class BareNames:

@@ -88,7 +88,7 @@ def _try(source: Source, clock: Clock, deadline: float) -> Verdict:
     resumed.load_state_dict(state)
     check_time()
     found = next(resumed.batches(0, batch=num_batches), None)
-    return Verdict.KEPT if is_same(expected, found) else Verdict.BROKEN
+    return Verdict.KEPT if have_same_bytes(expected, found) else Verdict.BROKEN
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def _members_of(value: object) -> Iterable[object]:
     return getattr(value, "__dict__", {}).values()
 
 
-def is_same(left: Any, right: Any) -> bool:
+def have_same_bytes(left: Any, right: Any) -> bool:
     """Whether two batches hold the same bytes.
 
     Raises:
@@ -145,20 +145,20 @@ def is_same(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, torch.Tensor):
         is_alike = left.dtype == right.dtype and left.shape == right.shape
-        return is_alike and torch.equal(_bytes_of(left), _bytes_of(right))
+        return is_alike and torch.equal(_elements_as_bytes(left), _elements_as_bytes(right))
     if isinstance(left, np.ndarray):
         is_alike = left.dtype == right.dtype and left.shape == right.shape
-        return is_alike and is_same(left.tolist(), right.tolist())
+        return is_alike and have_same_bytes(left.tolist(), right.tolist())
     if isinstance(left, Mapping):
         pairs = zip(left.items(), right.items(), strict=False)
-        return len(left) == len(right) and all(is_same(one, other) for one, other in pairs)
+        return len(left) == len(right) and all(have_same_bytes(one, other) for one, other in pairs)
     if isinstance(left, list | tuple):
         pairs = zip(left, right, strict=False)
-        return len(left) == len(right) and all(is_same(one, other) for one, other in pairs)
+        return len(left) == len(right) and all(have_same_bytes(one, other) for one, other in pairs)
     if isinstance(left, _SCALARS):
         return pickle.dumps(left) == pickle.dumps(right)
-    return is_same(vars(left), vars(right))
+    return have_same_bytes(vars(left), vars(right))
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _elements_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from types import TracebackType
 from typing import Any, final
 
 from torch.utils.data import BatchSampler
@@ -146,7 +145,7 @@ class ReplayedOrder(Order):
     def _open(self, position: Position) -> Iterator[Any]:
         """Begin the sampler's pass, and leave out what was trained on."""
         if not position.is_by_hand:
-            for part in parts_of(self.sampler):
+            for part in samplers_in(self.sampler):
                 prepare(part, position)
         items = iter(self.sampler)
         if position.is_by_hand:
@@ -180,7 +179,7 @@ def _skip(
         passed += len(block)
 
 
-def parts_of(sampler: Any) -> list[Any]:
+def samplers_in(sampler: Any) -> list[Any]:
     """Return a sampler and, for PyTorch's batch sampler, the one that it groups."""
     return [sampler, sampler.sampler] if isinstance(sampler, BatchSampler) else [sampler]
 
@@ -190,7 +189,7 @@ def _find_stateful(sampler: Any) -> Stateful | None:
 
     A sampler with ``state_dict`` is taken at its word.
     """
-    for part in parts_of(sampler):
+    for part in samplers_in(sampler):
         if isinstance(part, Stateful):
             return part
     generators = find_generators(sampler)
@@ -213,11 +212,6 @@ class _PrivateStream:
         else:
             rng.load_rng_state_dict(self._own)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._own = rng.get_rng_state_dict()
         rng.load_rng_state_dict(self._found)

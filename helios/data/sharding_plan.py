@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from helios.data.keyed import Keyed, ask_twice, cut
 from helios.data.loader import KeyedLoader
 from helios.data.order import GlobalOrder, Order, Position
-from helios.data.replayed_sampler import parts_of
+from helios.data.replayed_sampler import samplers_in
 from helios.data.samplers import has_whole_order
 from helios.data.shard import Shard
 from helios.errors import ArgumentError
@@ -222,7 +222,7 @@ def make_sharding_plan(loader: KeyedLoader, share: Shard) -> ShardingPlan:
         if params.sampler is not None:
             _check_number(sampler, share)
         order, is_split, is_cut = GlobalOrder(sampler), True, sampler.drop_last
-    elif split := [part for part in parts_of(sampler) if isinstance(part, DistributedSampler)]:
+    elif split := [part for part in samplers_in(sampler) if isinstance(part, DistributedSampler)]:
         for part in split:
             _check_own(part, share)
         is_split, is_own = False, True

@@ -14,21 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from helios.engines import data_parallel, experiment_parts
+from helios.core.parameters import parameters_of
+from helios.engines import data_parallel
 from helios.engines.clipping import Clipping
+from helios.engines.components import ComponentState, Maker, build_model
 from helios.engines.device import device_of_rank, select_gpus
-from helios.engines.experiment_state import ExperimentState
 from helios.engines.numerics import numerics as numerics
 from helios.engines.precision import Precision, check_precision
 from helios.engines.process_member import redefines
 from helios.engines.scaler import LossScaler
 from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
-from helios.replicas.gradients import FindNetworks, divide, make_gradients, parameters_of
+from helios.replicas.gradients import FindNetworks, divide, make_gradients
 from helios.replicas.replicas import Replicas
 
 
-class Engine(ExperimentState):
+class Engine(ComponentState):
     """A device, a precision and the replicas of a run, and what is done with a loss there.
 
     This is the only engine class. Subclass it and override a method to change what it does.
@@ -286,10 +287,10 @@ class Engine(ExperimentState):
 
     def init_components(
         self,
-        model_fn: experiment_parts.Maker = None,
-        criterion_fn: experiment_parts.Maker = None,
-        optimizer_fn: experiment_parts.Maker = None,
-        scheduler_fn: experiment_parts.Maker = None,
+        model_fn: Maker = None,
+        criterion_fn: Maker = None,
+        optimizer_fn: Maker = None,
+        scheduler_fn: Maker = None,
         *,
         sync_bn: bool = False,
     ) -> tuple[Any, Any, Any, Any]:
@@ -310,9 +311,7 @@ class Engine(ExperimentState):
         Raises:
             ArgumentError: if the model is neither a module nor a dict of modules.
         """
-        bare, model = experiment_parts.build_model(
-            model_fn, lambda module: self.wrap(module, sync_bn=sync_bn)
-        )
+        bare, model = build_model(model_fn, lambda module: self.wrap(module, sync_bn=sync_bn))
         criterion = None if criterion_fn is None else self.sync_device(criterion_fn())
         optimizer = None if optimizer_fn is None else optimizer_fn(bare)
         scheduler = None if scheduler_fn is None else scheduler_fn(optimizer)

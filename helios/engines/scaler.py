@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.parameters import parameters_of
 from helios.engines.precision import ScalerOptions
 from helios.errors import StateError, UsageError
-from helios.replicas.gradients import parameters_of
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ class HasId(Protocol):
         ...
 
 
-def name_of(owner: object) -> str:
+def owner_name(owner: object) -> str:
     """Return the name of a receiver for messages."""
     kind = type(owner).__name__
     return f"plugin {owner.plug_id!r} ({kind})" if isinstance(owner, HasId) else kind
@@ -70,7 +70,7 @@ def naming(owner: object, event: str) -> Iterator[None]:
 def _note(error: BaseException, owner: object, event: str) -> None:
     if not isinstance(owner, HasId):
         return
-    text = f"Raised by {name_of(owner)} in {event}."
+    text = f"Raised by {owner_name(owner)} in {event}."
     if sys.version_info >= (3, 11):
         error.add_note(text)
     else:
@@ -216,7 +216,7 @@ class Bus:
 
     def hearers(self, event: str) -> list[str]:
         """Return the names of an event's receivers, in the order of the calls."""
-        return [name_of(owner) for owner in self._owners[event]]
+        return [owner_name(owner) for owner in self._owners[event]]
 
     def emit(self, event: str, *args: Any) -> None:
         """Call all receivers of an event."""
@@ -237,7 +237,7 @@ class Bus:
             try:
                 receiver(*args)
             except Exception:
-                _LOGGER.exception("%s failed in %s.", event, name_of(owner))
+                _LOGGER.exception("%s failed in %s.", event, owner_name(owner))
 
     def ask(self, event: str) -> bool:
         """Ask all receivers of an event; returns True if any of them does."""
@@ -294,7 +294,7 @@ def check_owners(plugins: Sequence[object]) -> None:
     """
     for event in EVENTS.values():
         if event.verb is Verb.TRANSFORM:
-            owners = [name_of(p) for p in plugins if overridden(p, event) is not None]
+            owners = [owner_name(p) for p in plugins if overridden(p, event) is not None]
             if len(owners) > 1:
                 raise ArgumentError(
                     f"{event.name} must have one owner, but {' and '.join(owners)} override it. "

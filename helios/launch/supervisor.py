@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
-from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, held_back, name_of
+from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, held_back, signal_name
 from helios.errors import RankError, UsageError
 from helios.launch.ipc import (
     RANK_NAME,
@@ -262,7 +262,7 @@ def describe_end(rank: _Rank) -> str:
     code = rank.exit_code or 0
     if code >= 0:
         return f"ended with exit code {code}"
-    return f"was ended by {name_of(-code)}"
+    return f"was ended by {signal_name(-code)}"
 
 
 def raise_cause(rank: _Rank, count: int) -> NoReturn:

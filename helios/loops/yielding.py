@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.parameters import parameters_of
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.loops.loop import make_stray_stop
 from helios.loops.optimizer import OptimizerLoop, refuse_closures
@@ -239,7 +240,7 @@ class YieldLoop(OptimizerLoop):
             return
         owners: dict[int, str] = {}
         for path, optimizer in self._turns.items():
-            members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            members = set(map(id, parameters_of(optimizer)))
             shared = next((owners[member] for member in members if member in owners), None)
             if shared is not None:
                 raise UsageError(

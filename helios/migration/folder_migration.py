@@ -7,7 +7,6 @@ start handles both correctly, and the next migration completes it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
@@ -27,7 +26,7 @@ from helios.errors import (
 )
 from helios.migration import helios_ml, schema_step
 from helios.storage import codec, files
-from helios.storage.digest import DigestWriter, digest_file
+from helios.storage.digest import digest_file
 from helios.storage.folder_lock import FolderLock
 from helios.version import __version__
 
@@ -174,24 +173,17 @@ class Migration:
 
     def _replace(self, path: Path, code: dict[str, Any]) -> Path | None:
         source = digest_file(path)
-        partial = files.temporary_path(path)
-        try:
-            digest = _write(partial, code)
+        with files.replacing(path) as partial:
+            digest = codec.write_file(partial, code, hashes=True)
             shutil.copymode(path, partial)
             backup = _back_up(path, source) if self.backs_up else None
             # A sidecar of an earlier migration does not describe the new file.
             files.unlink(file_names.sidecar_path(path), missing_ok=True)
-            files.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                files.unlink(partial, missing_ok=True)
-            raise
-        files.fsync_folder(path.parent)
         _write_sidecar(path, code, digest, source=source)
         return backup
 
 
-def find(root: Path, *, is_recursive: bool = True) -> Iterator[Path]:
+def find_candidates(root: Path, *, is_recursive: bool = True) -> Iterator[Path]:
     """Yield what may be a checkpoint in a folder, by name, sorted; links are not followed."""
     closed: list[Path] = []
     walk = os.walk(root, onerror=lambda error: closed.append(Path(error.filename)))
@@ -225,7 +217,7 @@ def _identify(path: Path) -> tuple[int, int, int]:
 
 def _convert(tree: Any, path: Path) -> dict[str, Any]:
     try:
-        plain = helios_ml.to_plain(tree, stem=path.stem)
+        plain = helios_ml.to_schema_0(tree, stem=path.stem)
         return schema_upgrades.upgrade(plain, schema_step.STEPS)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise helios_ml.NotAsWrittenError(f"no release has written this: {error!r}") from error
@@ -238,15 +230,6 @@ def _describe_unknown(names: list[str]) -> str:
         "torch.serialization.add_safe_globals([...]), and call "
         "helios.chkpt_migrator.migrate_checkpoints_to_current_version(folder) in the same script"
     )
-
-
-def _write(partial: Path, code: Any) -> str:
-    with files.create(partial) as handle:
-        with DigestWriter(handle) as writer:
-            codec.write(writer, code)
-            digest = writer.digest()
-        files.fsync(handle)
-    return digest
 
 
 def _write_sidecar(path: Path, payload: Mapping[str, Any], digest: str, *, source: str) -> None:
@@ -277,13 +260,10 @@ def _back_up(path: Path, digest: str) -> Path:
             return target
         number += 1
         target = folder / f"{path.stem}-{number}{path.suffix}"
-    partial = files.temporary_path(target)
-    with files.create(partial) as handle:
-        with path.open("rb") as source:
+    with files.replacing(target) as partial:
+        with files.create(partial) as handle, path.open("rb") as source:
             while chunk := source.read(_CHUNK_BYTES):
                 files.write(handle, chunk)
-        files.fsync(handle)
-    shutil.copystat(path, partial)
-    files.replace(partial, target)
-    files.fsync_folder(folder)
+            files.fsync(handle)
+        shutil.copystat(path, partial)
     return target

@@ -185,7 +185,7 @@ def is_old(tree: Any) -> bool:
     return not is_ours and find(tree, file_names.KEY_TRAINING_STATE) is not None
 
 
-def to_plain(tree: Any, *, stem: str) -> dict[str, Any]:
+def to_schema_0(tree: Any, *, stem: str) -> dict[str, Any]:
     """Return the content of a file of helios-ml as schema 0: plain keys and values.
 
     Args:

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.generators import is_generator, load_generator, state_of_generator
-from helios.core.memory import storage_of
+from helios.core.memory import storage_bytes, storage_of
 from helios.data.keyed import KeyedDataset
 from helios.errors import UsageError
 from helios.run_state.plain_values import ATOMS
@@ -110,7 +110,7 @@ class _Looker:
         self._seen[id(value)] = value
         if self._visit_known(value) or _is_of_others(kind):
             return
-        members = _members_of(value)
+        members = _attributes_of(value)
         if isinstance(value, nn.Module) or not any(map(_is_outside, members)):
             self._visit_members(value)
 
@@ -188,7 +188,7 @@ class _Looker:
             self.restores.append(partial(_restore_place, tensor, alias))
         if place[1] and place not in self._storages:
             self._storages.add(place)
-            whole = _bytes_of(alias)
+            whole = storage_bytes(alias)
             self.restores.append(partial(_restore_bytes, whole, whole.to("cpu", copy=True)))
         if tensor.is_leaf:
             self._waiting.append(tensor.grad)
@@ -210,7 +210,7 @@ def _is_outside(value: object) -> bool:
     return type(value).__module__.partition(".")[0] in _OUTSIDE
 
 
-def _members_of(value: object) -> Iterable[object]:
+def _attributes_of(value: object) -> Iterable[object]:
     return tuple(getattr(value, "__dict__", {}).values())
 
 
@@ -269,13 +269,6 @@ def _generator_of(value: Any) -> Restore | None:
     if not is_generator(value):
         return None
     return partial(load_generator, value, copy.deepcopy(state_of_generator(value)))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the whole storage of a tensor as bytes, which covers views and overlaps once."""
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    with torch.no_grad():
-        return whole.set_(tensor.untyped_storage())
 
 
 def _restore_leaf(tensor: Tensor, grad: Tensor | None, requires_grad: bool) -> None:

@@ -46,7 +46,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def tensors_of(network: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
+def averaged_tensors(network: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
     """Return the floating-point parameters of a network by name, optionally with its buffers.
 
     Names have no prefixes of wrappers.
@@ -60,7 +60,7 @@ def tensors_of(network: nn.Module, *, with_buffers: bool) -> dict[str, Tensor]:
     }
 
 
-def difference(averages: Tensors, tensors: Tensors) -> str:
+def misfits(averages: Tensors, tensors: Tensors) -> str:
     """Return how averages differ from tensors in names and shapes; empty if they match."""
     shapes = [
         f"{name} is {tuple(tensor.shape)}, its average {tuple(averages[name].shape)}"
@@ -107,7 +107,7 @@ class _Pairs:
         self._tensors: list[Tensor] = []
         self._groups: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for path, network in networks.items():
-            for name, tensor in tensors_of(network, with_buffers=with_buffers).items():
+            for name, tensor in averaged_tensors(network, with_buffers=with_buffers).items():
                 average = parts[path][name]
                 kind = (average.device, average.dtype, tensor.dtype)
                 group = self._groups.setdefault(kind, ([], []))
@@ -166,7 +166,7 @@ class Averages:
 
     def tensors_of(self, network: nn.Module) -> dict[str, Tensor]:
         """Return the tensors of a network that are averaged, by name."""
-        return tensors_of(network, with_buffers=self._with_buffers)
+        return averaged_tensors(network, with_buffers=self._with_buffers)
 
     def pairs(self, networks: Networks) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """Return averages, each with the tensors that it averages."""
@@ -219,7 +219,7 @@ class Averages:
         faults = [
             f"{path}: {fault}"
             for path, part in known.items()
-            if (fault := difference(self._parts[path], self.tensors_of(part)))
+            if (fault := misfits(self._parts[path], self.tensors_of(part)))
         ]
         if is_strict or not known:
             faults += [f"{path} has no average" for path in lacking]

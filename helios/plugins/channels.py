@@ -13,13 +13,12 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar, final
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import CHANNELS, EVENTS
 from helios.hooks.scopes import Scopes
-from helios.plugins.contexts import HookContext, check_parts, has_state
+from helios.plugins.contexts import HookContext, check_parts, keeps_state
 from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
 from helios.state import Phase, TrainingState
 
@@ -93,12 +92,7 @@ class HookHandle:
     def __enter__(self) -> HookHandle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
 
@@ -208,7 +202,7 @@ class PipelineHooks(Plugin):
                 "Wrap functions with HookContext.from_callable(before=..., after=...)."
             )
         check_parts(hook)
-        has_state(hook)  # raises
+        keeps_state(hook)  # raises
         return HookHandle([(place, place.add(hook))])
 
     def contexts(self, channel: str) -> list[HookContext]:
@@ -296,7 +290,7 @@ class PipelineHooks(Plugin):
         found: dict[int, tuple[str, HookContext]] = {}
         for name, channel in self._channels.items():
             for entry in channel.entries:
-                if has_state(entry.hook):
+                if keeps_state(entry.hook):
                     found.setdefault(id(entry.hook), (f"{name}.{entry.number}", entry.hook))
         return list(found.values())
 

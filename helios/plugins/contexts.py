@@ -88,7 +88,7 @@ class HookContext:
         """Restore what :meth:`state_dict` returned."""
 
 
-def has_state(hook: HookContext) -> bool:
+def keeps_state(hook: HookContext) -> bool:
     """Whether a checkpoint saves state of a context.
 
     Raises:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.core.parameters import parameters_of
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, UsageError
 from helios.plugins.nonfinite_report import (
@@ -232,7 +232,7 @@ class NaNGuard(Plugin):
         """Whether losses and gradients are finite; False also if only their sum overflows."""
         values = [note.loss for note in self._window] if self._sees_losses else []
         if self._sees_gradients:
-            gradients = [part.grad for part in _parameters_of(optimizer) if part.grad is not None]
+            gradients = [part.grad for part in parameters_of(optimizer) if part.grad is not None]
             if any(gradient.is_sparse for gradient in gradients):
                 gradients = list(map(_numbers_of, gradients))
             if gradients:
@@ -285,7 +285,7 @@ class NaNGuard(Plugin):
         }
         bad = [
             names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
-            for parameter in _parameters_of(optimizer)
+            for parameter in parameters_of(optimizer)
             if parameter.grad is not None and not _is_fine(_numbers_of(parameter.grad))
         ]
         more = len(bad) - _MOST_NAMES
@@ -344,11 +344,6 @@ def _is_bad_number(item: object) -> bool:
 
 def _is_fine(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _numbers_of(gradient: Tensor) -> Tensor:

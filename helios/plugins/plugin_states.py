@@ -29,7 +29,7 @@ class PluginStates:
 
     def capture(self) -> dict[str, Any]:
         """Return the states by id."""
-        return self._carried | {name: _state_of(part) for name, part in self._plugins.items()}
+        return self._carried | {name: _capture_state(part) for name, part in self._plugins.items()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the state of each plugin."""
@@ -47,6 +47,6 @@ class PluginStates:
             )
 
 
-def _state_of(plugin: Plugin) -> dict[str, Any]:
+def _capture_state(plugin: Plugin) -> dict[str, Any]:
     with naming(plugin, "state_dict"):
         return plugin.state_dict()

@@ -11,13 +11,13 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import TypeAlias, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from helios.core.parameters import parameters_of
 from helios.errors import UsageError
 from helios.replicas.buckets import GradientBuckets
 from helios.replicas.flat_gradients import FlatBuffer, FlatGradients
@@ -243,11 +243,6 @@ class GradientSum:
         total = self._flat.reduce(sums, reducer, only_marks=is_sent)
         self._flat.show(total)
         self.is_open = False
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in the order of its groups."""
-    return list(chain.from_iterable(map(operator.itemgetter("params"), optimizer.param_groups)))
 
 
 def divide(optimizer: Optimizer, count: int) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from helios.core.generators import kind_of_generator
+from helios.core.wrappers import unwrap
 from helios.run_state.class_attributes import class_marks
 from helios.run_state.extra_states import extra_marks
 from helios.run_state.module_state import Shape, shape_of
@@ -22,7 +21,7 @@ from helios.run_state.tensor_formats import Forms, forms_of
 from helios.run_state.tied_tensors import Ties
 from helios.run_state.torchscript import script_marks
 from helios.run_state.value_scan import mark_of_state
-from helios.run_state.walk import settled_in, unwrap
+from helios.run_state.walk import settled_in
 from helios.run_state.walk_result import SlotKey, WalkResult
 
 
@@ -175,7 +174,7 @@ def _references(found: WalkResult) -> list[tuple[int, Callable[[], object | None
     tables: Iterable[Mapping[str, Any]] = (found.objects, found.inner, found.generators)
     for table in tables:
         for path, part in table.items():
-            inside = unwrap(part) if isinstance(part, nn.Module) else part
+            inside = unwrap(part)
             try:
                 references.append((id(inside), weakref.ref(inside), path))
             except TypeError:

@@ -27,6 +27,7 @@ from helios.run_state.plain_values import Identities
 from helios.run_state.registered_hooks import is_known
 from helios.run_state.save_costs import SHARE
 from helios.run_state.state_dict_coverage import EXTRA, parts_of
+from helios.run_state.tensor_formats import fill
 from helios.run_state.value_scan import mark_of_state
 from helios.run_state.walk_result import WalkResult
 
@@ -122,7 +123,7 @@ def restore_omitted(omitted: Mapping[str, Any], found: WalkResult) -> None:
     Raises:
         StateError: if a network no longer has what was saved.
     """
-    for path, module in _modules(found).items():
+    for path, module in found.all_modules().items():
         values = omitted.get(path, {"values": {}})["values"]
         pieces = {piece.name: piece for piece in _pieces_of(module)} if values else {}
         for name, saved in values.items():
@@ -131,20 +132,14 @@ def restore_omitted(omitted: Mapping[str, Any], found: WalkResult) -> None:
                     f"{path}.{name} was saved separately from the state_dict of {path}, which has "
                     "no such part now. Build it in setup() as it was when the state was saved."
                 )
-            _fill(f"{path}.{name}", pieces[name], saved)
+            _put(f"{path}.{name}", pieces[name], saved)
 
 
-def _fill(name: str, piece: _Piece, saved: Any) -> None:
+def _put(name: str, piece: _Piece, saved: Any) -> None:
     if not isinstance(piece.value, Tensor) or not isinstance(saved, Tensor):
         piece.module.set_extra_state(copy.deepcopy(saved))
         return
-    if piece.value.shape != saved.shape:
-        raise StateError(
-            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the current one "
-            f"{tuple(piece.value.shape)}. Build it in setup() as it was when the state was saved."
-        )
-    with torch.no_grad():
-        piece.value.copy_(saved)
+    fill(name, piece.value, saved)
 
 
 def _place(path: str) -> str:
@@ -158,16 +153,11 @@ def _early_state(module: nn.Module) -> dict[str, Any]:
         return {}
 
 
-def _modules(found: WalkResult) -> dict[str, nn.Module]:
-    parts = {**found.inner, **found.objects}
-    return {path: part for path, part in parts.items() if isinstance(part, nn.Module)}
-
-
 def _odd_networks(found: WalkResult) -> dict[str, nn.Module]:
     """Return the networks whose state the class of a part, or a hook, redefines."""
     return {
         path: module
-        for path, module in _modules(found).items()
+        for path, module in found.all_modules().items()
         if any(_is_odd(part) for _, part in found.networks.of(module).modules)
     }
 

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.memory import storage_of
-from helios.core.wrappers import BareNames
+from helios.core.parameters import parameters_of
+from helios.core.wrappers import BareNames, bare_state_dict, unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.network_parts import Networks
 from helios.run_state.plain_values import ATOMS, Storages
 from helios.run_state.registered_hooks import OF_OPTIMIZERS, is_known
-from helios.run_state.walk import unwrap
 from helios.run_state.walk_result import WalkResult
 
 Shape: TypeAlias = dict[str, object]
@@ -39,10 +39,9 @@ def state_of(value: Stateful) -> dict[str, Any]:
     The state of a module has bare names; that of a torch scheduler leaves out what its
     ``state_dict`` includes only because it is an attribute.
     """
-    state = value.state_dict()
     if isinstance(value, LRScheduler):
-        return _without_odd_attributes(value, state)
-    return BareNames(value).strip(state) if isinstance(value, nn.Module) else state
+        return _without_odd_attributes(value, value.state_dict())
+    return bare_state_dict(value)
 
 
 def complete(optimizers: Iterable[Optimizer]) -> None:
@@ -143,7 +142,7 @@ def _places(entries: Mapping[str, Any]) -> set[int]:
 
 def _restore_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Undo that torch rounds float32 copies of bfloat16 parameters to their parameter's type."""
-    parameters = [part for group in optimizer.param_groups for part in group["params"]]
+    parameters = parameters_of(optimizer)
     groups = state.get("param_groups", ())
     numbers = [number for group in groups for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=False):
@@ -265,7 +264,7 @@ class Parameters:
         return {**self.of_modules, "": {**self.leaves, **self.loose}}
 
 
-def parameters_of(found: WalkResult, others: Collection[Tensor] = ()) -> Parameters:
+def sort_parameters(found: WalkResult, others: Collection[Tensor] = ()) -> Parameters:
     """Return the tensors that training updates, among those found.
 
     Args:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.parameters import parameters_of
 from helios.errors import StateError
 from helios.run_state.module_state import Parameters, places_of
 from helios.run_state.object_names import as_written
@@ -76,7 +77,7 @@ def _abandoned(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return []
     # torch's own error shows only the address of such a parameter.
-    moved = {id(part) for group in optimizer.param_groups for part in group["params"]}
+    moved = set(map(id, parameters_of(optimizer)))
     held = [id(part) for part in optimizer.state if isinstance(part, Tensor)]
     return sorted(names.get(part, "an unnamed one") for part in held if part not in moved)
 
@@ -279,7 +280,7 @@ def _keys(groups: Iterable[Iterable[Tensor]]) -> list[tuple[int, ...]]:
 
 def _refuse(path: str, optimizer: Optimizer, known: Members, tensors: dict[str, Tensor]) -> None:
     names = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    now = [names.get(id(part), "") for group in optimizer.param_groups for part in group["params"]]
+    now = [names.get(id(part), "") for part in parameters_of(optimizer)]
     saved = [names[id(tensors[name])] if name in tensors else name for name in _flat(known)]
     missing, left_over = sorted(set(saved) - set(now)), sorted(set(now) - set(saved))
     found = (

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from helios.run_state.module_state import Parameters, parameters_of, storages_of
+from helios.run_state.module_state import Parameters, sort_parameters, storages_of
 from helios.run_state.plain_values import Storages
 from helios.run_state.tied_tensors import Ties, ties_of
 from helios.run_state.walk import walk_all
@@ -35,7 +35,7 @@ class OwnerScan:
     @cached_property
     def parameters(self) -> Parameters:
         """The tensors that training updates."""
-        return parameters_of(self.found, self.others.values())
+        return sort_parameters(self.found, self.others.values())
 
     @cached_property
     def ties(self) -> Ties:

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,7 +29,7 @@ from helios.run_state.optimizer_tables import restore_tables, share_tables, shar
 from helios.run_state.optimizers import arrange, arrange_covered, check_covered
 from helios.run_state.owner_scan import OwnerScan
 from helios.run_state.shared_views import part_memory, restore_blocks
-from helios.run_state.tensor_formats import casts, restore_forms
+from helios.run_state.tensor_formats import casts, fill, restore_forms
 from helios.run_state.tied_tensors import restore_ties
 from helios.run_state.walk import is_declared
 from helios.run_state.walk_result import Container, path_of
@@ -105,7 +104,7 @@ class Restoring:
         for name, tensor in {**parameters.leaves, **parameters.loose}.items():
             if name in state["parameters"]:
                 shown = as_written(name, scene.found.objects)
-                _fill(shown, tensor, state["parameters"][name])
+                fill(shown, tensor, state["parameters"][name])
         if not is_inference:
             load_flags(state["flags"], scene.found, parameters)
             load_grads(state["grads"], scene.found, parameters)
@@ -262,14 +261,3 @@ def _load_state(
             f"{path} ({type(part).__name__}) rejected its saved state: {error} Build it in setup() "
             "as it was when the state was saved."
         ) from error
-
-
-def _fill(name: str, tensor: Tensor, saved: Tensor) -> None:
-    """Fill a loose tensor in place, because optimizers know it by identity."""
-    if tensor.shape != saved.shape:
-        raise StateError(
-            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the current one "
-            f"{tuple(tensor.shape)}. Build it in setup() as it was when the state was saved."
-        )
-    with torch.no_grad():
-        tensor.copy_(saved)

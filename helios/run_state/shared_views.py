@@ -20,6 +20,7 @@ from helios.core.memory import (
     is_expanded,
     overlapping,
     span_of,
+    storage_bytes,
     storage_of,
     tensor_on,
 )
@@ -153,7 +154,7 @@ def restore_blocks(
         if block["memory"] is not None:
             whole = _filled(block, members[anchor][2], tensors[anchor], homes.get(anchor))
         elif anchor in homes:
-            whole = _bytes_of(homes[anchor])
+            whole = storage_bytes(homes[anchor])
         else:
             # Setup gives them another layout now.
             continue
@@ -235,7 +236,7 @@ def _mark(members: _Tensors, before: Any = None) -> Any:
 def _around(members: _Tensors) -> Iterator[Tensor]:
     """Yield the memory that no tensor sees; for strided tensors as one piece with zeros in it."""
     parts = list(members.values())
-    whole = _bytes_of(parts[0])
+    whole = storage_bytes(parts[0])
     start = whole.data_ptr()
     spans = [span_of(part) for part in parts]
     end = start
@@ -275,7 +276,7 @@ def _filled(block: Mapping[str, Any], offset: int, anchor: Tensor, home: Tensor 
     if memory.dtype != anchor.dtype:
         memory, tail = memory.to(anchor.dtype), tail[:0]
     num_bytes = memory.nbytes + len(tail)
-    whole = None if home is None else _bytes_of(home)
+    whole = None if home is None else storage_bytes(home)
     # Values that view the memory of setup must find the content there.
     if whole is None or home is None or len(whole) != num_bytes or home.storage_offset() != offset:
         whole = torch.empty(num_bytes, dtype=torch.uint8, device=anchor.device)
@@ -289,14 +290,9 @@ def _written(part: Tensor, steps: Iterable[int]) -> Tensor:
     return part[tuple(slice(None) if step else slice(1) for step in steps)]
 
 
-def _bytes_of(part: Tensor) -> Tensor:
-    storage = part.untyped_storage()
-    return tensor_on(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
-
-
 def _content(part: Tensor) -> tuple[Tensor, Tensor]:
     """Return the memory of a tensor, as elements of its type and the remaining bytes."""
-    whole = _bytes_of(part)
+    whole = storage_bytes(part)
     length, left = divmod(len(whole), part.element_size())
     memory = tensor_on(part.untyped_storage(), part.dtype, (length,), (1,), 0)
     return memory, whole[len(whole) - left :].clone()

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from helios.core.parameters import parameters_of
+
 # State of an optimizer that cannot be tried: two tensors per parameter, as in Adam.
 _USUAL_COPIES = 2
 _SWITCHES = ("foreach", "fused", "capturable")
@@ -29,7 +31,7 @@ def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
         optimizers: optimizers, whether they have made a step or not.
     """
     held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    dense = [part for tensor in held for part in _parts_of(tensor)]
+    dense = [part for tensor in held for part in _stored_tensors(tensor)]
     storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
     sizes = [size for size in storages.values() if size]
     for optimizer in optimizers:
@@ -37,7 +39,7 @@ def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
     return sizes
 
 
-def _parts_of(tensor: Tensor) -> list[Tensor]:
+def _stored_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the tensors whose storages hold this one's values.
 
     A lazy parameter has none before its first step, a sparse tensor has those of its parts.
@@ -66,8 +68,8 @@ def _sizes_of_state(optimizer: Optimizer) -> list[int]:
     if not state:
         state = _try_step(optimizer)
     if state is None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return [p.nbytes for p in parameters if not is_lazy(p) for _ in range(_USUAL_COPIES)]
+        dense = [part for part in parameters_of(optimizer) if not is_lazy(part)]
+        return [part.nbytes for part in dense for _ in range(_USUAL_COPIES)]
     return [tensor.nbytes for part in state.values() for tensor in _tensors_in(part)]
 
 

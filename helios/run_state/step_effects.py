@@ -78,7 +78,7 @@ class StepWatch:
         covers: dict[str, Coverage] = {}
         for path, part in (*found.objects.items(), *found.inner.items()):
             if not isinstance(part, nn.Module):
-                state = _state_of(part)
+                state = _try_state(part)
                 # The state of a scheduler is its attributes, so these are reported.
                 if not isinstance(part, LRScheduler):
                     covers[f"{path}/"] = Coverage(state, lambda value: self._mark_of(value, scene))
@@ -101,7 +101,7 @@ class StepWatch:
         return look_at(value, scene, self._identities).mark
 
 
-def _state_of(part: Stateful) -> dict[str, Any]:
+def _try_state(part: Stateful) -> dict[str, Any]:
     try:
         return part.state_dict()
     except Exception:  # user code, which may need a first step

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from helios.errors import StateError
 from helios.run_state.module_state import Parameters
 from helios.run_state.network_parts import Network
 from helios.run_state.walk_result import WalkResult
@@ -46,7 +47,7 @@ def forms_of(found: WalkResult, parameters: Parameters) -> dict[str, Forms]:
     """
     loose = {name: _form(tensor) for name, tensor in parameters.loose.items()}
     forms = {"": Forms(loose, {})}
-    for path, module in _modules(found).items():
+    for path, module in found.all_modules().items():
         network = found.networks.of(module)
         if not any(isinstance(part, LazyModuleMixin) for _, part in network.modules):
             tensors = {name: _form(tensor) for name, _, _, tensor in saved_tensors(network)}
@@ -91,7 +92,7 @@ def restore_forms(
         for name in changed[""]["tensors"]:
             if name in parameters.loose and name in state["parameters"]:
                 _reform(parameters.loose[name], state["parameters"][name])
-    for path, module in _modules(found).items():
+    for path, module in found.all_modules().items():
         saved = _states(state).get(path)
         if path in changed and saved is not None:
             _register(module, changed[path]["buffers"], saved)
@@ -107,7 +108,7 @@ def restore_forms(
 def casts(found: WalkResult, state: dict[str, Any]) -> list[str]:
     """Describe tensors of networks for which ``setup`` has built another type than was saved."""
     texts: list[str] = []
-    for path, module in _modules(found).items():
+    for path, module in found.all_modules().items():
         saved = _states(state).get(path, {})
         differing: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
         for name, _, _, tensor in saved_tensors(Network(module)):
@@ -121,16 +122,26 @@ def casts(found: WalkResult, state: dict[str, Any]) -> list[str]:
     return texts
 
 
+def fill(name: str, tensor: Tensor, saved: Tensor) -> None:
+    """Fill a tensor in place, because optimizers know it by identity.
+
+    Raises:
+        StateError: if its shape is not the saved one.
+    """
+    if tensor.shape != saved.shape:
+        raise StateError(
+            f"{name}: the saved tensor has the shape {tuple(saved.shape)}, the current one "
+            f"{tuple(tensor.shape)}. Build it in setup() as it was when the state was saved."
+        )
+    with torch.no_grad():
+        tensor.copy_(saved)
+
+
 def _states(state: Mapping[str, Any]) -> dict[str, Any]:
     states = {**state["objects"], **state.get("inner", {})}
     for path, omitted in state.get("omitted", {}).items():
         states[path] = {**states.get(path, {}), **omitted["values"]}
     return states
-
-
-def _modules(found: WalkResult) -> dict[str, nn.Module]:
-    parts = {**found.objects, **found.inner}
-    return {path: part for path, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def _submodules(network: Network) -> Iterator[tuple[str, nn.Module]]:

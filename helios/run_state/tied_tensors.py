@@ -158,10 +158,9 @@ def _places(found: WalkResult) -> dict[str, _Place]:
 def _walk(found: WalkResult) -> Iterator[tuple[str, _Place]]:
     """Yield the tensors by name, each module once, under the first path that leads to it."""
     seen: set[int] = set()
-    for path, part in {**found.objects, **found.inner}.items():
-        if isinstance(part, nn.Module):
-            network = found.networks.of(part)
-            for name, module, key, tensor in all_tensors(network):
-                if id(module) not in seen:
-                    yield f"{path}.{name}", _Place(module, key, tensor)
-            seen.update(id(module) for _, module in network.modules)
+    for path, part in found.all_modules().items():
+        network = found.networks.of(part)
+        for name, module, key, tensor in all_tensors(network):
+            if id(module) not in seen:
+                yield f"{path}.{name}", _Place(module, key, tensor)
+        seen.update(id(module) for _, module in network.modules)

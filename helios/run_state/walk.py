@@ -16,19 +16,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from helios.core import wrappers
 from helios.core.generators import is_generator
+from helios.core.wrappers import unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful
 from helios.run_state.attribute_rules import is_of_the_house, left_out, tells_too_little
 from helios.run_state.object_names import KeyedByObjects, Names, has_odd_keys
 from helios.run_state.plain_values import ATOMS, is_flat
-from helios.run_state.walk_result import Rules, Slot, WalkResult, members_of
-
-
-def unwrap(value: object) -> object:
-    """Return the module inside a compiled or parallel one; anything else unchanged."""
-    return wrappers.unwrap(value) if isinstance(value, nn.Module) else value
+from helios.run_state.walk_result import Rules, Slot, WalkResult, keyed_members
 
 
 def is_declared(path: str, unsaved: frozenset[str]) -> bool:
@@ -170,7 +165,7 @@ class _Walker:
         if slot.path in self._prefixes or not is_flat(value):
             self._entered.add(id(value))
             is_settable = not isinstance(value, tuple)
-            is_mixed = self.enter(slot.path, members_of(value), is_settable=is_settable)
+            is_mixed = self.enter(slot.path, keyed_members(value), is_settable=is_settable)
             self._entered.discard(id(value))
             if is_mixed:
                 self._note_container(slot.path, value)

@@ -67,6 +67,11 @@ class WalkResult:
         """Return the modules by path."""
         return {path: part for path, part in self.objects.items() if isinstance(part, nn.Module)}
 
+    def all_modules(self) -> dict[str, nn.Module]:
+        """Return the modules by path, including those that only other objects hold."""
+        parts = {**self.objects, **self.inner}
+        return {path: part for path, part in parts.items() if isinstance(part, nn.Module)}
+
     def leaves(self) -> dict[str, Tensor]:
         """Return the leaf tensors by path, including those in plain containers."""
         leaves: dict[str, Tensor] = {}
@@ -95,7 +100,7 @@ class Rules:
     earlier: Mapping[str, object] = field(default_factory=dict)
 
 
-def members_of(value: Any) -> list[tuple[Any, Any]]:
+def keyed_members(value: Any) -> list[tuple[Any, Any]]:
     """Return the members of a list, tuple or dict with their keys."""
     return list(value.items() if isinstance(value, dict) else enumerate(value))
 
@@ -110,5 +115,5 @@ def _collect_leaves(path: str, value: Any, leaves: dict[str, Tensor], entered: s
         if value.is_leaf:
             leaves[path] = value
     elif isinstance(value, list | tuple | dict) and id(value) not in entered:
-        for key, member in () if is_flat(value) else members_of(value):
+        for key, member in () if is_flat(value) else keyed_members(value):
             _collect_leaves(f"{path}.{key}", member, leaves, entered | {id(value)})

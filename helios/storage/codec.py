@@ -22,7 +22,8 @@ import torch
 from helios.core.gc_pause import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.protocols import Meter
-from helios.storage import archive_records
+from helios.storage import archive_records, files
+from helios.storage.digest import DigestWriter
 from helios.storage.placeholders import stand_in
 from helios.storage.staging import HostBuffers
 from helios.storage.user_types import type_name
@@ -148,6 +149,24 @@ def write(handle: Writable, tree: Any) -> None:
         raise cause from error
 
 
+def write_file(path: Path, tree: Any, *, hashes: bool = False) -> str:
+    """Write an encoded tree into a file, and return when its bytes are on the disk.
+
+    Args:
+        path: the file; an old one is emptied first.
+        tree: what :func:`encode` returned.
+        hashes: whether to compute the digest while writing.
+
+    Returns:
+        The digest of the file; empty without ``hashes``.
+    """
+    with files.create(path) as handle, DigestWriter(handle, hashes=hashes) as writer:
+        write(writer, tree)
+        digest = writer.digest()
+        files.fsync(handle)
+    return digest
+
+
 def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Any:
     """Read and decode a file; its tensors are on the CPU.
 
@@ -248,16 +267,9 @@ def check_directory(path: Path) -> None:
             them.
         OSError: if the file cannot be opened or read.
     """
-    try:
-        with zipfile.ZipFile(path) as container:
-            for record in container.infolist():
-                _check_form(record)
-    except Exception as error:
-        _reraise_os_error(error)
-        raise DamagedCheckpointError(
-            f"{path} is not a complete archive: {_reason(error)}. Remove it, or use another "
-            "checkpoint."
-        ) from error
+    with _container(path) as container:
+        for record in container.infolist():
+            _check_form(record)
 
 
 def check_container(path: Path) -> None:
@@ -269,10 +281,16 @@ def check_container(path: Path) -> None:
         DamagedCheckpointError: if it is not a ZIP archive, or a record is damaged.
         OSError: if the file cannot be opened or read.
     """
+    with _container(path) as container:
+        for record in container.infolist():
+            _check_record(container, record)
+
+
+@contextlib.contextmanager
+def _container(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as container:
-            for record in container.infolist():
-                _check_record(container, record)
+            yield container
     except Exception as error:
         _reraise_os_error(error)
         raise DamagedCheckpointError(

@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from helios.storage import files
@@ -96,12 +95,7 @@ class DigestWriter:
     def __enter__(self) -> DigestWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._helper is not None:
             self._helper.close()
 

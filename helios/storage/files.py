@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -109,19 +110,29 @@ def _find_present(path: Path) -> Path:
     return path
 
 
-def write_text_durably(path: Path, text: str) -> None:
-    """Write a small text file atomically: a crash leaves either the old or the new content."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write, which is renamed to ``path`` when the block ends.
+
+    A crash leaves either the old or the new content if the block calls :func:`fsync` for what it
+    writes. If the block fails, the temporary file is removed and the old file is kept.
+    """
     partial = temporary_path(path)
     try:
-        with create(partial) as handle:
-            write(handle, text.encode())
-            fsync(handle)
+        yield partial
         replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
             unlink(partial, missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def write_text_durably(path: Path, text: str) -> None:
+    """Write a small text file atomically: a crash leaves either the old or the new content."""
+    with replacing(path) as partial, create(partial) as handle:
+        write(handle, text.encode())
+        fsync(handle)
 
 
 def truncate(path: Path, size: int) -> None:

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import ClassVar
 
 from helios.errors import FolderInUseError
@@ -81,12 +80,7 @@ class FolderLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def acquire(self) -> None:

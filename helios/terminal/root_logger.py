@@ -21,20 +21,6 @@ from helios.errors import UsageError
 from helios.storage.tensorboard_writer import TensorboardWriter
 from helios.terminal.screen import write_line
 
-__all__ = [
-    "RootLogger",
-    "TensorboardWriter",
-    "close_default_loggers",
-    "create_default_loggers",
-    "flush_default_loggers",
-    "get_default_log_name",
-    "get_root_logger",
-    "get_tensorboard_writer",
-    "is_root_logger_active",
-    "restore_default_loggers",
-    "setup_default_loggers",
-]
-
 _LOGGER = logging.getLogger(__name__)
 _FORMAT = "%(asctime)s - %(levelname)s - {place}%(message)s"
 

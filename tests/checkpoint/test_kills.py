@@ -2,57 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import helios
 from helios.checkpoint import file_names
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import DamagedCheckpointError
 from tests.checkpoint import kill_child
 from tests.checkpoint.helpers import is_same, make_payload, names, save
+from tests.support.killed_scenes import Scene, play
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
-
-_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
-
-
-@dataclasses.dataclass(frozen=True)
-class Scene:
-    """What was left in ``root/<point>`` by a kill at each point, and how the processes ended."""
-
-    root: Path
-    hit: set[str]
-    codes: dict[str, int]
 
 
 @pytest.fixture(scope="module")
 def scenes() -> Iterator[dict[str, Scene]]:
-    """Play all scenes, in memory where the system has a folder there: a kill needs no disk."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
-        done = subprocess.run(
-            [sys.executable, "-m", kill_child.__name__, root],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _ROOTS))},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        results: dict[str, Any] = json.loads(done.stdout)
-        assert all(result["status"] == 0 for result in results.values()), done.stderr
+    with play(kill_child) as (root, results):
+        assert all(result["status"] == 0 for result in results.values()), results
         yield {
-            name: Scene(Path(root) / name, set(result["hit"]), result["codes"])
+            name: Scene(root / name, set(result["hit"]), result["codes"])
             for name, result in results.items()
         }
 
@@ -123,8 +94,8 @@ def test_a_kill_while_files_are_put_aside_never_brings_a_damaged_one_back(
 def test_the_kills_cover_every_file_operation_that_changes_something() -> None:
     from helios.storage import files
 
-    # What these do leaves nothing behind, or not under a name.
-    passing = {"check_writable", "temporary_path", "truncate"}
+    # What these do leaves nothing behind, or not under a name; a replacement is made of the others.
+    passing = {"check_writable", "replacing", "temporary_path", "truncate"}
     public = {
         name
         for name, value in vars(files).items()

@@ -11,7 +11,7 @@ import pytest
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.options import CheckpointStore, KeepBest
-from helios.checkpoint.retention import Entry, Retention, complete, plan
+from helios.checkpoint.retention import Entry, Retention, plan, with_sidecar
 from helios.checkpoint.store import RunFolder
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 
@@ -217,7 +217,7 @@ def test_a_damaged_and_a_missing_sidecar_keep_their_checkpoints(tmp_path: Path) 
 
 def test_a_migrated_checkpoint_is_not_judged_but_may_be_best(tmp_path: Path) -> None:
     path = save_scored(RunFolder(tmp_path), 1, is_migrated=True, metrics={"score": 2.0})
-    entry = complete(Entry(1, 1, path))
+    entry = with_sidecar(Entry(1, 1, path))
     assert (entry.is_known, entry.metrics) == (False, {"score": 2.0})
 
 

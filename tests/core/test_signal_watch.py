@@ -17,7 +17,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core import signal_watch
-from helios.core.signal_watch import SignalReceiver, held_back, name_of, noted_signals
+from helios.core.signal_watch import SignalReceiver, held_back, noted_signals, signal_name
 from helios.data.loader import WorkerInit, end_workers
 
 ECHO = 0.2
@@ -245,5 +245,5 @@ def test_what_was_held_back_comes_when_it_is_noted() -> None:
 
 
 def test_signals_without_a_name_have_a_number() -> None:
-    assert name_of(signal.SIGTERM) == "SIGTERM"
-    assert name_of(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"
+    assert signal_name(signal.SIGTERM) == "SIGTERM"
+    assert signal_name(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"

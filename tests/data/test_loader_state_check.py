@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helios.core import rng
-from helios.data.loader_state_check import Verdict, is_same, try_state
+from helios.data.loader_state_check import Verdict, have_same_bytes, try_state
 from helios.data.source import Source, open_source
 from helios.data.truncated import TruncatedSource
 from tests.data.datasets import FETCH
@@ -164,7 +164,7 @@ class Item:
     ],
 )
 def test_batches_are_compared_on_bytes(left: Any, right: Any, expected: bool) -> None:
-    assert is_same(left, right) is expected
+    assert have_same_bytes(left, right) is expected
 
 
 def test_what_cannot_be_compared_is_not_judged() -> None:

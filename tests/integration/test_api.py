@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import helios.plugins as hlp
 import helios.trainer as hlt
 from helios.core import rng
 from helios.errors import StateError
+from tests.startup.test_arguments import DEFAULTS
 from tests.support.kills import kill_self, run_in_child
 from tests.support.resume import copy_checkpoint
 from tests.support.runs import digest
@@ -418,31 +420,7 @@ def test_names_are_found_where_scripts_import_them(module: str, names: str) -> N
 
 def test_the_arguments_of_a_trainer_keep_order_and_defaults() -> None:
     """API section 12, H66: all may be given by position."""
-    historical = {
-        "run_name": "",
-        "train_unit": hlt.TrainingUnit.EPOCH,
-        "total_steps": 0,
-        "valid_frequency": None,
-        "chkpt_frequency": None,
-        "print_frequency": None,
-        "accumulation_steps": 1,
-        "enable_cudnn_benchmark": False,
-        "enable_deterministic": False,
-        "early_stop_cycles": None,
-        "use_cpu": None,
-        "gpus": None,
-        "random_seed": None,
-        "enable_tensorboard": False,
-        "enable_file_logging": False,
-        "capture_warnings": False,
-        "enable_progress_bar": False,
-        "chkpt_root": None,
-        "log_path": None,
-        "run_path": None,
-        "src_root": None,
-        "import_prefix": "",
-        "print_banner": True,
-    }
+    historical = dict(islice(DEFAULTS.items(), 23))
     parameters = list(inspect.signature(hlt.Trainer).parameters.values())[: len(historical)]
     assert {p.name: p.default for p in parameters} == historical
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)

@@ -9,9 +9,8 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from helios.storage import folder_lock
 from helios.storage.folder_lock import LOCK_NAME
 from tests.support import elastic
 from tests.support.elastic import Elastic, assert_same, read_bits
+from tests.support.paused import another_process
 from tests.support.ranks import run_ranks
 from tests.support.resume import assert_equal
 from tests.support.runs import IndexModule, Setting, SmallModel, train
@@ -39,43 +39,25 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class PauseAt(Plugin):
-    """Tells the test that an iteration is reached, and waits there until it may go on."""
+    """Pauses at an iteration."""
 
-    unsaved = ("told", "go_on", "iteration")
+    unsaved = ("pause", "iteration")
 
-    def __init__(self, iteration: int, told: Connection, go_on: Connection) -> None:
+    def __init__(self, iteration: int, pause: Callable[[], None]) -> None:
         super().__init__("pause-at")
-        self.iteration, self.told, self.go_on = iteration, told, go_on
+        self.iteration, self.pause = iteration, pause
 
     def setup(self) -> None:
         """Nothing to prepare."""
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         if state.global_iteration == self.iteration:
-            self.told.send(os.getpid())
-            with contextlib.suppress(EOFError):
-                self.go_on.recv()
+            self.pause()
 
 
-@contextlib.contextmanager
-def first_run(work: Any, iteration: int = 5) -> Iterator[int]:
+def first_run(work: Any, iteration: int = 5) -> contextlib.AbstractContextManager[int]:
     """Call ``work(plugin)`` in a child; yields its process's number while it pauses."""
-    told, tell = _FORK.Pipe(duplex=False)
-    wait, go_on = _FORK.Pipe(duplex=False)
-
-    def target() -> None:
-        go_on.close()
-        work(PauseAt(iteration, tell, wait))
-
-    child = _FORK.Process(target=target)
-    child.start()
-    tell.close()
-    try:
-        yield told.recv()
-    finally:
-        go_on.close()
-        child.join()
-        child.close()
+    return another_process(lambda pause: work(PauseAt(iteration, pause)))
 
 
 def find_children(pid: int) -> list[int]:

@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from helios.migration.folder_migration import Migration, find
+from helios.migration.folder_migration import Migration, find_candidates
 from tests.checkpoint import kill_child
 from tests.support import old_files as old
 
@@ -25,7 +25,7 @@ def make_template(root: Path) -> None:
 
 
 def migrate(root: Path) -> None:
-    for path in find(root):
+    for path in find_candidates(root):
         Migration().migrate(path)
 
 

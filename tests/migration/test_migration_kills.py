@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import helios
 from helios.checkpoint import file_names
 from helios.checkpoint.store import RunFolder
 from helios.errors import IncompatibleCheckpointError
-from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Result, find
+from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Result, find_candidates
 from tests.migration import migration_child
 from tests.support import old_files as old
+from tests.support.killed_scenes import Scene, play
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
 
-_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
 _SOURCES = {name.split("/")[1]: old.GOLDEN / name for name in migration_child.NAMES}
-
-
-@dataclasses.dataclass(frozen=True)
-class Scene:
-    """What was left in ``root/<point>`` by a kill at each point."""
-
-    root: Path
-    hit: set[str]
-    codes: dict[str, int]
 
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
-        done = subprocess.run(
-            [sys.executable, "-m", migration_child.__name__, root],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _ROOTS))},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        result: dict[str, Any] = json.loads(done.stdout)
-        assert result["status"] == 0
-        yield Scene(Path(root), set(result["hit"]), result["codes"])
+    with play(migration_child) as (root, result):
+        assert result["status"] == 0, result
+        yield Scene(root, set(result["hit"]), result["codes"])
 
 
 def check_start(folder: Path, point: str) -> str:
@@ -85,10 +58,12 @@ def test_a_kill_at_any_file_operation_of_a_migration_loses_nothing(scene: Scene)
             places = (folder / name, folder / BACKUP_FOLDER / name)
             kept = [path for path in places if path.exists()]
             assert any(path.read_bytes() == source.read_bytes() for path in kept), point
-        results = [Migration().migrate(path).result for path in find(folder)]
+        results = [Migration().migrate(path).result for path in find_candidates(folder)]
         assert {Result.MIGRATED, Result.COMPLETED, Result.CURRENT} >= set(results), point
         assert check_start(folder, point) == "new", point
-        assert {Migration().migrate(path).result for path in find(folder)} == {Result.CURRENT}
+        assert {Migration().migrate(path).result for path in find_candidates(folder)} == {
+            Result.CURRENT
+        }
         for name, source in _SOURCES.items():
             loaded = RunFolder(folder).load(folder / name)
             assert loaded.sidecar is not None, point

@@ -21,7 +21,13 @@ from helios.errors import (
     IncompatibleCheckpointError,
 )
 from helios.migration import helios_ml, schema_step
-from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Report, Result, find
+from helios.migration.folder_migration import (
+    BACKUP_FOLDER,
+    Migration,
+    Report,
+    Result,
+    find_candidates,
+)
 from helios.state import TrainingState
 from helios.storage import codec
 from helios.storage.folder_lock import FolderLock
@@ -264,7 +270,7 @@ def test_epochs_that_count_from_0_are_told_from_those_that_count_from_1(
 ) -> None:
     names = ("global_epoch", "global_iteration", "dataset_iter")
     state = dict(zip(names, counters, strict=True)) | {"current_iteration": counters[1]}
-    plain = helios_ml.to_plain({"training_state": state, "model": {}}, stem=stem)
+    plain = helios_ml.to_schema_0({"training_state": state, "model": {}}, stem=stem)
     cursor = schema_upgrades.upgrade(plain, schema_step.STEPS)["cursor"]
     assert (cursor["epoch"], cursor["batch"]) == wanted
     assert cursor["sample"] == 0
@@ -283,9 +289,9 @@ def test_steps_lead_from_schema_to_schema_in_order() -> None:
 def test_a_second_migration_changes_nothing(tmp_path: Path) -> None:
     for name in old.FILES[-3:]:
         old.lay_out(tmp_path, name)
-    assert {migrate(path).result for path in find(tmp_path)} == {Result.MIGRATED}
+    assert {migrate(path).result for path in find_candidates(tmp_path)} == {Result.MIGRATED}
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*.*")}
-    assert {migrate(path).result for path in find(tmp_path)} == {Result.CURRENT}
+    assert {migrate(path).result for path in find_candidates(tmp_path)} == {Result.CURRENT}
     after = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tmp_path.rglob("*.*")}
     assert after == before
 
@@ -333,7 +339,7 @@ def test_a_backup_never_replaces_another_file(tmp_path: Path) -> None:
     assert other is not None
     assert kept.read_bytes() == (old.GOLDEN / "1.1.0/linear_epoch_2_iter_8.pth").read_bytes()
     assert other.read_bytes() == (old.GOLDEN / "0.1.9/linear_epoch_2_iter_8.pth").read_bytes()
-    assert list(find(tmp_path)) == [second]
+    assert list(find_candidates(tmp_path)) == [second]
 
 
 def test_files_of_others_are_named_and_left_alone(tmp_path: Path) -> None:
@@ -347,7 +353,7 @@ def test_files_of_others_are_named_and_left_alone(tmp_path: Path) -> None:
     unfinished = tmp_path / "a_epoch_9_iter_9.pth.tmp"
     unfinished.write_bytes(b"half")
     before = {p: p.read_bytes() for p in tmp_path.iterdir()}
-    results = {report.path: report for report in map(migrate, find(tmp_path))}
+    results = {report.path: report for report in map(migrate, find_candidates(tmp_path))}
     assert results[weights].result is Result.FOREIGN
     assert results[text].result is Result.FOREIGN
     assert results[link].result is Result.LINK

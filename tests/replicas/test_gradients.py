@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from helios.core.parameters import parameters_of
 from helios.distributed.process_groups import DistributedInfo
 from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.replicas.flat_gradients import FlatBuffer
-from helios.replicas.gradients import GradientSum, SharedGradients, parameters_of
+from helios.replicas.gradients import GradientSum, SharedGradients
 from helios.replicas.replicas import Replicas
 from tests.engines.joined import joined
 from tests.support.ranks import run_ranks

@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 from helios.errors import FolderInUseError
 from helios.storage import folder_lock as lock_module
 from helios.storage.folder_lock import LOCK_NAME, FolderLock
+from tests.support.paused import another_process
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -44,32 +45,6 @@ def try_in_another_process(folder: Path) -> str:
     child.join()
     child.close()
     return text
-
-
-@contextlib.contextmanager
-def another_process(work: Callable[[Callable[[], Any]], None]) -> Iterator[int]:
-    """Run ``work(pause)`` in a child until it pauses; it goes on at the end of the block."""
-    told, tell = _FORK.Pipe(duplex=False)
-    wait, go_on = _FORK.Pipe(duplex=False)
-
-    def pause() -> None:
-        tell.send(os.getpid())
-        with contextlib.suppress(EOFError):
-            wait.recv()
-
-    def target() -> None:
-        go_on.close()
-        work(pause)
-
-    child = _FORK.Process(target=target)
-    child.start()
-    tell.close()
-    try:
-        yield told.recv()
-    finally:
-        go_on.close()
-        child.join()
-        child.close()
 
 
 def hold(folder: Path) -> Callable[[Callable[[], Any]], None]:

@@ -18,7 +18,7 @@ from helios.hooks.events import CHANNELS
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.plugins.channels import PipelineHooks
-from helios.plugins.contexts import has_state
+from helios.plugins.contexts import keeps_state
 from helios.plugins.plugin import Plugin
 from helios.run_state.dataset_attributes import generators_in
 from helios.run_state.owner_states import Owner, Owners
@@ -64,7 +64,8 @@ def find_owners(
     claimed = () if source is None else source.claimed
     if source is not None and not claimed and not _count_workers(source):
         owners += (
-            Owner(name, part, unsaved_of(part), is_data=True) for name, part in _parts_of(source)
+            Owner(name, part, unsaved_of(part), is_data=True)
+            for name, part in _dataset_parts(source)
         )
     others = {"<model>": model} | {f"<data {place}>": part for place, part in enumerate(claimed)}
     found = Owners(
@@ -81,7 +82,9 @@ def find_stranded_generators(source: Source) -> dict[str, str]:
     num_workers = _count_workers(source)
     if not num_workers:
         return {}
-    names = [f"{name}: {key}" for name, part in _parts_of(source) for key in generators_in(part)]
+    names = [
+        f"{name}: {key}" for name, part in _dataset_parts(source) for key in generators_in(part)
+    ]
     if names:
         _LOGGER.warning(
             "%s: with num_workers=%d each worker draws from a copy that no checkpoint holds. Draw "
@@ -109,7 +112,7 @@ def _of_contexts(name: str, plugin: PipelineHooks) -> Iterator[Owner]:
     for channel in CHANNELS:
         for place, hook in enumerate(plugin.contexts(channel)):
             context = f"context {place} ({type(hook).__name__}) of {channel} in {name!r}"
-            yield Owner(context, hook, tuple(hook.unsaved), has_state(hook))
+            yield Owner(context, hook, tuple(hook.unsaved), keeps_state(hook))
 
 
 def _of_loops(path: str, loop: Loop) -> Iterator[Owner]:
@@ -122,7 +125,7 @@ def _count_workers(source: Source) -> int:
     return int(source.description.get("num_workers") or 0)
 
 
-def _parts_of(source: Source) -> Iterator[tuple[str, object]]:
+def _dataset_parts(source: Source) -> Iterator[tuple[str, object]]:
     """Yield the training data set, those that it contains, and the collate function's object."""
     loader = source.loader
     if not isinstance(loader, DataLoader):

@@ -128,7 +128,7 @@ class Outcome:
     state: bytes | None
 
 
-def run_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
+def run_call(rank: int, call: Call, num_replicas: int) -> Outcome:
     """Run a call in a process that :class:`LauncherRun` has started."""
     place = Place.find()
     plan = Plan(num_replicas, place.info.world_size, place.info, has_prepared=True)
@@ -190,7 +190,7 @@ class LauncherRun(Run):
         gpus = own.gpu_ids if own.engine is None else []
         with standing.footprint.removed(call.owners):
             outcomes = spawn(
-                run_rank,
+                run_call,
                 count,
                 (call, self._launch.num_replicas),
                 devices=gpus[:count] or None,

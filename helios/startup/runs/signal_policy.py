@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
-from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, name_of
+from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
 from helios.errors import ArgumentError
 
 _LOGGER = logging.getLogger(__name__)
@@ -71,11 +71,11 @@ class Signals:
             if not is_known or number not in signal.valid_signals():
                 remedy = f"This system has {known}."
                 raise _fail("numbers", "signals of this system", number, remedy)
-            if name_of(number) in _REFUSED:
+            if signal_name(number) in _REFUSED:
                 rule = "signals that a training can delay"
-                raise _fail("numbers", rule, name_of(number), "Omit it.")
+                raise _fail("numbers", rule, signal_name(number), "Omit it.")
         if len(set(self.numbers)) < len(self.numbers):
-            names = ", ".join(map(name_of, self.numbers))
+            names = ", ".join(map(signal_name, self.numbers))
             raise _fail("numbers", "different signals", names, "Name each of them once.")
         object.__setattr__(self, "numbers", tuple(self.numbers))
         is_number = isinstance(self.grace, int | float) and not isinstance(self.grace, bool)
@@ -138,7 +138,7 @@ def listening(signals: Signals) -> Iterator[Listener]:
         _LOGGER.warning(
             "fit runs outside the main thread, so it cannot save on a signal: %s have their usual "
             "effect. Call it in the main thread, or pass Trainer(signals=Signals(())).",
-            ", ".join(map(name_of, signals.numbers)),
+            ", ".join(map(signal_name, signals.numbers)),
         )
         yield Listener()
         return
