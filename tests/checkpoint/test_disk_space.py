@@ -82,7 +82,7 @@ def test_a_run_that_cannot_fit_is_warned_about(
     [
         (
             {},
-            "Keep fewer, with store==CheckpointStore(keep_last=3), save less often, or make room.",
+            "Keep fewer, with store=CheckpointStore(keep_last=3), save less often, or make room.",
         ),
         ({"keep_last": 2}, "Keep fewer, with less than 2 in keep_last of CheckpointStore"),
         (

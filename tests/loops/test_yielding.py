@@ -481,7 +481,7 @@ def test_a_graph_of_an_earlier_yield_is_hinted_at(kind: str) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)backward|inplace.*'left'.*detach it") as caught:
         train_on(loop, session, 1.0)
     assert type(caught.value) is RuntimeError
-    assert "The loss yielded for 'left' leads through" in str(caught.value)
+    assert "The loss yielded for 'left' depends on" in str(caught.value)
 
 
 def test_other_errors_of_backward_pass_as_they_are() -> None:

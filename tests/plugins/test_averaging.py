@@ -615,7 +615,7 @@ def test_an_evaluation_without_average_says_so(capsys: pytest.CaptureFixture[str
     assert "has no average" not in capsys.readouterr().err
     trainer.test(net, IndexModule(setting))
     said = capsys.readouterr().err
-    assert "Plugin 'swa' has no average: this testing uses the networks' own weights" in said
+    assert "Plugin 'swa' has no average yet: this testing uses the networks' own weights" in said
     with pytest.raises(UsageError, match="'swa' has no average: none was loaded, and no step"):
         swa.copy_to(net)
 
@@ -853,8 +853,8 @@ def _rename(table: dict[str, Any], name: str) -> None:
         (lambda net: setattr(net[0].weight, "data", net[0].weight.data[:2]), r"\(2, 3\), its"),
         (lambda net: setattr(net[0].weight, "data", net[0].weight.data.view(9)), r"\(9,\), its"),
         (lambda net: net.append(nn.Linear(1, 1)), "2.weight has no average"),
-        (lambda net: setattr(net[1], "weight", net[0].weight), "averaged 1.weight is not there"),
-        (lambda net: net[0].register_parameter("bias", None), "averaged 0.bias is not there"),
+        (lambda net: setattr(net[1], "weight", net[0].weight), "averaged 1.weight does not exist"),
+        (lambda net: net[0].register_parameter("bias", None), "averaged 0.bias does not exist"),
         (lambda net: _rename(vars(net[1])["_parameters"], "bias"), "1.new has no average"),
     ],
 )

@@ -881,7 +881,7 @@ def test_states_left_over_and_missing_are_named(caplog: pytest.LogCaptureFixture
     text = record.getMessage()
     assert "'mine'" in text
     assert "without a context: on_loop.0" in text
-    assert "without their state: on_batch.0" in text
+    assert "without a saved state: on_batch.0" in text
     assert hook.count == 4
 
 

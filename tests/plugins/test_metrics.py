@@ -568,7 +568,7 @@ def test_values_of_other_shapes_are_spread_or_kept_in_the_table(
         assert list(heard) == [f"{prefix}/{name}" for name in names]
         assert list(heard.values()) == [1.0, 2.0, 1.5, 2.5, 3.0, 1.0, 0.0]
         said = capfd.readouterr().err
-        assert ("training metric 'matrix' is no number" in said) == (phase is Phase.TRAINING)
+        assert ("training metric 'matrix' is not a number" in said) == (phase is Phase.TRAINING)
     assert torch.equal(outcome.tables["_val_scores"]["matrix"], torch.eye(2))
 
 

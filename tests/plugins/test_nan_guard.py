@@ -520,7 +520,7 @@ def test_manual_steps_are_checked_after_the_update() -> None:
     text = str(caught.value)
     assert "the losses loss of" in text
     assert f"samples {', '.join(map(str, order[bad]))}" in text
-    assert "made its update by itself" in text
+    assert "made its update itself" in text
 
 
 def test_manual_steps_can_end_the_run(tmp_path: Path) -> None:

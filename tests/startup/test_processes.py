@@ -162,7 +162,7 @@ def _fit(folder: Path, **options: Any) -> bool:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"num_replicas": 3}, RunMismatchError, "begun with 2 replicas .*small_epoch_1_iter_2"),
+        ({"num_replicas": 3}, RunMismatchError, "started with 2 replicas .*small_epoch_1_iter_2"),
         ({"nproc": 3}, UsageError, r"A run of 2 replicas .*Trainer\(nproc=3\)"),
     ],
 )

@@ -37,9 +37,9 @@ def test_the_defaults_are_what_schedulers_and_people_send() -> None:
         ((200,), "must be signals of this system, got 200"),
         ((0,), "must be signals of this system, got 0"),
         ((signal.SIGKILL,), "must be signals that a training can delay, got 'SIGKILL'"),
-        ((signal.SIGTERM, signal.SIGSTOP), "got 'SIGSTOP'. Leave it out"),
-        ((signal.SIGSEGV,), "got 'SIGSEGV'. Leave it out"),
-        ((signal.SIGCHLD,), "got 'SIGCHLD'. Leave it out"),
+        ((signal.SIGTERM, signal.SIGSTOP), "got 'SIGSTOP'. Omit it"),
+        ((signal.SIGSEGV,), "got 'SIGSEGV'. Omit it"),
+        ((signal.SIGCHLD,), "got 'SIGCHLD'. Omit it"),
         ((10, signal.SIGUSR1), "must be different signals, got 'SIGUSR1, SIGUSR1'"),
     ],
 )
