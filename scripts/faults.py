@@ -629,8 +629,8 @@ FAULTS = (
     Fault(
         "what a wrapper wraps does not count as the data set",
         "helios/data/fingerprint.py",
-        "        return [dataset.dataset]\n    # Only",
-        "        return []\n    # Only",
+        "        return [dataset.dataset]\n    # In other",
+        "        return []\n    # In other",
         f"{OTHER_DATA}::test_another_class_inside_a_subset_stops_the_run",
     ),
     Fault(

@@ -1,6 +1,6 @@
-"""Positions in, batches out: samplers, keyed loaders and data modules.
+"""Samplers, data loaders and data modules, which return the batches of a run by position.
 
-Nothing here may know a model, a checkpoint or a loop.
+Nothing in this package depends on a model, a checkpoint or a loop.
 """
 
 from helios.data.datamodule import DataModule, DatasetSplit

@@ -1,7 +1,7 @@
-"""The data module: what users write to say which data a run has, and how it is loaded.
+"""The data module, in which users define the data of a run and how it is loaded.
 
-``prepare_data`` runs once, ``setup`` assigns the data sets, ``teardown`` always runs at the end
-(H17). It works without a trainer too.
+``prepare_data`` is called once, ``setup`` assigns the data sets, and ``teardown`` is always called
+at the end. A data module also works without a trainer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["DataLoaderParams", "DataModule", "Dataset", "DatasetSplit"]
 
 
 class DatasetSplit(Enum):
-    """The parts that data is split into."""
+    """The splits of the data."""
 
     TRAIN = 0
     VALID = 1
@@ -35,7 +35,7 @@ class DatasetSplit(Enum):
         """Return the split named ``"train"``, ``"valid"`` or ``"test"``.
 
         Raises:
-            ArgumentError: for any other label (a ``ValueError``).
+            ArgumentError: if the label is any other string (a ``ValueError``).
         """
         for split in cls:
             if split.name.lower() == label:
@@ -45,37 +45,37 @@ class DatasetSplit(Enum):
 
 @dataclasses.dataclass
 class Dataset:
-    """A data set and how it is loaded.
+    """A data set and the options of its loader.
 
     Attributes:
         dataset: the PyTorch data set.
-        params: the options of its loader.
+        params: the options of the loader.
     """
 
     dataset: Any
     params: DataLoaderParams
 
     def dict(self) -> dict[str, Any]:
-        """Return the arguments of ``create_dataloader`` by name; the values are not copied."""
+        """Return the arguments for ``create_dataloader``; the values are not copied."""
         return {"dataset": self.dataset, **self.params.to_dict()}
 
 
 Datasets: TypeAlias = Dataset | list[Dataset] | tuple[Dataset, ...] | Mapping[str, Dataset]
-"""The data of an evaluation: one data set, or several that are gone through in order (L32)."""
+"""The data of an evaluation: one data set, or several that are used in order."""
 
 LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
-"""A loader with its sampler, or several of them; in a dict under the names of the data sets."""
+"""A loader with its sampler, or a list or dict of such pairs."""
 
 
 class DataModule(ABC):
-    """The data of a run (API section 14).
+    """The data of a run.
 
     ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and
-    ``_predict_dataset``, those that there are, with :meth:`_create_dataset`. All but the first may
-    be a list of what that returns, or a dict of them by name (L32).
+    ``_predict_dataset``, as needed, each created by :meth:`_create_dataset`. All but the first may
+    also be a list of data sets, or a dict of them by name.
 
     Attributes:
-        unsaved: names of attributes that training changes and that no checkpoint needs.
+        unsaved: names of attributes that training changes, but that are not saved.
         global_rank: number of this process among all, from 0.
         local_rank: number of this process on its machine, from 0.
     """
@@ -98,7 +98,7 @@ class DataModule(ABC):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether replicas share the data, where the options of a data set do not say."""
+        """Whether replicas share the data; ``is_distributed`` of a data set takes precedence."""
         return self._is_distributed
 
     @is_distributed.setter
@@ -107,7 +107,7 @@ class DataModule(ABC):
 
     @property
     def num_replicas(self) -> int | None:
-        """The replicas of the run, which share the data; ``None`` where no trainer has set it."""
+        """The number of replicas that share the data; ``None`` without a trainer."""
         return self._num_replicas
 
     @num_replicas.setter
@@ -116,14 +116,14 @@ class DataModule(ABC):
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer that uses the data; for users, the package itself does not read it.
+        """The trainer that uses the data; for users, Helios itself does not read it.
 
         Raises:
-            UsageError: outside of a trainer.
+            UsageError: if there is no trainer yet.
         """
         if self._trainer is None:
             raise UsageError(
-                "DataModule.trainer is not there: fit, validate, test and predict set it."
+                "DataModule.trainer is not set yet: fit, validate, test and predict set it."
             )
         return self._trainer
 
@@ -138,35 +138,35 @@ class DataModule(ABC):
 
     @property
     def valid_dataset(self) -> Any:
-        """The data set for validation, or ``None``; a list or dict of them where it is one."""
+        """The data set for validation, ``None``, or a list or dict of data sets."""
         return _dataset_of(self._valid_dataset)
 
     @property
     def test_dataset(self) -> Any:
-        """The data set for testing, or ``None``; a list or dict of them where it is one."""
+        """The data set for testing, ``None``, or a list or dict of data sets."""
         return _dataset_of(self._test_dataset)
 
     @property
     def predict_dataset(self) -> Any:
-        """The data set for prediction, or ``None``; a list or dict of them where it is one."""
+        """The data set for prediction, ``None``, or a list or dict of data sets."""
         return _dataset_of(self._predict_dataset)
 
     def prepare_data(self) -> None:
-        """Download or convert data; called once, before :meth:`setup`. Assign nothing here."""
+        """Download or convert data; called once, before :meth:`setup`. Do not set attributes."""
 
     @abstractmethod
     def setup(self) -> None:
         """Create the data sets; called in every process."""
 
     def teardown(self) -> None:
-        """Release what :meth:`setup` took; called on every way out of a run (H17)."""
+        """Release the resources of :meth:`setup`; always called at the end of a run."""
 
     def train_dataloader(self) -> LoaderPair | None:
         """Return a new loader and its sampler for training, or ``None`` without data."""
         pair = self._train_dataset
         if isinstance(pair, list | tuple | Mapping):
             raise ArgumentTypeError(
-                f"The training data set of {type(self).__name__} must be one, got {len(pair)} in a "
+                f"{type(self).__name__} must have one training data set, got {len(pair)} in a "
                 f"{type(pair).__name__}. Join them (torch.utils.data.ConcatDataset), or use a "
                 "batch_sampler that mixes them."
             )
@@ -175,37 +175,37 @@ class DataModule(ABC):
     def valid_dataloader(self) -> LoaderPairs | None:
         """Return a new loader and its sampler for validation, or ``None`` without data.
 
-        Of several data sets a list of such pairs, or a dict of them by name.
+        If there are several data sets, return a list of such pairs, or a dict of them by name.
         """
         return _open_all(self, self._valid_dataset, "validation data set")
 
     def test_dataloader(self) -> LoaderPairs | None:
         """Return a new loader and its sampler for testing, or ``None`` without data.
 
-        Of several data sets a list of such pairs, or a dict of them by name.
+        If there are several data sets, return a list of such pairs, or a dict of them by name.
         """
         return _open_all(self, self._test_dataset, "test data set")
 
     def predict_dataloader(self) -> LoaderPairs | None:
         """Return a new loader and its sampler for prediction, or ``None`` without data.
 
-        Of several data sets a list of such pairs, or a dict of them by name.
+        If there are several data sets, return a list of such pairs, or a dict of them by name.
         """
         return _open_all(self, self._predict_dataset, "prediction data set")
 
     def _create_dataset(
         self, dataset: Any, params: DataLoaderParams | Mapping[str, Any]
     ) -> Dataset:
-        """Pair a data set with a copy of its options; a sampler in them is not copied.
+        """Combine a data set with a copy of its options; a sampler in them is not copied.
 
         Args:
             dataset: the PyTorch data set.
             params: the options, or a table for ``DataLoaderParams.from_dict``.
 
         Raises:
-            ArgumentError: for an option that breaks its rule.
-            ArgumentTypeError: for options of another type, and for a sampler that does not derive
-                from one of the bases (H10).
+            ArgumentError: if an option is invalid.
+            ArgumentTypeError: if ``params`` has another type, or if a sampler does not derive from
+                ``ResumableSampler`` or ``ResumableDistributedSampler``.
         """
         if isinstance(params, DataLoaderParams):
             params = dataclasses.replace(params)
@@ -234,12 +234,12 @@ def _open_all(module: DataModule, pairs: Datasets | None, name: str) -> LoaderPa
 def _open_one(module: DataModule, pair: Dataset, name: str) -> LoaderPair:
     if not isinstance(pair, Dataset):
         raise ArgumentTypeError(
-            f"The {name} of {type(module).__name__} must be made by self._create_dataset, "
+            f"The {name} of {type(module).__name__} must be created by self._create_dataset, "
             f"got {pair!r}."
         )
     params = dataclasses.replace(pair.params)
     if params.is_distributed is None and module.is_distributed:
-        # Not False where it is not: that would be the user's word against sharing.
+        # Otherwise keep None: False would mean that the user does not want the data to be shared.
         params.is_distributed = True
     return build_loader(pair.dataset, params, name=name, num_replicas=module.num_replicas)
 

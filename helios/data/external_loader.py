@@ -1,8 +1,8 @@
-"""Loaders that Helios did not make: iterated as they are, resumed only as far as they can be.
+"""Runs custom loaders, which ``create_dataloader`` did not create.
 
-A foreign loader with ``state_dict`` and ``load_state_dict`` goes on where its own state says, and
-so does an ``IterableDataset`` with them that is read in this process. Without them a loader cannot
-be resumed, which the trainer refuses together with checkpoints.
+A custom loader with ``state_dict`` and ``load_state_dict`` resumes from its own state; so does an
+``IterableDataset`` with these methods that is read in this process. Other loaders cannot be
+resumed, so the trainer rejects them if checkpoints are saved.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _END = object()
 
 @final
 class ExternalSource(Source):
-    """The data of a loader that Helios did not make.
+    """The data of a custom loader.
 
     Args:
-        loader: anything that can be iterated again and again.
-        sampler: what the user handed over beside it; told the epoch.
+        loader: an iterable that can be iterated several times.
+        sampler: the sampler that the user returned with it; its ``set_epoch`` is called.
         run_seed: seed of the run.
-        purpose: name of the fetching streams.
-        share: the part of this process: one replica, whose samples the loader gives.
+        purpose: name of the random streams of fetching.
+        share: the part of this process: one replica, whose samples the loader returns.
 
     Raises:
-        ArgumentError: where the process carries several replicas.
+        ArgumentError: if the process runs several replicas.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class ExternalSource(Source):
         self._held_state: dict[str, Any] | None = None
         self._is_over = False
         self._end_state: list[Any] = []
-        # Workers of a loader that is not ours cannot be watched: there is no room for a note.
+        # Workers of a custom loader cannot be watched, as they have no shared flag.
         self._watch = LegacyWatch(purpose, flag=None)
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the data is, as far as it can be seen."""
+        """A description of the data, as far as it is known."""
         loader = self.loader
         found: dict[str, Any] = {"loader": type(loader).__qualname__}
         if isinstance(loader, DataLoader):
@@ -87,36 +87,36 @@ class ExternalSource(Source):
 
     @property
     def level(self) -> str:
-        """``"restart"`` where the loader has a state, else ``"none"``."""
+        """``"restart"`` if the loader has a state, otherwise ``"none"``."""
         return "none" if self._stateful is None else "restart"
 
     @property
     def claimant(self) -> str | None:
-        """The class of the loader or data set whose own state a resume relies on."""
+        """The class of the loader or data set whose own state a resume uses."""
         return None if self._stateful is None else type(self._stateful).__qualname__
 
     @property
     def claimed(self) -> tuple[object, ...]:
-        """The loader, and the data set where that is who has the state."""
+        """The loader, and the data set if that has the state."""
         return () if self._stateful is None else (self.loader, self._stateful)
 
     @property
     def remedy(self) -> str:
-        """What would make the loader resumable; empty where it is."""
+        """How to make the loader resumable; empty if it is."""
         return "" if self.can_resume else _advise(self.loader)
 
     @property
     def ends_together(self) -> bool:
-        """Not where each process has a loader of its own (R46)."""
+        """False if there are several processes, each of which has its own loader."""
         return self._share.num_replicas == 1
 
     @property
     def state_is_per_process(self) -> bool:
-        """Where each process has a loader of its own, and this one has a state."""
+        """Whether each process has its own loader, and the loader has a state."""
         return not self.ends_together and self.can_resume
 
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
-        """Begin a pass where the loader begins it; ``batch`` only numbers what comes."""
+        """Start a pass; the loader decides where, ``batch`` only numbers the batches."""
         self.release_state()
         for listener in self._listeners:
             listener.set_epoch(epoch)
@@ -130,53 +130,53 @@ class ExternalSource(Source):
         return _ProbedBatches(self.loader, position, self._watch, self)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the loader's length, where it can be trusted."""
+        """Return the loader's length, if it can be trusted."""
         return self._length
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state as it was after the batch that came last."""
+        """Return the loader's state as it was after the batch that was returned last."""
         if self._stateful is None:
             return {}
         state = self.read_state() if self._held_state is None else self._held_state
         return {"loader": state} | ({"is_over": True} if self._is_over else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the loader its state back.
+        """Restore the loader's state.
 
         Raises:
-            StateError: if the state is missing, or nobody can take it.
+            StateError: if the state is missing, or if the loader cannot load it.
         """
         if self._stateful is None and not state_dict:
             return
         if self._stateful is None or "loader" not in state_dict:
             raise StateError(
-                f"{type(self.loader).__name__} and the checkpoint must agree on the loader's "
-                f"state: the checkpoint holds {sorted(state_dict) or 'nothing'}. Use the loader "
-                "that the run was started with."
+                f"The state of the loader in the checkpoint does not fit a "
+                f"{type(self.loader).__name__}: it contains {sorted(state_dict) or 'nothing'}. Use "
+                "the loader that the run was started with."
             )
         self._stateful.load_state_dict(copy.deepcopy(state_dict["loader"]))
         self._end_state = [state_dict["loader"]] if state_dict.get("is_over") else []
 
     def hold_state(self) -> None:
-        """Take the loader's state now, before it is asked for more than was handed out."""
+        """Save the loader's state now, before the next batch is fetched ahead."""
         self._held_state = self.read_state()
 
     def note_end(self, *, is_over: bool) -> None:
-        """Note whether the batch of the held state ends its pass."""
+        """Record whether the batch of the held state is the last one of its pass."""
         self._is_over = is_over
 
     def release_state(self) -> None:
-        """Let the loader speak for itself again."""
+        """Use the loader's current state again instead of the held one."""
         self._held_state, self._is_over = None, False
 
     def begins_at_end(self, *, is_empty: bool) -> bool:
-        """Whether the pass that begins now was complete when its state was saved.
+        """Whether the pass that starts now was complete when its state was saved.
 
-        A stream that came to its end while its last batch was filled may begin anew from that
-        state. It is put back then, since that is the next pass.
+        A stream that ended while its last batch was filled may start over from that state. In that
+        case the state is loaded again, because those batches belong to the next pass.
 
         Args:
-            is_empty: whether the loader gives nothing more.
+            is_empty: whether the loader returns no more batches.
         """
         state, self._end_state = self._end_state, []
         if state and not is_empty and self._stateful is not None:
@@ -184,11 +184,11 @@ class ExternalSource(Source):
         return bool(state)
 
     def read_state(self) -> dict[str, Any] | None:
-        """Return a copy of the loader's present state."""
+        """Return a copy of the loader's current state."""
         return None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
 
     def _seed_workers(self, position: Position) -> None:
-        """Let the workers of a stream that we have made draw other numbers on each replica."""
+        """Seed the workers of a stream from ``create_dataloader`` differently on each replica."""
         loader = self.loader
         if isinstance(loader, DataLoader) and isinstance(loader.worker_init_fn, WorkerInit):
             seed = rng.key("workers", position.run_seed, position.epoch, position.replica)
@@ -202,9 +202,9 @@ class ExternalSource(Source):
 
 
 def _find_stateful(loader: Any) -> Stateful | None:
-    """Return whose state says where a pass goes on: the loader's, or its stream's.
+    """Return the object that has the position of a pass: the loader or its stream.
 
-    The stream of a loader with workers has a state in each of them, and not here.
+    With workers, the stream's state is in each worker, out of reach.
     """
     if isinstance(loader, Stateful):
         return loader
@@ -215,20 +215,20 @@ def _find_stateful(loader: Any) -> Stateful | None:
 
 
 def _advise(loader: Any) -> str:
-    """Return what makes a loader resumable that is not."""
+    """Return how to make a loader resumable."""
     if not isinstance(loader, DataLoader):
         return f"Give {type(loader).__name__} state_dict and load_state_dict."
     dataset, name = loader.dataset, type(loader.dataset).__name__
     if not isinstance(dataset, IterableDataset):
         return (
-            f"Let create_dataloader make the loader of the {name}, in the data module's setup(): "
+            f"Let create_dataloader create the loader of the {name}, in the data module's setup(): "
             f"self._train_dataset = self._create_dataset(dataset, DataLoaderParams(batch_size="
             f"{loader.batch_size}, shuffle=..., collate_fn=loader.collate_fn))."
         )
     if isinstance(dataset, Stateful):
         return (
-            f"Workers hold the state of the {name}, out of reach: set num_workers=0, or return a "
-            "torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader()."
+            f"The state of the {name} is in its workers, out of reach: set num_workers=0, or "
+            "return a torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader()."
         )
     return (
         f"Give the {name} state_dict and load_state_dict and set num_workers=0, or use a map-style "
@@ -239,15 +239,15 @@ def _advise(loader: Any) -> str:
 def _check_lone(loader: Any, share: Shard) -> None:
     if len(share.block) != 1:
         raise ArgumentError(
-            f"A {type(loader).__name__} that create_dataloader has not made from a map-style data "
-            "set must be the loader of one replica, got a process that carries replicas "
+            f"A {type(loader).__name__} that create_dataloader did not create from a map-style "
+            "data set must be the loader of one replica, but this process runs replicas "
             f"{list(share.block)}. Start as many processes as replicas ({share.num_replicas}) and "
-            "split the data by rank, or use create_dataloader, whose order is dealt out to them."
+            "split the data by rank, or use create_dataloader, which shards the data."
         )
 
 
 def _find_listeners(loader: Any, sampler: Any) -> list[HasEpoch]:
-    """Return what wants to know the epoch: the loader, its samplers, its data set."""
+    """Return the objects with ``set_epoch``: the loader, its samplers, its data set."""
     parts = [loader, sampler]
     if isinstance(loader, DataLoader):
         parts += [loader.sampler, loader.batch_sampler, loader.dataset]
@@ -256,7 +256,7 @@ def _find_listeners(loader: Any, sampler: Any) -> list[HasEpoch]:
 
 
 def _count_batches(loader: Any) -> int | None:
-    """Return the length of a loader; of an IterableDataset's PyTorch only estimates it."""
+    """Return the length of a loader; ``None`` for an IterableDataset, which PyTorch estimates."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return None
     try:
@@ -266,19 +266,19 @@ def _count_batches(loader: Any) -> int | None:
 
 
 class _ForeignBatches(BatchIterator):
-    """A pass over a foreign loader; the fetch is seeded where it runs in this process."""
+    """A pass over a custom loader; a fetch in this process is seeded."""
 
     def __init__(self, loader: Iterable[Any], position: Position, watch: LegacyWatch) -> None:
         self._keys = position.fetch_keys()
         self._batch = position.batch
         self._watch = watch
         self._lives_on = isinstance(loader, DataLoader) and loader.persistent_workers
-        # What a loader draws at its start, as PyTorch's shuffling does, follows from the position.
+        # Random numbers drawn by iter(), as for PyTorch's shuffling, depend on the position.
         with rng.stream(position.order_key()):
             self._batches: Iterator[Any] | None = iter(loader)
 
     def close(self) -> None:
-        """End the pass; workers that are not persistent end with it."""
+        """End the pass and workers that are not persistent."""
         if self._batches is None:
             return
         if not self._lives_on:
@@ -287,7 +287,7 @@ class _ForeignBatches(BatchIterator):
         self._watch.end()
 
     def _fetch(self) -> Any:
-        """Return the next batch, or the end."""
+        """Return the next batch, or ``_END``."""
         if self._batches is None:
             return _END
         rng.reseed(self._keys.at(self._batch))
@@ -299,7 +299,7 @@ class _ForeignBatches(BatchIterator):
 
 @final
 class _CountedBatches(_ForeignBatches):
-    """A pass whose last batch is known by the loader's length."""
+    """A pass over a loader with a length, from which the last batch is known."""
 
     def __init__(
         self, loader: Iterable[Any], position: Position, watch: LegacyWatch, length: int
@@ -314,18 +314,18 @@ class _CountedBatches(_ForeignBatches):
         batch = self._fetch()
         if batch is _END:
             raise UsageError(
-                f"A loader must give as many batches as its length says, got {self._batch - 1} of "
-                f"{self._length}. Correct its __len__, or leave it out."
+                f"A loader must return as many batches as its length, got {self._batch - 1} of "
+                f"{self._length}. Correct its __len__, or remove it."
             )
         self.is_last = self._batch == self._length
         return [batch]
 
     def close(self) -> None:
-        """End the pass; a complete one is let run out, as loaders note only then that it is."""
+        """End the pass; a complete one is exhausted first, so that the loader records its end."""
         if self._batch >= self._length and self._fetch() is not _END:
             _LOGGER.warning(
-                "A loader must give as many batches as its length says, and gave more than %d: the "
-                "rest was left out. Correct its __len__, or leave it out.",
+                "A loader must return as many batches as its length, but returned more than %d. "
+                "The rest was skipped. Correct its __len__, or remove it.",
                 self._length,
             )
         super().close()
@@ -333,7 +333,7 @@ class _CountedBatches(_ForeignBatches):
 
 @final
 class _ProbedBatches(_ForeignBatches):
-    """A pass over a loader without length: one batch is fetched ahead to see the end."""
+    """A pass over a loader without a length; one batch is fetched ahead to detect the end."""
 
     def __init__(
         self, loader: Iterable[Any], position: Position, watch: LegacyWatch, source: ExternalSource
@@ -360,7 +360,7 @@ class _ProbedBatches(_ForeignBatches):
         return [batch]
 
     def close(self) -> None:
-        """End the pass; after a cut one the state stays that of the batch that came last."""
+        """End the pass; if it is incomplete, the state remains that of the last batch."""
         self._following = _END
         if self.is_last:
             self._source.release_state()

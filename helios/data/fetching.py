@@ -1,4 +1,4 @@
-"""Passes over a loader of ours: each iteration gives a batch for each replica of the process."""
+"""Iterates over a ``KeyedLoader``; each iteration returns a batch per replica of the process."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from helios.data.sharding_plan import ReplicaIndices, ShardingPlan
 def begin_pass(
     loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
 ) -> BatchIterator:
-    """Begin a pass whose iterations give a list, one entry for each replica of the process."""
+    """Start a pass; each iteration returns a list with an entry per replica of the process."""
     kind = _WorkerBatches if loader.num_workers else _LocalBatches
     return kind(loader, deal, position, watch)
 
 
 def _is_pure(loader: KeyedLoader) -> bool:
-    """Whether a fetch is known to draw nothing, so that it need not be seeded."""
+    """Whether a fetch is known to draw no random numbers, so that it need not be seeded."""
     dataset = loader.keyed_dataset.dataset
     return (
         type(dataset) is TensorDataset
@@ -43,7 +43,7 @@ def _is_pure(loader: KeyedLoader) -> bool:
 
 
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
-    """Return what fetches and collates a batch in this process, without seeding."""
+    """Return a function that fetches and collates a batch in this process, without seeding."""
     dataset, collate = loader.keyed_dataset.dataset, loader.collate_fn
     if loader.pin_memory:
         fetch = _make_unpinned_fetch(dataset, collate, is_batched=loader.batches.is_batched)
@@ -60,7 +60,7 @@ def _make_unpinned_fetch(
         return lambda indices: collate(dataset.__getitems__(indices))
 
     def fetch(indices: list[Any]) -> Any:
-        # No map(): it would take a StopIteration of the data set for its own end.
+        # Not map(), which would end early if the data set raised StopIteration.
         samples = []
         for index in indices:
             samples.append(dataset[index])
@@ -70,7 +70,7 @@ def _make_unpinned_fetch(
 
 
 class _DealtBatches(BatchIterator):
-    """Where a pass stands."""
+    """The position in a pass."""
 
     def __init__(self, deal: ShardingPlan, position: Position, watch: LegacyWatch) -> None:
         self._deal = deal
@@ -81,7 +81,7 @@ class _DealtBatches(BatchIterator):
         self._watch: LegacyWatch | None = watch
 
     def _fill(self, found: list[Any]) -> list[Any]:
-        """Stand something in for replicas without a batch, which are the last of the block."""
+        """Append ``NO_BATCH`` for replicas without a batch, which are the last of the block."""
         return found + [NO_BATCH] * (len(self._deal.share.block) - len(found))
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class _DealtBatches(BatchIterator):
 
 @final
 class _LocalBatches(_DealtBatches):
-    """A pass that is fetched in the training process, without PyTorch's iterator (10 µs less)."""
+    """A pass that the training process fetches, without PyTorch's iterator (10 µs faster)."""
 
     def __init__(
         self, loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
@@ -138,7 +138,7 @@ class _LocalBatches(_DealtBatches):
 
 @final
 class _WorkerBatches(_DealtBatches):
-    """A pass that PyTorch's workers fetch ahead."""
+    """A pass that PyTorch's workers prefetch."""
 
     def __init__(
         self, loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
@@ -148,7 +148,7 @@ class _WorkerBatches(_DealtBatches):
         self._ledger: deque[tuple[int, int, bool]] = deque()
         self._batches: Iterator[Any] = iter(())
         self._batches = loader.start(position, partial(deal.walk, position, self._ledger))
-        # PyTorch reads ahead by a batch at least: an empty ledger is the end, here and later.
+        # PyTorch reads ahead by at least one batch, so an empty ledger always means the end.
         self._is_done = not self._ledger
 
     def __next__(self) -> Any:
@@ -166,7 +166,7 @@ class _WorkerBatches(_DealtBatches):
         return self._fill(found)
 
     def close(self) -> None:
-        """End the pass; workers that are not persistent end with it."""
+        """End the pass and workers that are not persistent."""
         if self._watch is not None and not self._lives_on:
             end_workers(self._batches)
         super().close()

@@ -1,4 +1,4 @@
-"""What a data set is, in plain words: its class through all wrappers, and its own fingerprint."""
+"""Describes a data set: its class, the classes that it wraps, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _DEEPEST = 16
 
 @runtime_checkable
 class _Wrapper(Protocol):
-    """A data set around another one."""
+    """A data set that wraps another one."""
 
     dataset: Any
 
 
 @runtime_checkable
 class _HasFingerprint(Protocol):
-    """A data set that says by itself what it holds."""
+    """A data set that identifies its contents."""
 
     fingerprint: Any
 
@@ -30,14 +30,14 @@ def _inside(dataset: Any) -> list[Any]:
         return list(dataset.datasets)
     if isinstance(dataset, Subset):
         return [dataset.dataset]
-    # Only a data set can wrap one: others may have their name or their raw samples there.
+    # In other objects, ``dataset`` may be a name or the raw samples.
     if isinstance(dataset, Dataset) and isinstance(dataset, _Wrapper):
         return [dataset.dataset] if isinstance(dataset.dataset, Dataset) else []
     return []
 
 
 def count_samples(dataset: Any) -> int | None:
-    """Return the length of a map-style data set; ``None`` where it has none."""
+    """Return the length of a map-style data set; ``None`` if it has none."""
     if isinstance(dataset, IterableDataset):
         return None
     try:
@@ -47,25 +47,22 @@ def count_samples(dataset: Any) -> int | None:
 
 
 def describe_class(dataset: Any, *, depth: int = _DEEPEST) -> str:
-    """Return the class of a data set, and of those inside it in parentheses.
+    """Return the class of a data set, with the classes that it wraps in parentheses.
 
-    Modules are left out: that of a class differs between a script and the same file imported.
+    The module of a class is left out, because it differs between a script and its import.
 
     Example:
         >>> describe_class(Subset([1, 2, 3], [0]))
         'Subset(list)'
     """
-    # Equal ones are named once: a hundred parts of one kind are no hundred facts.
+    # Equal descriptions occur once, as there may be hundreds of parts of one class.
     parts = [describe_class(part, depth=depth - 1) for part in _inside(dataset)] if depth else []
     name = type(dataset).__qualname__
     return f"{name}({', '.join(dict.fromkeys(parts))})" if parts else name
 
 
 def find_fingerprint(dataset: Any) -> str | None:
-    """Return the fingerprint that a data set, or what it wraps, offers; ``None`` without one.
-
-    It is the attribute ``fingerprint``, a string.
-    """
+    """Return the ``fingerprint``, a string, of a data set or of those that it wraps, or None."""
     found = list(_fingerprints(dataset, _DEEPEST))
     return " ".join(found) or None
 

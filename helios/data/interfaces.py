@@ -1,4 +1,4 @@
-"""What a loop sees of its data: a source for each phase, and a pass of batches from any place."""
+"""The interfaces between loops and data: sources, and the passes over them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from helios.errors import UsageError
 
 
 class BatchIterator(ABC):
-    """The batches of one pass: an item is the list of those of one iteration.
+    """The batches of one pass; each item is a list with a batch per replica of the process.
 
-    It has an entry for each replica of the process; :data:`helios.data.shard.NO_BATCH` stands for
-    that of one which has none.
+    The entry of a replica without a batch is :data:`helios.data.shard.NO_BATCH`.
 
-    A fetch that may draw sets all generators and leaves them set: in training the caller seeds
-    again for the step, and evaluation restores what it found.
+    A fetch that may draw random numbers seeds all generators and does not restore them: training
+    seeds them again for the step, and evaluation restores their previous states.
 
     Attributes:
-        num_samples: positions of the order that all replicas of the run have consumed in the
-            iteration that came last; 0 if unknown.
-        is_last: whether it ends the pass.
+        num_samples: positions of the order that all replicas of the run consumed in the last
+            iteration; 0 if unknown.
+        is_last: whether the last iteration ends the pass.
     """
 
     num_samples: int = 0
@@ -38,22 +37,22 @@ class BatchIterator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the pass and the workers that live for it only; may be called again."""
+        """End the pass and workers that are not persistent; may be called again."""
 
 
 @final
 class NoBatches(BatchIterator):
-    """Stands where no pass was begun.
+    """Placeholder for a pass that was not started.
 
     Args:
-        what: how the error calls the pass.
+        what: name of the pass in the error message.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def __next__(self) -> Any:
-        raise UsageError(f"{self._what} is not there: the epoch was not started.")
+        raise UsageError(f"{self._what} is not available, because the epoch was not started.")
 
     def close(self) -> None:
         """Do nothing."""
@@ -63,7 +62,7 @@ class Source(ABC):
     """The data of one loader, over all its passes.
 
     Attributes:
-        name: which of several loaders of a phase it is; empty where there is one.
+        name: name of the loader among those of its phase; empty if there is only one.
         loader: the loader.
     """
 
@@ -73,61 +72,61 @@ class Source(ABC):
     @property
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """What the data is, in plain values; compared when a run is resumed (DESIGN section 6)."""
+        """A description of the data in plain values; compared when a run is resumed."""
 
     @property
     def length(self) -> int | None:
-        """The samples that the data has now; ``None`` where nobody says."""
+        """The current number of samples; ``None`` if unknown."""
         return None
 
     @property
     def pass_length(self) -> int | None:
-        """What :attr:`length` was when the last pass began; ``None`` before there is one."""
+        """The value of :attr:`length` when the last pass started; ``None`` before the first."""
         return None
 
     @property
     @abstractmethod
     def can_resume(self) -> bool:
-        """Whether a pass can begin in its middle."""
+        """Whether a pass can start in the middle."""
 
     @property
     def claimant(self) -> str | None:
-        """The class whose own ``state_dict`` a resume rests on; ``None`` where Helios computes."""
+        """The class whose own ``state_dict`` a resume uses; ``None`` if Helios computes it."""
         return None
 
     @property
     def claimed(self) -> tuple[object, ...]:
-        """The objects whose state :meth:`state_dict` takes from their own."""
+        """The objects whose own state :meth:`state_dict` contains."""
         return ()
 
     @property
     def missing(self) -> dict[str, str]:
-        """What a resume needs and :meth:`state_dict` lacks: place and reason."""
+        """State that a resume needs and :meth:`state_dict` lacks: reasons by place."""
         return {}
 
     @property
     @abstractmethod
     def level(self) -> str:
-        """``"exact"``, ``"restart"`` for a foreign loader with state, else ``"none"``."""
+        """``"exact"``, ``"restart"`` for a custom loader with state, otherwise ``"none"``."""
 
     @property
     def remedy(self) -> str:
-        """What would make a source resumable that is not; else empty."""
+        """How to make the source resumable; empty if it is."""
         return ""
 
     @property
     def ends_together(self) -> bool:
-        """Whether the passes of all processes end in the same iteration, by construction."""
+        """Whether the passes of all processes always end in the same iteration."""
         return True
 
     @property
     def state_is_per_process(self) -> bool:
-        """Whether :meth:`state_dict` holds another state in each process."""
+        """Whether :meth:`state_dict` differs between processes."""
         return False
 
     @abstractmethod
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
-        """Begin a pass.
+        """Start a pass.
 
         Args:
             epoch: number of the pass, from 0.
@@ -138,45 +137,45 @@ class Source(ABC):
 
     @abstractmethod
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the batches of a whole pass that goes on at a place; ``None`` if unknown."""
+        """Return the batches of a whole pass that continues at a position, or None if unknown."""
 
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
-        """Return the indices of the samples of one iteration; ``None`` where nobody knows them.
+        """Return the indices of the samples of one iteration; ``None`` if unknown.
 
-        Those of all replicas of the run, replica by replica.
+        They are those of all replicas of the run, replica by replica.
         """
         return None
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what besides the place is needed to resume; mostly nothing."""
+        """Return the state that a resume needs besides the position; often empty."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned.
+        """Restore the state that :meth:`state_dict` returned.
 
         Raises:
-            StateError: if the state is missing, or nobody can take it.
+            StateError: if the state is missing, or if it cannot be loaded.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the workers that live from pass to pass; may be called again."""
+        """End persistent workers; may be called again."""
 
 
 def make_cut_error(batch: int) -> UsageError:
-    """Make the error for what a loop would take for the end of the data."""
+    """Return the error for a ``StopIteration`` that would end the pass early."""
     return UsageError(
         f"The data set or collate function must not raise StopIteration, but did in batch {batch}. "
-        "It would end the epoch early; raise IndexError or another error."
+        "This would end the epoch early. Raise IndexError or another error."
     )
 
 
 def run_on_one_thread(function: Callable[[Any], Any], argument: Any) -> Any:
-    """Call a function under one intra-op thread, as workers have, where there are several.
+    """Call a function with a single intra-op thread, as in loader workers.
 
-    The number of threads changes the bits of sums, so a fetch in the training process would else
-    differ from one in a worker (DESIGN section 1). Who has one thread calls the function itself.
+    The number of threads changes the bits of sums, so a fetch in the training process would
+    differ from one in a worker. With one thread, call the function directly.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""The key beside the indices: what samples draw depends on the batch's position, not on the worker.
+"""Sends a key with the indices of each batch, from which the fetching process is seeded.
 
-The batch sampler puts a key next to the indices of each batch; the data set sets all generators
-from it before the fetch, in whichever process that happens (DESIGN R2). The collate function runs
-right after it in the same process, so it draws from the same stream.
+So the random numbers of a batch depend on its position, not on the process that fetches it. The
+data set seeds all generators from the key before the fetch. The collate function runs in the same
+process right afterwards, so it draws from the same stream.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _Found = TypeVar("_Found")
 
 
 class Keyed(NamedTuple):
-    """What travels to the process that fetches.
+    """What is sent to the process that fetches a batch.
 
     Attributes:
         key: the key to seed from.
-        indices: the samples of a batch; one sample where batches are not collated.
+        indices: the indices of a batch; a single index if batches are not collated.
     """
 
     key: int
@@ -48,8 +48,9 @@ class KeyedDataset(Dataset[Any]):
     """A user's data set, seeded before each fetch.
 
     Args:
-        dataset: the user's data set; stays reachable under this name.
-        flag: where workers note that NumPy's legacy generator moved; ``None`` without workers.
+        dataset: the user's data set; also available as an attribute.
+        flag: one byte that workers set if NumPy's global generator was used; ``None`` without
+            workers.
     """
 
     def __init__(self, dataset: Any, flag: torch.Tensor | None = None) -> None:
@@ -59,7 +60,7 @@ class KeyedDataset(Dataset[Any]):
         self._watch: WorkerWatch | None = None
 
     def begin_worker(self) -> None:
-        """Note that this copy lives in a worker, whose initialisation is complete."""
+        """Start watching NumPy's global generator in a worker, after its initialization."""
         if self._flag is not None:
             self._watch = WorkerWatch(self._flag)
 
@@ -95,12 +96,12 @@ Walk: TypeAlias = Callable[[], Iterator[Keyed]]
 
 @final
 class KeyedBatchSampler(Sampler[Keyed]):
-    """The batches of a pass, each with its key: those of a run, or of a loop written by hand.
+    """The batches of a pass, each with its key, for a run or for a user's own loop.
 
     Args:
-        order: what comes next.
-        batch_size: samples of a batch; ``None`` where each item is fetched on its own.
-        drop_last: leave out a last batch that is smaller.
+        order: the order of the samples.
+        batch_size: samples per batch; ``None`` to fetch single samples.
+        drop_last: whether to drop an incomplete last batch.
     """
 
     def __init__(
@@ -115,11 +116,11 @@ class KeyedBatchSampler(Sampler[Keyed]):
 
     @property
     def is_batched(self) -> bool:
-        """Whether an item is a list of samples."""
+        """Whether an item is a list of indices."""
         return self.order.yields_batches or self._batch_size is not None
 
     def seek(self, walk: Walk | None) -> None:
-        """Set who gives the batches of the next pass; ``None``: the user's sampler says where."""
+        """Set the function that iterates over the next pass; ``None`` for the user's sampler."""
         self._walk = walk
 
     @property
@@ -138,8 +139,8 @@ class KeyedBatchSampler(Sampler[Keyed]):
         return count
 
     def __iter__(self) -> Iterator[Keyed]:
-        # Who walks is settled now and all else is done at the first step: torch calls iter() twice
-        # when it starts workers, and steps through the second one only.
+        # The function is chosen now, and called at the first step: torch calls iter() twice when it
+        # starts workers, and only uses the second iterator.
         return self._walk_by_hand() if self._walk is None else self._walk()
 
     def _walk_by_hand(self) -> Iterator[Keyed]:
@@ -149,7 +150,7 @@ class KeyedBatchSampler(Sampler[Keyed]):
             yield Keyed(keys.at(batch), indices)
 
     def _lists(self, position: Position) -> Iterator[Any]:
-        """Iterate over the lists of a pass, or over single samples, without keys."""
+        """Iterate over the lists of indices of a pass, or over single indices, without keys."""
         blocks = self.order.blocks(position)
         if self.order.yields_batches or self._batch_size is None:
             return chain.from_iterable(blocks)
@@ -158,9 +159,9 @@ class KeyedBatchSampler(Sampler[Keyed]):
         return (indices for indices in lists if len(indices) >= least)
 
     def _place_by_hand(self) -> Position:
-        """Return the position of a user's own loop; the same epoch again runs on new streams.
+        """Return the position of a user's own loop; a repeated epoch gets new random streams.
 
-        Without that, a loop that never calls ``set_epoch`` would repeat its augmentation.
+        Otherwise, a loop that never calls ``set_epoch`` would repeat its augmentation.
         """
         position, last = self.order.place_by_hand(self._batch_size or 1), self._last_by_hand
         if last is not None and last.epoch == position.epoch:
@@ -170,25 +171,25 @@ class KeyedBatchSampler(Sampler[Keyed]):
 
 
 def ask_twice(position: Position, ask: Callable[[], _Found | None]) -> _Found | None:
-    """Return what the copy of a user's sampler answers, if it answers so twice.
+    """Return the result of iterating over a copy of a user's sampler, if it is the same twice.
 
-    One whose order follows from more than the position, say a counter of its own, gives itself away
-    by another answer. Nothing outside of the copy is moved.
+    The result differs if the order depends on more than the position, such as a counter of the
+    sampler. Nothing but the copy is changed.
 
     Args:
-        position: whose stream the sampler runs on.
-        ask: walks the copy from the position.
+        position: determines the random stream of the sampler.
+        ask: iterates over the copy from the position.
     """
     try:
         with rng.stream(position.order_key()), legacy_numpy_kept():
             first, second = ask(), ask()
-    except Exception:  # the copy of a user's sampler may miss what it was taken from
+    except Exception:  # a copy of a user's sampler may be incomplete
         return None
     return first if first == second else None
 
 
 def cut(blocks: Iterator[list[Any]], size: int) -> Iterator[list[list[Any]]]:
-    """Cut blocks into lists of one size, several at once; the last one may be shorter."""
+    """Split blocks into lists of equal size, several at once; the last one may be shorter."""
     rest: list[Any] = []
     for block in blocks:
         joined = rest + block if rest else block

@@ -1,6 +1,7 @@
-"""Loaders: a data set and its options in, a PyTorch DataLoader whose batches carry keys out.
+"""Creates PyTorch DataLoaders whose batches have keys.
 
-Iterated by hand it behaves as any DataLoader; :mod:`helios.data.source` drives it for a trainer.
+In a user's own loop, such a loader behaves like any DataLoader; a trainer uses it through
+:mod:`helios.data.source`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ COLLATE_FN_REGISTRY.register(default_collate)
 
 @runtime_checkable
 class _HasWorkers(Protocol):
-    """The iterator of a DataLoader with workers, PyTorch's or a relative of it."""
+    """The iterator of a DataLoader with workers, PyTorch's or a similar one."""
 
     _workers: list[BaseProcess]
 
@@ -57,16 +58,16 @@ def create_dataset(type_name: str, *args: Any, **kwargs: Any) -> Any:
     """Create a registered data set by the name of its class.
 
     Raises:
-        KeyError: for a name that is not registered.
+        KeyError: if the name is not registered.
     """
     return DATASET_REGISTRY.get(type_name)(*args, **kwargs)
 
 
 def create_collate_fn(type_name: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-    """Return a registered function as it is, or build a registered class with the arguments.
+    """Return a registered function, or create a registered class with the arguments.
 
     Raises:
-        KeyError: for a name that is not registered.
+        KeyError: if the name is not registered.
     """
     found = COLLATE_FN_REGISTRY.get(type_name)
     collate_fn: Callable[[Any], Any] = found(*args, **kwargs) if isinstance(found, type) else found
@@ -75,13 +76,13 @@ def create_collate_fn(type_name: str, *args: Any, **kwargs: Any) -> Callable[[An
 
 @final
 class WorkerInit:
-    """Seeds ``random`` and the package's NumPy generator in a worker (H8), then calls the user's.
+    """Seeds ``random`` and the default NumPy generator in a worker, then calls the user's function.
 
-    In a worker that is started while the training process notes signals, these do nothing: they are
-    often sent to all processes of a job, and the training needs its workers until it has saved.
+    A worker ignores the signals that the training process handles: they are often sent to all
+    processes of a job, and training needs its workers until it has saved.
 
     Args:
-        user_init: the user's function; gets the worker's number.
+        user_init: the user's ``worker_init_fn``; called with the worker's number.
     """
 
     def __init__(self, user_init: Callable[[int], Any] | None) -> None:
@@ -89,11 +90,11 @@ class WorkerInit:
         self._ignored: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker gets that is started afresh and inherits no handlers."""
+        """Return the attributes, with the signals for a spawned worker, which has no handlers."""
         return vars(self) | {"_ignored": noted_signals()}
 
     def __call__(self, worker_id: int) -> None:
-        """Initialise the worker that this runs in."""
+        """Initialize the current worker."""
         _end_without_parent()
         ignore_signals(self._ignored or noted_signals())
         rng.seed_rngs(torch.initial_seed() % 2**32, skip_torch=True)
@@ -106,21 +107,22 @@ class WorkerInit:
 
 @final
 class KeyedLoader(DataLoader[Any]):
-    """A DataLoader whose batches carry keys, and which can begin at any position.
+    """A DataLoader whose batches have keys, and which can start at any position.
 
-    By hand it begins where its sampler's ``set_epoch`` and ``start_iter`` say, and leaves the
-    generators of the training process as it finds them.
+    In a user's own loop, it starts where its sampler's ``set_epoch`` and ``start_iter`` say, and
+    preserves the generators of the training process.
 
     Args:
         dataset: the user's data set.
         batches: the batches of a pass.
-        params: options, complete and checked.
+        params: the validated options.
 
     Attributes:
         batches: as given.
-        keyed_dataset: what workers fetch from; its ``dataset`` is the one of the user.
+        keyed_dataset: the data set that workers fetch from; its ``dataset`` is the user's one.
         params: as given.
-        flag: one byte that workers set when NumPy's legacy generator moved; ``None`` without.
+        flag: one byte that workers set if NumPy's global generator was used; ``None`` without
+            workers.
     """
 
     def __init__(self, dataset: Any, batches: KeyedBatchSampler, params: DataLoaderParams) -> None:
@@ -139,11 +141,11 @@ class KeyedLoader(DataLoader[Any]):
         return super().__iter__() if self.num_workers else self._iterate_here(super().__iter__())
 
     def start(self, position: Position, walk: Walk) -> Iterator[Any]:
-        """Start PyTorch's own iteration; persistent workers are used again.
+        """Start PyTorch's own iteration; persistent workers are reused.
 
         Args:
-            position: where it begins.
-            walk: gives the batches from there on, each with its key.
+            position: where to start.
+            walk: iterates over the batches from there on, each with its key.
         """
         if self.generator is not None:
             self.generator.manual_seed(rng.key("workers", position.run_seed, position.epoch))
@@ -171,33 +173,33 @@ class KeyedLoader(DataLoader[Any]):
 
 
 def end_workers(iterator: object) -> None:
-    """End the workers of PyTorch's iterator now, and wait for it; does nothing for others.
+    """End the workers of PyTorch's iterator and wait for them; does nothing for other objects.
 
-    Otherwise they end when the iterator is collected, which a traceback can put off for long.
+    Otherwise they end when the iterator is garbage-collected, which a traceback can delay.
     """
     if isinstance(iterator, _HasWorkers):
         iterator._shutdown_workers()  # noqa: SLF001 - PyTorch has no public way
         for worker in iterator._workers:  # noqa: SLF001
-            # One that stands still may ignore the SIGTERM that it got.
+            # A hanging worker may ignore the SIGTERM that it got.
             if worker.is_alive():
                 worker.kill()
 
 
 def _end_without_parent() -> None:
-    """End this worker if the training was killed while it was starting.
+    """End this worker if the training process was killed while the worker was starting.
 
-    PyTorch's own watch begins later, and would take whatever process has adopted the worker for the
-    training; the worker would then wait for ever, and hold what it has inherited.
+    PyTorch's own watchdog starts later and would take the process that adopted the worker for the
+    training process; the worker would wait forever and keep inherited resources open.
     """
     parent, kind = multiprocessing.parent_process(), type(multiprocessing.current_process())
     method = multiprocessing.get_start_method(allow_none=True) if kind is Process else ""
-    # Under forkserver its server starts the worker, and ends with the training.
+    # With forkserver, the server starts the worker, and ends with the training process.
     is_served = method == "forkserver" or kind.__name__ == "ForkServerProcess"
     if parent is not None and not is_served and os.getppid() != parent.pid:
         os._exit(1)
 
 
-def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely on (API section 14)
+def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely on
     dataset: Any,
     random_seed: int = rng.get_default_seed(),
     batch_size: int | None = 1,
@@ -217,18 +219,20 @@ def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely
     batch_sampler: Any = None,
     num_replicas: int | None = None,
 ) -> LoaderPair:
-    """Create a loader for a data set, and the sampler that decides its order (H9).
+    """Create a loader for a data set, and the sampler that determines its order.
 
-    The options are those of :class:`DataLoaderParams`. ``num_replicas`` is what a data module says
-    under that name; it is asked for where there may be no process group to ask.
+    The options are those of :class:`DataLoaderParams`. ``num_replicas`` is the number of replicas
+    that share the data, as in ``DataModule.num_replicas``; the size of the process group if None.
 
     Returns:
-        The loader, and its sampler; no sampler for an ``IterableDataset`` or a ``batch_sampler``.
+        The loader and its sampler; ``None`` instead of a sampler for an ``IterableDataset`` or a
+        ``batch_sampler``.
 
     Raises:
-        ArgumentError: for an option that breaks its rule, and for a data set that is empty or
-            gives no batch.
-        ArgumentTypeError: for a sampler that does not derive from one of the bases (H10).
+        ArgumentError: if an option is invalid, or if the data set is empty or too small for a
+            batch.
+        ArgumentTypeError: if a sampler does not derive from ``ResumableSampler`` or
+            ``ResumableDistributedSampler``.
     """
     params = DataLoaderParams(
         random_seed=random_seed,
@@ -257,13 +261,13 @@ def build_loader(
     name: str = "dataset",
     num_replicas: int | None = None,
 ) -> LoaderPair:
-    """Create what :func:`create_dataloader` does.
+    """Create a loader and its sampler, as :func:`create_dataloader` does.
 
     Args:
         dataset: a map-style or iterable data set.
         params: the options.
-        name: what messages call the data set.
-        num_replicas: the replicas that share the data; ``None`` to ask the process group.
+        name: name of the data set in messages.
+        num_replicas: the replicas that share the data; ``None`` for those of the process group.
     """
     params.check()
     params.warn_of_idle_options()
@@ -273,7 +277,7 @@ def build_loader(
         return _build_streaming(dataset, params, name), None
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise ArgumentError(
-            f"The {name} must hold at least one sample, got an empty {type(dataset).__name__}. "
+            f"The {name} must contain at least one sample, got an empty {type(dataset).__name__}. "
             "Check its path and filters."
         )
     if params.batch_sampler is not None:
@@ -282,13 +286,13 @@ def build_loader(
     sampler = params.sampler or _choose_sampler(dataset, params, name, num_replicas)
     order: Order = PositionalOrder(sampler) if is_positional(sampler) else ReplayedOrder(sampler)
     batches = KeyedBatchSampler(order, batch_size=params.batch_size, drop_last=params.drop_last)
-    # What many replicas get is checked where they share it: an evaluation pads and cuts nothing.
+    # With several replicas, the number of batches is known only when the data is sharded.
     is_whole = num_replicas is None or num_replicas == 1
     if is_whole and order.length is not None and batches.num_batches == 0:
         raise ArgumentError(
-            f"The {name} must give at least one batch, got {order.length} samples for "
-            f"batch_size={params.batch_size} with drop_last={params.drop_last}. Lower the batch "
-            "size or leave out drop_last."
+            f"The {name} must have at least one batch, got {order.length} samples for "
+            f"batch_size={params.batch_size} with drop_last={params.drop_last}. Reduce the batch "
+            "size or remove drop_last."
         )
     return KeyedLoader(dataset, batches, params), sampler
 
@@ -296,7 +300,7 @@ def build_loader(
 def _choose_sampler(
     dataset: Any, params: DataLoaderParams, name: str, num_replicas: int | None
 ) -> ResumableSamplerType:
-    """Choose as H9 says: shared data, else a random order, else that of the data set."""
+    """Return a distributed sampler for shared data, otherwise a random or sequential one."""
     if not isinstance(dataset, Sized):
         raise ArgumentError(
             f"The {name} must have a length, got a {type(dataset).__name__} without __len__. "
@@ -306,14 +310,14 @@ def _choose_sampler(
     if params.is_distributed:
         if num_replicas is None and not is_dist_active():
             raise ArgumentError(
-                "DataLoaderParams(is_distributed=True) must come with a process group, and there "
-                "is none. Leave it out, pass create_dataloader(num_replicas=self.num_replicas) in "
-                "a data module, or pass a ResumableDistributedSampler with num_replicas and rank."
+                "DataLoaderParams(is_distributed=True) requires a process group, but there is "
+                "none. Remove it, pass create_dataloader(num_replicas=self.num_replicas) in a data "
+                "module, or pass a ResumableDistributedSampler with num_replicas and rank."
             )
         return ResumableDistributedSampler(
             dataset,
             num_replicas=num_replicas,
-            # Whoever knows the replicas deals the whole order out to them: no rank is asked for.
+            # If the number of replicas is given, the sharding plan assigns samples to ranks.
             rank=None if num_replicas is None else 0,
             shuffle=params.shuffle,
             seed=params.random_seed,
@@ -339,8 +343,8 @@ def _build_streaming(
     ]
     if given:
         raise ArgumentError(
-            f"The {name} is an IterableDataset, which decides its order itself, and must come "
-            f"without {' and '.join(given)}; shuffle inside the data set."
+            f"The {name} is an IterableDataset, which determines its order itself, so it must not "
+            f"have the option {' and '.join(given)}. Shuffle inside the data set."
         )
     return DataLoader(
         dataset,
@@ -351,7 +355,7 @@ def _build_streaming(
 
 
 def _loader_options(params: DataLoaderParams) -> dict[str, Any]:
-    """Return the options that do not touch the order, as PyTorch names them."""
+    """Return the options that do not affect the order, under PyTorch's names."""
     return {
         "num_workers": params.num_workers,
         "collate_fn": params.collate_fn,
@@ -360,7 +364,7 @@ def _loader_options(params: DataLoaderParams) -> dict[str, Any]:
         "multiprocessing_context": params.multiprocessing_context,
         "prefetch_factor": params.prefetch_factor,
         "persistent_workers": params.persistent_workers,
-        # Without one, iter(loader) draws from the default generator, and shifts what follows.
+        # Without one, iter(loader) would draw from the default generator and advance it.
         "generator": torch.Generator().manual_seed(rng.key("workers", params.random_seed)),
     }
 
@@ -371,7 +375,7 @@ def _make_shared_flag() -> torch.Tensor:
 
 
 def _can_pin() -> bool:
-    """Whether there is an accelerator that pinned memory helps; Apple's takes none."""
+    """Whether there is an accelerator that supports pinned memory; MPS does not."""
     if not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()

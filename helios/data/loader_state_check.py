@@ -1,7 +1,7 @@
-"""Whether a loader's own state keeps what it promises: tried once, on copies.
+"""Checks on copies whether the ``state_dict`` of a loader restores its next batch.
 
-Helios cannot see whether ``state_dict`` of a loader or data set holds all that the next batch
-depends on. Where nothing but memory is touched, it can try.
+Helios cannot know whether the ``state_dict`` of a custom loader or data set contains everything
+that the next batch depends on, but it can try in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SCALARS = (int, float, complex, str, bytes, type(None), np.generic)
 
 
 class Verdict(Enum):
-    """What a trial has found."""
+    """The result of a check."""
 
     UNKNOWN = "unknown"
     KEPT = "kept"
@@ -41,26 +41,26 @@ class Verdict(Enum):
 
 
 class _GivenUpError(Exception):
-    """A trial takes too much time or memory."""
+    """The check takes too much time or memory."""
 
 
 def try_state(source: Source, *, clock: Clock = time.monotonic) -> Verdict:
-    """Save a source's state after a few batches, load it elsewhere, and compare the next batch.
+    """Save a source's state after a few batches, load it into a copy, and compare the next batch.
 
-    Nothing of the run changes: copies are used, and all generators get their state back. A trial
-    that fails, takes more than two seconds (looked at between batches) or would copy more than
-    64 MiB says nothing.
+    The run is not changed: only copies are used, and all generators are restored. If the check
+    fails, takes more than two seconds (checked between batches) or would copy more than 64 MiB,
+    the result is ``Verdict.UNKNOWN``.
 
     Args:
-        source: before its first pass.
-        clock: tells the time.
+        source: the source, before its first pass.
+        clock: returns the time in seconds.
     """
     try:
         with _generators_restored():
             return _try(source, clock, clock() + _SECONDS)
     except Exception as error:
-        # What the user's code raises on a copy does not stop the run.
-        _LOGGER.debug("The state of the training loader could not be tried: %r", error)
+        # An error of the user's code on a copy does not stop the run.
+        _LOGGER.debug("The state of the training loader could not be checked: %r", error)
         return Verdict.UNKNOWN
 
 
@@ -102,7 +102,7 @@ def _generators_restored() -> Iterator[None]:
 
 
 def _check_size(root: object, check_time: Callable[[], None]) -> None:
-    """Give up before much memory is copied."""
+    """Raise an error if the copies would need too much memory."""
     waiting, seen, size = [root], set[int](), 0
     while waiting:
         value = waiting.pop()
@@ -136,10 +136,10 @@ def _members_of(value: object) -> Iterable[object]:
 
 
 def have_same_bytes(left: Any, right: Any) -> bool:
-    """Whether two batches hold the same bytes.
+    """Whether two batches contain the same bytes.
 
     Raises:
-        TypeError: if they hold something that cannot be compared.
+        TypeError: if they contain something that cannot be compared.
     """
     if type(left) is not type(right):
         return False

@@ -1,7 +1,6 @@
-"""The loaders of one phase: one, or several under names, as a data module returned them (L32).
+"""Converts the loaders that a data module returns for a phase to a list of sources.
 
-What a user may hand in (pairs, bare loaders, lists and dicts of them) is brought into one form
-here, so that loops see nothing but a list of sources.
+A data module may return a loader, a pair of loader and sampler, or a list or dict of these.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from helios.errors import ArgumentError, ArgumentTypeError
 
 
 def check_names(what: str, found: Mapping[Any, Any]) -> None:
-    """Check the names of several data sets or loaders: scores stand under ``<score>/<name>``.
+    """Check the names of several data sets or loaders; scores are named ``<score>/<name>``.
 
     Raises:
-        ArgumentError: for a name that is empty, no string, or has a slash.
+        ArgumentError: if a name is empty, not a string, or contains a slash.
     """
     for name in found:
         if not isinstance(name, str) or not name or "/" in name:
             raise ArgumentError(
                 f"The names of {what} must be non-empty strings without a slash, got {name!r}. "
-                "Rename it: scores stand under <score>/<name>."
+                "Rename it, because scores are named <score>/<name>."
             )
 
 
 def check_some(what: str, found: Iterable[Any]) -> None:
-    """Check that several data sets or loaders are at least one.
+    """Check that a list or dict of data sets or loaders is not empty.
 
     Raises:
-        ArgumentError: for an empty list or dict.
+        ArgumentError: if it is.
     """
     if not found:
         raise ArgumentError(
-            f"The list of {what} must hold at least one, got {found!r}. Give None where there is "
+            f"The list of {what} must contain at least one, got {found!r}. Use None if there is "
             "no data."
         )
 
@@ -53,20 +52,20 @@ def open_sources(
     limit: int | None = None,
     share: Shard = LONE,
 ) -> list[Source]:
-    """Return the sources over what a data module returned for a phase, in order.
+    """Return the sources for the loaders of a phase, in order.
 
     Args:
         found: a loader, a tuple ``(loader, sampler)``, or a list or dict of these.
         label: the name of the phase, for messages.
         run_seed: seed of the run.
-        purpose: name of the fetching streams of the first loader; the others have their own.
-        limit: the most batches of each pass; ``None`` for all.
+        purpose: name of the random streams of the first loader; the others derive their own.
+        limit: maximum number of batches of each pass; ``None`` for all.
         share: the part of this process.
 
     Raises:
-        ArgumentError: for a loader without a batch, for no loader at all, for a bad name, and for
-            a loader or sampler that cannot be shared as the run is.
-        ArgumentTypeError: for a tuple that is no ``(loader, sampler)``.
+        ArgumentError: if there is no loader, a loader has no batch, a name is invalid, or a loader
+            or sampler cannot be shared by the replicas of the run.
+        ArgumentTypeError: if a tuple is not ``(loader, sampler)``.
     """
     is_several = isinstance(found, list | Mapping)
     sources = []
@@ -76,7 +75,7 @@ def open_sources(
         if source.num_batches() == 0:
             where = f" in loader {name!r}" if is_several else ""
             raise ArgumentError(
-                f"The data of {label} must hold at least one batch{_of_each(share)}, got "
+                f"The data of {label} must contain at least one batch{_of_each(share)}, got "
                 f"none{where}. Check the data set's length, the batch size and drop_last."
             )
         if limit is not None:
@@ -112,6 +111,6 @@ def _as_pair(found: Any, what: str) -> tuple[Any, Any]:
     elif isinstance(found, Iterable):
         return found, None
     raise ArgumentTypeError(
-        f"The {what} must be a loader or a tuple (loader, sampler), and several of them a list or "
-        f"a dict, got {found!r}. Return what create_dataloader returns, or [pair, pair]."
+        f"The {what} must be a loader, a tuple (loader, sampler), or a list or dict of these, got "
+        f"{found!r}. Return the result of create_dataloader, or [pair, pair]."
     )

@@ -1,7 +1,7 @@
-"""NumPy's legacy generator, which Helios neither seeds nor saves: notice when training moves it.
+"""Detects training that draws from NumPy's global generator, which Helios does not seed or save.
 
-Reading its state takes 35 microseconds, so it is not compared at every batch: the training process
-compares once a pass, a worker after its fetches number 1, 2, 4 … and then at every 64th.
+Reading its state takes 35 microseconds, so it is not compared at every batch. The training process
+compares it once per pass, a worker after fetches 1, 2, 4 … 64, and then after every 64th one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RARELY = 64
 
 @contextmanager
 def legacy_numpy_kept() -> Iterator[None]:
-    """Run a block of a user's code on the side: what it draws there moves nothing."""
+    """Restore the state of NumPy's global generator after a block."""
     found = np.random.get_state()
     try:
         yield
@@ -32,10 +32,10 @@ def legacy_numpy_kept() -> Iterator[None]:
 
 @final
 class LegacyWatch:
-    """Compares the state at both ends of a pass, and warns once.
+    """Compares the state at the start and end of a pass, and warns once if it differs.
 
     Args:
-        purpose: name of the fetching streams, for the warning.
+        purpose: name of the random streams of fetching, for the warning.
         flag: one byte in shared memory that workers set; ``None`` without workers.
     """
 
@@ -46,21 +46,21 @@ class LegacyWatch:
         self._has_warned = False
 
     def begin(self) -> None:
-        """Remember the state."""
+        """Record the state."""
         if not self._has_warned:
             self._digest = rng.legacy_numpy_digest()
 
     def end(self) -> None:
-        """Warn if the state is another one, here or in a worker."""
+        """Warn if the state has changed, in this process or in a worker."""
         if self._has_warned:
             return
         in_worker = self._flag is not None and bool(self._flag.item())
         if in_worker or rng.legacy_numpy_digest() != self._digest:
             self._has_warned = True
             _LOGGER.warning(
-                "numpy.random's global generator was moved %s (purpose %r). Helios neither seeds "
-                "nor saves it, so what was drawn from it is not reproducible, and a resumed run "
-                "will differ, unless you seeded it at the same place. Draw from "
+                "NumPy's global generator (numpy.random) was used %s (purpose %r). Helios neither "
+                "seeds nor saves it, so its numbers are not reproducible, and a resumed run will "
+                "differ, unless you seed it in the same place. Draw from "
                 "helios.core.rng.get_default_numpy_rng().generator instead.",
                 "in a loader worker" if in_worker else "in the training process",
                 self._purpose,
@@ -69,10 +69,10 @@ class LegacyWatch:
 
 @final
 class WorkerWatch:
-    """Compares the state in a worker, and tells the training process through shared memory.
+    """Compares the state in a worker, and notifies the training process through shared memory.
 
     Args:
-        flag: one byte in shared memory, set when the state was moved.
+        flag: one byte in shared memory, set when the state has changed.
     """
 
     def __init__(self, flag: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ class WorkerWatch:
         self._digest = rng.legacy_numpy_digest()
 
     def count(self) -> None:
-        """Count a fetch; compare where its number says so."""
+        """Count a fetch, and compare the state after fetches 1, 2, 4 … 64, 128, 192 and so on."""
         self._num_fetches += 1
         count = self._num_fetches
         is_due = count & (count - 1) == 0 if count < _RARELY else count % _RARELY == 0

@@ -1,8 +1,8 @@
-"""Where a pass over data begins, and who says what comes next.
+"""The start of a pass over data, and the order of its samples.
 
-A :class:`Position` names the beginning of a pass and the streams that it runs on. An :class:`Order`
-gives the samples from there: by position where the sampler can (DESIGN R1), else by running the
-user's sampler (:mod:`helios.data.replayed_sampler`).
+A :class:`Position` defines where a pass starts and which random streams it uses. An :class:`Order`
+returns the samples from there: computed from the position if the sampler supports it, otherwise by
+iterating over the user's sampler (:mod:`helios.data.replayed_sampler`).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _PURE = (ResumableRandomSampler, ResumableSequentialSampler, ResumableDistribute
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a pass begins, and which streams it runs on.
+    """The start of a pass, and the random streams that it uses.
 
     Attributes:
         run_seed: seed of the run.
-        purpose: name of the fetching streams; ``"fetch"`` in training, another one elsewhere.
+        purpose: name of the random streams of fetching; ``"fetch"`` in training.
         epoch: number of the pass, from 0.
         batch: number of its first batch.
         sample: position of that batch's first sample in the order.
-        repeat: how often a loop written by hand has run the same epoch before.
-        is_by_hand: whether the sampler was set by the user, and is left as it is.
-        replica: for whom batches are fetched; it enters no order.
+        repeat: how often a user's own loop has run the same epoch before.
+        is_by_hand: whether a user's own loop controls the sampler, which is then not changed.
+        replica: the replica that batches are fetched for; does not affect the order.
     """
 
     run_seed: int = 0
@@ -54,12 +54,12 @@ class Position:
     replica: int = 0
 
     def fetch_keys(self) -> rng.KeySeries:
-        """Return the keys under which batches are fetched and collated, by number (DESIGN R2)."""
+        """Return the keys from which batches are fetched and collated, by batch number."""
         suffix = (self.replica, self.repeat) if self.repeat else (self.replica,)
         return rng.KeySeries(self.run_seed, self.purpose, self.epoch, suffix=suffix)
 
     def order_key(self) -> int:
-        """Return the key under which a user's sampler runs (DESIGN R1)."""
+        """Return the key that a user's sampler is seeded from."""
         if self.repeat:
             return rng.key("order", self.run_seed, self.epoch, self.repeat)
         return rng.key("order", self.run_seed, self.epoch)
@@ -69,10 +69,10 @@ BlocksAndHead: TypeAlias = tuple[Iterator[list[Any]], Iterable[Any]]
 
 
 class Order(ABC):
-    """What comes next in a pass: samples, or lists of them.
+    """The order of a pass: samples, or lists of samples.
 
     Attributes:
-        sampler: who decides it.
+        sampler: the sampler that determines it.
         yields_batches: whether its items are lists of samples.
     """
 
@@ -81,32 +81,32 @@ class Order(ABC):
 
     @abstractmethod
     def blocks(self, position: Position) -> Iterator[list[Any]]:
-        """Iterate over the items from a position on, in lists of any length."""
+        """Iterate over the items from a position, in lists of any length."""
 
     @abstractmethod
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Iterate likewise, and over the first items of the whole pass, for padding.
+        """Like :meth:`blocks`, with the first items of the whole pass, for padding.
 
         Args:
-            position: where to begin.
-            count: the most items of the head.
+            position: where to start.
+            count: maximum number of items in the head.
 
         Returns:
-            The blocks, and the head; read the head when the blocks have come to their end.
+            The blocks, and the head; read the head after the blocks are exhausted.
         """
 
     @property
     def length(self) -> int | None:
-        """The number of items in a whole pass; ``None`` where the sampler does not say."""
+        """The number of items in a whole pass; ``None`` if the sampler has no length."""
         if not isinstance(self.sampler, Sized):
             return None
         try:
             return len(self.sampler)
-        except TypeError:  # PyTorch's batch sampler has a length only if the grouped one has
+        except TypeError:  # PyTorch's BatchSampler has a length only if its sampler has one
             return None
 
     def place_by_hand(self, batch_size: int) -> Position:
-        """Return where a pass begins that a user's own loop starts."""
+        """Return the position of a pass that a user's own loop starts."""
         if not isinstance(self.sampler, ResumableSamplerType):
             return Position(is_by_hand=True)
         batch = self.sampler.start_iter
@@ -119,13 +119,13 @@ class Order(ABC):
         )
 
     def twin(self, dataset: Any) -> Order | None:
-        """Return an order of the same items that can be walked without moving this one.
+        """Return a copy that can be iterated without affecting this order.
 
         Args:
-            dataset: the user's data set, which the twin shares.
+            dataset: the user's data set, which is not copied.
 
         Returns:
-            The twin; ``None`` for a sampler with state, and for one that cannot be copied.
+            The copy; ``None`` if the sampler has a state, or if it cannot be copied.
         """
         sampler = _copy_apart(self.sampler, dataset)
         return None if sampler is None else self._with(sampler)
@@ -140,21 +140,21 @@ class Order(ABC):
         """Return an order of the same kind over another sampler."""
 
     def leave(self, position: Position) -> None:
-        """Leave a pass before its end, at the position of the batch that would have come next."""
+        """End a pass early, at the position of the batch that would have been next."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what besides a position is needed to go on; empty where a position is enough."""
+        """Return the state that a resume needs besides a position; empty if there is none."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned.
+        """Restore the state that :meth:`state_dict` returned.
 
         Raises:
-            StateError: if there is a state and nobody to take it.
+            StateError: if there is a state, but the sampler cannot load it.
         """
         if state_dict:
             raise StateError(
-                f"{type(self.sampler).__name__} must take the sampler state of the checkpoint, "
+                f"{type(self.sampler).__name__} must load the sampler state of the checkpoint, "
                 "but has no state_dict and load_state_dict. Use the sampler that the run was "
                 "started with."
             )
@@ -162,19 +162,19 @@ class Order(ABC):
 
 @final
 class PositionalOrder(Order):
-    """The order of a built-in sampler: computed from the position."""
+    """The order of a built-in sampler, computed from the position."""
 
     def __init__(self, sampler: PositionalSampler) -> None:
         self.sampler: PositionalSampler = sampler
 
     def blocks(self, position: Position) -> Iterator[list[int]]:
-        """Iterate over the samples from a position on; nothing before it is touched."""
+        """Iterate over the samples from a position, without those before it."""
         if not position.is_by_hand:
             prepare(self.sampler, position)
         return self.sampler.blocks(position.sample)
 
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Iterate likewise, and over the first samples, which are computed when they are read."""
+        """Like :meth:`blocks`, with the first samples, which are computed when they are read."""
         return self.blocks(position), _first(self.sampler.blocks, count)
 
     def _with(self, sampler: Any) -> Order:
@@ -183,7 +183,7 @@ class PositionalOrder(Order):
 
 @final
 class GlobalOrder(Order):
-    """The order of all samples under a built-in sampler that gives the share of one replica."""
+    """The order of all samples of a sampler that returns the shard of one replica."""
 
     def __init__(self, sampler: ResumableDistributedSampler) -> None:
         self.sampler: ResumableDistributedSampler = sampler
@@ -194,12 +194,12 @@ class GlobalOrder(Order):
         return self.sampler.whole_length
 
     def blocks(self, position: Position) -> Iterator[list[int]]:
-        """Iterate over the samples from a position on; nothing before it is touched."""
+        """Iterate over the samples from a position, without those before it."""
         prepare(self.sampler, position)
         return self.sampler.whole_blocks(position.sample)
 
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Iterate likewise, and over the first samples, which are computed when they are read."""
+        """Like :meth:`blocks`, with the first samples, which are computed when they are read."""
         return self.blocks(position), _first(self.sampler.whole_blocks, count)
 
     def _with(self, sampler: Any) -> Order:
@@ -207,22 +207,22 @@ class GlobalOrder(Order):
 
 
 def _first(blocks: Callable[[int], Iterator[list[Any]]], count: int) -> Iterable[Any]:
-    """Return the first items of an order; its epoch is the present one, whenever they are read."""
+    """Return the first items of an order, in the epoch that is current when they are read."""
     return islice(chain.from_iterable(blocks(0)), count) if count else ()
 
 
 def _copy_apart(sampler: Any, dataset: Any) -> Any:
-    """Return a copy of a sampler that shares no more than the data set; ``None`` if it has none."""
+    """Return a copy of a sampler that shares only the data set; ``None`` if it cannot be copied."""
     if type(sampler) in _PURE:
         return copy.copy(sampler)
     try:
         return copy.deepcopy(sampler, {id(dataset): dataset})
-    except Exception:  # whatever an object that cannot be copied raises
+    except Exception:  # deepcopy of a user's object may raise anything
         return None
 
 
 def prepare(sampler: Any, position: Position) -> None:
-    """Give a sampler the epoch and the run's seed; positions replace its start (H12)."""
+    """Set the epoch and the run's seed of a sampler; ``start_iter`` is replaced by positions."""
     if isinstance(sampler, (ResumableSampler, ResumableDistributedSampler)):
         sampler.run_seed = position.run_seed
         sampler.start_iter = 0

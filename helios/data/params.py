@@ -1,4 +1,4 @@
-"""The options of a data loader, and their rules."""
+"""The options of a data loader, and their validation."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ _WORKER_OPTIONS: dict[str, Any] = {
 
 @dataclasses.dataclass
 class DataLoaderParams:
-    """How a data set is loaded (API section 14, H16).
+    """How a data set is loaded.
 
     Attributes:
-        random_seed: seed of the order, beside that of the run.
-        batch_size: samples of a batch; ``None`` to load single samples without collating.
+        random_seed: seed of the order, in addition to that of the run.
+        batch_size: samples per batch; ``None`` to load single samples without collating.
         shuffle: whether the order is random.
-        num_workers: processes that fetch; 0 to fetch in the training process.
-        pin_memory: pin batches, where there is an accelerator to send them to.
-        drop_last: leave out a last batch that is smaller.
-        debug_mode: fetch in the training process whatever ``num_workers`` says.
-        is_distributed: whether replicas share the data; ``None`` to ask the data module. Under a
-            trainer with several replicas they share it unless this is False, which lets each
-            train on all of it; the data of an evaluation is always shared.
-        sampler: the order, instead of ``shuffle``; derived from one of the two resumable bases.
-        collate_fn: makes a batch of samples; PyTorch's default if ``None``.
-        persistent_workers: keep the workers from epoch to epoch.
-        prefetch_factor: batches that each worker fetches ahead; 2 if ``None``.
+        num_workers: number of worker processes; 0 to fetch in the training process.
+        pin_memory: whether to pin batches, if there is an accelerator.
+        drop_last: whether to drop an incomplete last batch.
+        debug_mode: whether to fetch in the training process regardless of ``num_workers``.
+        is_distributed: whether replicas share the data; ``None`` for the setting of the data
+            module. With several replicas, a trainer shares the data unless this is False, in which
+            case each replica trains on all of it. Evaluation data is always shared.
+        sampler: the order, instead of ``shuffle``; derived from ``ResumableSampler`` or
+            ``ResumableDistributedSampler``.
+        collate_fn: combines samples into a batch; PyTorch's default if ``None``.
+        persistent_workers: whether to keep the workers between epochs.
+        prefetch_factor: batches that each worker prefetches; 2 if ``None``.
         multiprocessing_context: how workers are started: a name, a context, or the default.
-        worker_init_fn: called in each worker with its number, after the seeding (H8).
-        batch_sampler: lists of samples, instead of all other options of the order.
+        worker_init_fn: called in each worker with its number, after seeding.
+        batch_sampler: lists of indices, instead of all other options of the order.
     """
 
     random_seed: int = rng.get_default_seed()
@@ -65,35 +66,36 @@ class DataLoaderParams:
     batch_sampler: Iterable[Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options by name; the values are not copied."""
+        """Return the options as a dictionary; the values are not copied."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> DataLoaderParams:
-        """Create the options from a table; unknown keys and ``sampler`` are ignored (H16)."""
+        """Create the options from a dictionary; unknown keys and ``sampler`` are ignored."""
         known = {field.name for field in dataclasses.fields(cls)} - {"sampler"}
         if table.get("sampler") is not None:
             _LOGGER.warning(
-                "DataLoaderParams.from_dict ignores the key 'sampler': set the field sampler of "
-                "the result."
+                "DataLoaderParams.from_dict ignores the key 'sampler'. Set the attribute sampler "
+                "of the result instead."
             )
         if unknown := sorted(set(table) - known - {"sampler"}):
             _LOGGER.info("DataLoaderParams.from_dict ignores the unknown keys %s.", unknown)
         return cls(**{name: value for name, value in table.items() if name in known})
 
     def check(self) -> None:
-        """Check each option, and those that exclude each other.
+        """Check all options and their combinations.
 
         Raises:
-            ArgumentError: for an option that breaks its rule.
-            ArgumentTypeError: for a sampler that does not derive from one of the bases (H10).
+            ArgumentError: if an option is invalid.
+            ArgumentTypeError: if a sampler does not derive from ``ResumableSampler`` or
+                ``ResumableDistributedSampler``.
         """
         self._check_numbers()
         self._check_kinds()
         self._check_order()
 
     def warn_of_idle_options(self) -> None:
-        """Warn of each option that has no effect beside the others."""
+        """Warn about each option that has no effect because of the others."""
         if self.num_workers == 0 and not self.debug_mode:
             for name, idle in _WORKER_OPTIONS.items():
                 if getattr(self, name) != idle:
@@ -102,8 +104,8 @@ class DataLoaderParams:
                     )
         if self.sampler is not None and self.shuffle:
             _LOGGER.warning(
-                "DataLoaderParams(shuffle=True) has no effect beside a sampler: the sampler "
-                "decides the order."
+                "DataLoaderParams(shuffle=True) has no effect together with a sampler, which "
+                "determines the order."
             )
 
     def without_workers(self) -> DataLoaderParams:
@@ -160,8 +162,8 @@ class DataLoaderParams:
             )
         if self.batch_size is None and self.drop_last:
             raise ArgumentError(
-                "DataLoaderParams(drop_last=True) must come with a batch_size, got "
-                "batch_size=None, which loads single samples; leave out drop_last."
+                "DataLoaderParams(drop_last=True) requires a batch_size, got batch_size=None, "
+                "which loads single samples. Remove drop_last."
             )
         if self.batch_sampler is None:
             return
@@ -172,6 +174,6 @@ class DataLoaderParams:
             )
         if self.batch_size != 1 or self.shuffle or self.drop_last or self.sampler is not None:
             raise ArgumentError(
-                "DataLoaderParams(batch_sampler=...) must stand alone, got it together with "
-                "batch_size, shuffle, sampler or drop_last; the batch sampler decides all these."
+                "DataLoaderParams(batch_sampler=...) cannot be combined with batch_size, shuffle, "
+                "sampler or drop_last, because the batch sampler determines all of these."
             )

@@ -1,8 +1,8 @@
-"""The order of an epoch as a function of a key: any position is computed, none is stepped to.
+"""Computes the shuffled order of an epoch from a key, starting at any position.
 
-Up to 65,536 samples the order sorts keyed hashes of the positions; above that a Feistel network
-enciphers the position itself, so 10^12 samples need no more memory than 10^5 (DESIGN R1). All
-arithmetic is our own on unsigned integers, hence the same in every version of NumPy.
+Up to 65,536 samples, the order sorts keyed hashes of the positions. Above that, a Feistel network
+enciphers the position itself, so 10^12 samples need no more memory than 10^5. It uses arithmetic
+on unsigned integers only, so the result is the same in every version of NumPy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Halves = npt.NDArray[np.uint32]
 
 
 def _mix(words: _Words) -> _Words:
-    """Finalise 64-bit words in place by a bijection (the last step of SplitMix64)."""
+    """Mix 64-bit words in place by a bijection (the last step of SplitMix64)."""
     words ^= words >> np.uint64(30)
     words *= _MIX_A
     words ^= words >> np.uint64(27)
@@ -56,8 +56,8 @@ def _expand(seeds: _Words, count: int) -> _Words:
 def _hashes(length: int, seeds: _Words) -> _Words:
     """Hash the positions 0 … length-1 under each seed; shape (number of seeds, length).
 
-    Both keyed stages are bijections, so the hashes of one seed never tie: every sorting algorithm
-    gives the order of a stable one.
+    Both keyed stages are bijections, so the hashes of one seed are distinct, and every sorting
+    algorithm gives the same order.
     """
     first, second = _expand(seeds, 2)[:, :, None]
     positions = np.arange(length, dtype=np.uint64) * _GOLDEN
@@ -91,12 +91,12 @@ class _SortedOrder:
 
 @final
 class _Network:
-    """A cycle-walking Feistel network on the next power of two, halves uneven for odd bits.
+    """A cycle-walking Feistel network on the next power of two, with uneven halves for odd bits.
 
-    Rounds change the high and the low half in turn. What leaves the range is enciphered again
-    until it is inside, which keeps the map a bijection of the range (Black and Rogaway 2002).
-    Over 3 million keys, twelve rounds are what ranges up to 16 need to be uniform, and twice what
-    long ones do. Halves of one bit would need more, hence at least four bits.
+    Rounds change the high and the low half alternately. Values outside the range are enciphered
+    again until they are inside, which keeps the map a bijection of the range (Black and Rogaway
+    2002). Over 3 million keys, ranges up to 16 need twelve rounds to be uniform, and long ones
+    half as many. Halves of one bit would need more, hence at least four bits.
 
     Args:
         length: size of the range.
@@ -130,7 +130,7 @@ class _Network:
         return found.astype(np.int64)
 
     def _cross(self, words: _Words, keys: _Halves, rounds: range) -> _Words:
-        """Pass words through the rounds once; a round undoes itself."""
+        """Apply all rounds once; each round is its own inverse."""
         low_bits = np.uint64(self._low_bits)
         high = (words >> low_bits).astype(np.uint32)
         low = (words & np.uint64((1 << self._low_bits) - 1)).astype(np.uint32)
@@ -146,7 +146,7 @@ class _Network:
 
 
 def _round(half: _Halves, keys: _Halves, shift: np.uint32) -> _Halves:
-    """Hash one half under two words; the result is the top bits, which depend on all others."""
+    """Hash one half with two words; the result is the top bits, which depend on all others."""
     mixed: _Halves = half ^ keys[0]
     mixed *= _ROUND_A
     mixed ^= mixed >> np.uint32(15)
@@ -160,17 +160,17 @@ def _round(half: _Halves, keys: _Halves, shift: np.uint32) -> _Halves:
 
 @final
 class Permutation:
-    """A permutation of 0 … length-1 that depends on the length and a key, and on nothing else.
+    """A permutation of 0 … length-1 that depends only on the length and a key.
 
-    Seeking costs the same at any position, and memory does not grow with the length (DESIGN R1).
+    Seeking takes the same time for any position, and memory does not grow with the length.
 
     Args:
         length: number of samples, from 0 to 2^63 - 1.
         key: any integer; different keys give unrelated orders.
 
     Raises:
-        ArgumentError: for a length outside that range (a ``ValueError``).
-        ArgumentTypeError: for a length or a key that is no plain ``int`` (a ``TypeError``).
+        ArgumentError: if the length is outside that range (a ``ValueError``).
+        ArgumentTypeError: if the length or the key is not a plain ``int`` (a ``TypeError``).
 
     Example:
         >>> sorted(Permutation(5, key=1).indices())
@@ -181,8 +181,8 @@ class Permutation:
         seed = rng.key("permutation", length, key)
         if not 0 <= length <= _MAX_LENGTH:
             raise ArgumentError(
-                f"Permutation(length=...) must be between 0 and 2**63 - 1, got {length}: "
-                "pass the number of samples of the data set."
+                f"Permutation(length=...) must be between 0 and 2**63 - 1, got {length}. "
+                "Pass the number of samples of the data set."
             )
         self._length = length
         self._map: _SortedOrder | _Network
@@ -192,7 +192,7 @@ class Permutation:
             self._map = _Network(length, np.array([seed], dtype=np.uint64))
 
     def at(self, positions: _Ints) -> _Ints:
-        """Return the samples that stand at the given positions.
+        """Return the samples at the given positions.
 
         Args:
             positions: integers from 0 to length-1, of any shape.
@@ -201,16 +201,16 @@ class Permutation:
             The indices of the samples, int64, in the shape of ``positions``.
 
         Raises:
-            ArgumentError: for a position outside the range.
+            ArgumentError: if a position is outside the range.
         """
         self._check("at(positions)", positions)
         return self._map.encipher(positions.ravel()).reshape(positions.shape)
 
     def inverse(self, samples: _Ints) -> _Ints:
-        """Return the positions at which the given samples stand: the inverse of :meth:`at`.
+        """Return the positions of the given samples; the inverse of :meth:`at`.
 
         Raises:
-            ArgumentError: for a sample outside the range.
+            ArgumentError: if a sample is outside the range.
         """
         self._check("inverse(samples)", samples)
         return self._map.decipher(samples.ravel()).reshape(samples.shape)
@@ -219,22 +219,20 @@ class Permutation:
         """Iterate over the samples in order, from the position ``start``.
 
         Raises:
-            ArgumentError: for a start that is not between 0 and the length.
+            ArgumentError: if the start is not between 0 and the length.
         """
         return chain.from_iterable(self.blocks(start))
 
     def blocks(self, start: int = 0) -> Iterator[list[int]]:
-        """Iterate over the same samples in lists: a short one first, then longer ones.
-
-        The lengths of the lists are no part of the contract.
+        """Iterate over the same samples in lists, whose lengths may change in later versions.
 
         Raises:
-            ArgumentError: for a start that is not between 0 and the length.
+            ArgumentError: if the start is not between 0 and the length.
         """
         if not 0 <= start <= self._length:
             raise ArgumentError(
                 f"Permutation.blocks(start=...) must be between 0 and the length {self._length}, "
-                f"got {start}: pass a position of the epoch's order."
+                f"got {start}. Pass a position in the order of the epoch."
             )
         return self._blocks(start)
 
@@ -248,6 +246,6 @@ class Permutation:
     def _check(self, name: str, values: _Ints) -> None:
         if values.size and not 0 <= values.min() <= values.max() < self._length:
             raise ArgumentError(
-                f"Permutation.{name} must lie between 0 and {self._length - 1}, "
+                f"Permutation.{name} must be between 0 and {self._length - 1}, "
                 f"got {values.min()} … {values.max()}."
             )

@@ -1,7 +1,6 @@
-"""The order of a user's sampler: drawn ahead of its use, on a stream of its own.
+"""Runs a user's sampler on its own random stream, and replays it when a run is resumed.
 
-What was drawn before the position of a pass is drawn again and left out (DESIGN R1), without
-fetching it.
+The indices before the position of a pass are drawn again and skipped, without fetching samples.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _BATCHES_AT_ONCE = 64
 class ReplayedOrder(Order):
     """The order of a user's sampler or batch sampler, drawn ahead of its use.
 
-    It runs on a stream of its own, so that training does not shift it and it does not shift
-    training. A resume draws again what comes before the position, and fetches none of it. A sampler
-    with ``state_dict``, or with generators of its own, is put back to the state that it had when
-    the epoch began.
+    The sampler has its own random stream, so that it and training do not affect each other. A
+    resume draws the indices before the position again, and skips them. A sampler with
+    ``state_dict``, or with its own generators, is first restored to its state at the start of the
+    epoch.
     """
 
     def __init__(self, sampler: Iterable[Any], *, yields_batches: bool = False) -> None:
@@ -45,12 +44,12 @@ class ReplayedOrder(Order):
         self._is_loaded = False
 
     def blocks(self, position: Position) -> Iterator[list[Any]]:
-        """Iterate over the items from a position on, in lists; lists of samples are copied."""
+        """Iterate over the items from a position, in lists; lists of samples are copied."""
         self._settle(position)
         return self._draw(position)
 
     def blocks_and_head(self, position: Position, count: int) -> BlocksAndHead:
-        """Iterate likewise; the head is taken on the way, as nothing can be drawn again."""
+        """Like :meth:`blocks`; the head is recorded in passing, as it cannot be drawn again."""
         if not count:
             return self.blocks(position), ()
         head: list[Any] = []
@@ -64,16 +63,16 @@ class ReplayedOrder(Order):
         return self._stateful is not None
 
     def twin(self, dataset: Any) -> Order | None:
-        """Return an order to look aside with; ``None`` where the sampler's state would count."""
+        """Return a copy of the order; ``None`` if the sampler has a state."""
         return None if self._stateful is not None else super().twin(dataset)
 
     def _with(self, sampler: Any) -> Order:
         return ReplayedOrder(sampler, yields_batches=self.yields_batches)
 
     def leave(self, position: Position) -> None:
-        """Leave a pass before its end: a sampler with state stands where it was left.
+        """End a pass early, and set a sampler with state to its position.
 
-        How far it was drawn ahead depends on blocks and workers, and must not show in the next
+        How far it was drawn ahead depends on blocks and workers, and must not affect the next
         epoch.
         """
         if self._stateful is None or self._epoch_state is None or position.is_by_hand:
@@ -84,38 +83,38 @@ class ReplayedOrder(Order):
         self._remember(position.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the sampler had at the start of an epoch, and which epoch."""
+        """Return the sampler's state at the start of an epoch, and the number of the epoch."""
         if self._stateful is None:
             return {}
         return dict(self._epoch_state or _as_of(0, self._stateful))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned; the next pass begins from it.
+        """Restore the state that :meth:`state_dict` returned, for the next pass.
 
         Raises:
-            StateError: if there is a state and nobody to take it, or the other way round.
+            StateError: if there is a state, but the sampler cannot load it, or vice versa.
         """
         if self._stateful is None:
             super().load_state_dict(state_dict)
             return
         if not state_dict and isinstance(self._stateful, OwnGenerators):
             _LOGGER.warning(
-                "The checkpoint holds no state of the generator that %s draws from, as earlier "
-                "versions saved none: the order of samples from here on is not that of an "
-                "undisturbed run.",
+                "The checkpoint contains no state of the generator that %s draws from, because "
+                "earlier versions did not save it. From here on, the order of samples differs from "
+                "that of an uninterrupted run.",
                 type(self.sampler).__name__,
             )
             return
         if not state_dict:
             raise StateError(
-                f"{type(self._stateful).__name__} has a state_dict, but the checkpoint holds no "
+                f"{type(self._stateful).__name__} has a state_dict, but the checkpoint contains no "
                 "state of it. Use the sampler that the run was started with."
             )
         self._epoch_state = copy.deepcopy(state_dict)
         self._is_loaded = True
 
     def _settle(self, position: Position) -> None:
-        """Bring a sampler with state to the start of the epoch, and remember it there."""
+        """Set a sampler with state to the start of the epoch, and record its state."""
         if self._stateful is None:
             return
         if self._is_loaded and self._epoch_state is not None:
@@ -143,7 +142,7 @@ class ReplayedOrder(Order):
             yield block
 
     def _open(self, position: Position) -> Iterator[Any]:
-        """Begin the sampler's pass, and leave out what was trained on."""
+        """Start the sampler's pass, and skip the samples before the position."""
         if not position.is_by_hand:
             for part in samplers_in(self.sampler):
                 prepare(part, position)
@@ -158,19 +157,19 @@ class ReplayedOrder(Order):
         return list(islice(items, _INDICES_AT_ONCE))
 
     def _draw_batches(self, items: Iterator[Any]) -> list[Any]:
-        # Copied one by one: a batch sampler may fill the same list again for its next batch.
+        # Copied one by one, as a batch sampler may reuse the same list for its next batch.
         return [list(item) for item in islice(items, _BATCHES_AT_ONCE)]
 
 
 def _as_of(epoch: int, sampler: Stateful) -> dict[str, Any]:
-    """Return the state of a sampler that stands at the start of an epoch."""
+    """Return the state of a sampler at the start of an epoch."""
     return {"epoch": epoch, "state": copy.deepcopy(sampler.state_dict())}
 
 
 def _skip(
     blocks: Iterator[list[Any]], start: int, head: list[Any], num_head: int
 ) -> Iterator[list[Any]]:
-    """Iterate over the blocks from an item on, and note the first items of all."""
+    """Iterate over the blocks from an item, and record the first items of the whole pass."""
     passed = 0
     for block in blocks:
         head += block[: num_head - len(head)]
@@ -180,15 +179,12 @@ def _skip(
 
 
 def samplers_in(sampler: Any) -> list[Any]:
-    """Return a sampler and, for PyTorch's batch sampler, the one that it groups."""
+    """Return a sampler and, for PyTorch's ``BatchSampler``, its inner sampler."""
     return [sampler, sampler.sampler] if isinstance(sampler, BatchSampler) else [sampler]
 
 
 def _find_stateful(sampler: Any) -> Stateful | None:
-    """Return what is put back to the start of an epoch: the sampler, or generators of its own.
-
-    A sampler with ``state_dict`` is taken at its word.
-    """
+    """Return the part with a state: a sampler with ``state_dict``, or else its own generators."""
     for part in samplers_in(sampler):
         if isinstance(part, Stateful):
             return part
@@ -198,7 +194,7 @@ def _find_stateful(sampler: Any) -> Stateful | None:
 
 @final
 class _PrivateStream:
-    """Generators of one consumer: entered, they go on where they were left the last time."""
+    """The random stream of one consumer, which continues each time the context is entered."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

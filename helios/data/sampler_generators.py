@@ -1,4 +1,4 @@
-"""Generators of its own that a sampler draws from, and that no ``state_dict`` saves."""
+"""Finds and saves the generators of samplers that have no ``state_dict``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _DEEPEST = 8
 
 
 def find_generators(sampler: Any) -> dict[str, Generator]:
-    """Return the generators that a sampler holds, or a sampler inside it, by path.
+    """Return the generators that a sampler, or a sampler inside it, holds, by path.
 
-    PyTorch's default one is left out: the trainer seeds it; so is what a sampler's class declares
-    as ``unsaved``.
+    PyTorch's default generator, which the trainer seeds, and attributes that a sampler's class
+    declares as ``unsaved`` are left out.
     """
     return dict(_walk(sampler, "", _DEEPEST))
 
@@ -42,10 +42,10 @@ def _walk(sampler: Any, path: str, depth: int) -> Iterator[tuple[str, Generator]
 
 @final
 class OwnGenerators:
-    """The state of a sampler that has none but its generators'.
+    """The state of a sampler's own generators.
 
     Args:
-        generators: by path.
+        generators: the generators by path.
     """
 
     def __init__(self, generators: dict[str, Generator]) -> None:
@@ -59,7 +59,7 @@ class OwnGenerators:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set each generator that has a state here; another kind of generator is left alone."""
+        """Restore each generator with a saved state of the same kind."""
         for path, generator in self._generators.items():
             kind, state = state_dict.get(path, (None, None))
             if kind == kind_of_generator(generator):

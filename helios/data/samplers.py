@@ -1,8 +1,7 @@
-"""Samplers: the order of an epoch's samples, from any position.
+"""Samplers, which determine the order of samples in an epoch.
 
-The built-in ones are positional: they compute the samples from a position on, without stepping
-through those before it (DESIGN R1). A sampler of a user derives from one of the two bases and
-steps; :mod:`helios.data.order` runs either kind.
+The built-in samplers compute the samples from a position without iterating over those before it.
+A user's sampler derives from one of the two bases and iterates; :mod:`helios.data.order` runs both.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ SAMPLER_REGISTRY = Registry("sampler")
 
 @runtime_checkable
 class HasEpoch(Protocol):
-    """Anything that wants to know the epoch, numbered from 0."""
+    """An object with ``set_epoch``."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the number of the epoch that the next pass belongs to."""
+        """Set the epoch of the next pass, numbered from 0."""
         ...
 
 
 def _check_start(start_iter: int) -> int:
     if start_iter < 0:
         raise ArgumentError(
-            f"start_iter must be the number of a batch, from 0, got {start_iter}; "
-            "set it to the number of batches that the pass leaves out."
+            f"start_iter must be the number of a batch, from 0, got {start_iter}. "
+            "Set it to the number of batches to skip."
         )
     return start_iter
 
@@ -48,18 +47,18 @@ def _ranges(start: int, stop: int) -> Iterator[list[int]]:
 
 
 class ResumableSampler(Sampler[int], ABC):
-    """Base of samplers that can begin a pass at a later batch (API section 7, H11).
+    """Base of samplers that can start a pass at a later batch.
 
-    A trainer leaves ``start_iter`` at 0, since it asks for positions, so that no later epoch loses
-    its first batches (H12). For loops written by hand ``start_iter`` drops the first
-    ``start_iter * batch_size`` samples of each pass until it is set again.
+    A trainer leaves ``start_iter`` at 0, because it uses positions. In your own loop,
+    ``start_iter`` skips the first ``start_iter * batch_size`` samples of each pass until you set it
+    again.
 
     Args:
-        batch_size: samples of a batch.
+        batch_size: samples per batch.
 
     Attributes:
-        epoch: the epoch, from 0, that the next pass belongs to.
-        run_seed: seed of the run; enters the order of the built-in samplers (DESIGN R1).
+        epoch: the epoch of the next pass, from 0.
+        run_seed: seed of the run; affects the order of the built-in samplers.
     """
 
     epoch: int = 0
@@ -72,7 +71,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     @property
     def start_iter(self) -> int:
-        """The number of the batch that a pass begins with."""
+        """The number of the first batch of a pass."""
         return self._start_iter
 
     @start_iter.setter
@@ -85,17 +84,17 @@ class ResumableSampler(Sampler[int], ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
-        """Iterate over the samples of the epoch, from ``start_iter`` on."""
+        """Iterate over the samples of the epoch, starting at the batch ``start_iter``."""
 
 
 @SAMPLER_REGISTRY.register
 class ResumableRandomSampler(ResumableSampler):
-    """All samples in an order that depends on the seeds and the epoch only (H11, H13).
+    """All samples in a random order that depends only on the seeds and the epoch.
 
     Args:
-        data_source: the data set, or anything with its length.
-        seed: seed of the order, beside the run's.
-        batch_size: samples of a batch.
+        data_source: the data set, or any object of the same length.
+        seed: seed of the order, in addition to that of the run.
+        batch_size: samples per batch.
     """
 
     def __init__(self, data_source: Sized, seed: int = 0, batch_size: int = 1) -> None:
@@ -104,9 +103,9 @@ class ResumableRandomSampler(ResumableSampler):
         self.seed = seed
 
     def blocks(self, start: int = 0) -> Iterator[list[int]]:
-        """Iterate over the samples from a position on, in lists."""
+        """Iterate over the samples from a position, in lists."""
         key = rng.key("order", self.run_seed, self.seed, self.epoch)
-        # Not len(self): a derived class may repeat or cut the order, and say so in its length.
+        # Not len(self), because a derived class may repeat or truncate the order.
         length = len(self.data_source)
         return Permutation(length, key).blocks(min(start, length))
 
@@ -122,8 +121,8 @@ class ResumableSequentialSampler(ResumableSampler):
     """All samples in the order of the data set.
 
     Args:
-        data_source: the data set, or anything with its length.
-        batch_size: samples of a batch.
+        data_source: the data set, or any object of the same length.
+        batch_size: samples per batch.
     """
 
     def __init__(self, data_source: Sized, batch_size: int = 1) -> None:
@@ -131,7 +130,7 @@ class ResumableSequentialSampler(ResumableSampler):
         self.data_source = data_source
 
     def blocks(self, start: int = 0) -> Iterator[list[int]]:
-        """Iterate over the samples from a position on, in lists."""
+        """Iterate over the samples from a position, in lists."""
         return _ranges(start, len(self.data_source))
 
     def __iter__(self) -> Iterator[int]:
@@ -143,19 +142,19 @@ class ResumableSequentialSampler(ResumableSampler):
 
 @SAMPLER_REGISTRY.register
 class ResumableDistributedSampler(DistributedSampler[Any]):
-    """The share of one replica: positions ``rank``, ``rank + V``, ``rank + 2V`` … of the order.
+    """The shard of one replica: positions ``rank``, ``rank + V``, ``rank + 2V`` … of the order.
 
-    Shares are padded, or cut with ``drop_last``, as PyTorch's sampler does; the order is ours.
-    ``start_iter`` counts batches, not samples (H14).
+    Shards are padded, or truncated with ``drop_last``, as in PyTorch's ``DistributedSampler``, but
+    the order is that of Helios. ``start_iter`` counts batches, not samples.
 
     Args:
         dataset: the data set.
-        num_replicas: V, the number of shares; that of the process group by default.
-        rank: number of this share, from 0; that of the process by default.
+        num_replicas: V, the number of shards; the size of the process group by default.
+        rank: number of this shard, from 0; the rank of the process by default.
         shuffle: whether the order is random.
-        seed: seed of the order, beside the run's.
-        drop_last: leave out the samples that do not fill all shares, instead of padding.
-        batch_size: samples of a batch.
+        seed: seed of the order, in addition to that of the run.
+        drop_last: whether to drop samples at the end instead of padding.
+        batch_size: samples per batch.
     """
 
     run_seed: int = 0
@@ -176,7 +175,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         self._batch_size = batch_size
 
     def _measure(self) -> None:
-        """Count the data set again: PyTorch counts it once only, and it may grow."""
+        """Read the length again: PyTorch reads it only once, and a data set may grow."""
         length = len(cast(Sized, self.dataset))
         if length == self._length:
             return
@@ -188,7 +187,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
 
     @property
     def start_iter(self) -> int:
-        """The number of the batch that a pass begins with."""
+        """The number of the first batch of a pass."""
         return self._start_iter
 
     @start_iter.setter
@@ -196,7 +195,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         self._start_iter = _check_start(value)
 
     def blocks(self, start: int = 0) -> Iterator[list[int]]:
-        """Iterate over the share from a position on, in lists."""
+        """Iterate over the shard from a position, in lists."""
         self._measure()
         position = self.rank + start * self.num_replicas
         end = min(self._length, self.total_size)
@@ -215,7 +214,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
 
     @property
     def whole_length(self) -> int:
-        """The number of samples of all shares together, without padding or cut."""
+        """The number of samples in all shards, without padding or truncation."""
         self._measure()
         return self._length
 
@@ -224,7 +223,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         return super().__len__()
 
     def whole_blocks(self, start: int = 0) -> Iterator[list[int]]:
-        """Iterate over the order that is shared, from a position of it on, in lists."""
+        """Iterate over the order of all samples from a position, in lists."""
         self._measure()
         if not self.shuffle:
             return _ranges(start, self._length)
@@ -232,7 +231,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         return Permutation(self._length, key).blocks(min(start, self._length))
 
     def _padding(self, position: int) -> list[int]:
-        """Return what stands behind the order's end: the order from its head again."""
+        """Return the padding after the end of the order: its first samples again."""
         head = list(islice(chain.from_iterable(self.whole_blocks()), self.num_replicas))
         places = range(position, self.total_size, self.num_replicas)
         return [head[place % self._length] for place in places]
@@ -245,10 +244,10 @@ PositionalSampler: TypeAlias = (
 
 
 def is_positional(sampler: object) -> TypeGuard[PositionalSampler]:
-    """Return whether ``blocks`` gives the order of a sampler.
+    """Return whether ``blocks`` returns the order of a sampler.
 
-    It does not where a derived class overrides ``__iter__`` only: the positions would be those of
-    its base, and its own order would be lost without a word.
+    It does not if a derived class overrides ``__iter__`` only: positions would refer to the order
+    of its base class.
     """
     if not isinstance(sampler, PositionalSampler):
         return False
@@ -260,9 +259,9 @@ def is_positional(sampler: object) -> TypeGuard[PositionalSampler]:
 
 
 def has_whole_order(sampler: object) -> TypeGuard[ResumableDistributedSampler]:
-    """Return whether a sampler of shares also gives the order that it shares.
+    """Return whether a distributed sampler can return the order of all samples.
 
-    It does not where a derived class decides itself what its share is.
+    It cannot if a derived class determines its shard itself.
     """
     if not isinstance(sampler, ResumableDistributedSampler):
         return False
@@ -274,7 +273,7 @@ def create_sampler(type_name: str, *args: Any, **kwargs: Any) -> ResumableSample
     """Create a registered sampler by the name of its class.
 
     Raises:
-        KeyError: for a name that is not registered.
+        KeyError: if the name is not registered.
     """
     sampler: ResumableSamplerType = SAMPLER_REGISTRY.get(type_name)(*args, **kwargs)
     return sampler

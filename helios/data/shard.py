@@ -1,7 +1,7 @@
-"""Which part of the data a process fetches, where several replicas share it.
+"""The part of the data that a process fetches.
 
-A run is defined over V replicas, and a process carries a contiguous block of them (DESIGN R2). Who
-carries which decides nothing but who fetches what.
+A run is defined over V replicas, and a process runs a contiguous block of them. The assignment
+affects only which process fetches a batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class NoBatch(Enum):
 
 
 NO_BATCH: Final = NoBatch.NO_BATCH
-"""Stands for the batch of a replica that has none in the last iteration of an evaluation."""
+"""The batch of a replica that has none in the last iteration of an evaluation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Shard:
     Attributes:
         num_replicas: V, the replicas of the run.
         block: the replicas of this process.
-        pads: whether all replicas get as many samples, the end being padded or cut as PyTorch's
-            ``DistributedSampler`` does (training). Otherwise each sample comes once, and replicas
-            may have a shorter batch or none in the last iteration (evaluation).
+        pads: whether all replicas get the same number of samples, by padding or truncating the
+            end as PyTorch's ``DistributedSampler`` does (training). Otherwise each sample occurs
+            once, and replicas may have a shorter batch or none in the last iteration (evaluation).
 
     Raises:
-        ArgumentError: for a number below one, and a block that is no range of replicas.
+        ArgumentError: if the number is less than one, or the block is not a range of replicas.
 
     Example:
         >>> Shard(num_replicas=4, block=range(2, 4), pads=True).block
@@ -69,4 +69,4 @@ class Shard:
 
 
 LONE: Final = Shard(num_replicas=1, block=range(1), pads=True)
-"""The part of a run's only replica: everything."""
+"""The shard of a run with one replica: all data."""

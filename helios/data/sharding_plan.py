@@ -1,8 +1,8 @@
-"""How one order is dealt out to the replicas: positions r, r + V, r + 2V … of it to replica r.
+"""Shards an order over V replicas: replica r gets positions r, r + V, r + 2V and so on.
 
-An iteration takes the next window of the order, a batch for each of the V replicas, whoever
-carries them. So what a replica gets follows from its number alone, and seeking stays as cheap as
-it is for one replica (DESIGN R1).
+Each iteration consumes the next window of the order, which has a batch for each of the V replicas.
+So the samples of a replica depend only on its number, not on the number of processes, and seeking
+is as fast as for one replica.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from helios.errors import ArgumentError
 
 
 class ReplicaIndices(NamedTuple):
-    """What one iteration gives to the replicas of a process.
+    """The indices of one iteration for the replicas of a process.
 
     Attributes:
-        hands: the indices for each replica that has a batch; these are the first of the block.
+        hands: the indices for each replica with a batch; these are the first of the block.
         num_samples: positions that all replicas of the run consume.
     """
 
@@ -41,14 +41,13 @@ class ShardingPlan:
     """The iterations of a pass, from any position.
 
     Args:
-        order: the order of all samples; the replica's own where ``is_split`` is False because a
-            user's sampler has split it.
+        order: the order of all samples; with ``is_own``, that of this replica's samples.
         share: the part of this process.
-        batch_size: samples of a replica's batch; ``None`` where samples are not collated.
-        drop_last: leave out a replica's last batch if it is smaller.
-        is_cut: in training, cut the order's end instead of padding it.
-        is_split: whether replicas get different samples; else each gets all of the order.
-        is_own: whether the order is this replica's own.
+        batch_size: samples per batch of a replica; ``None`` if samples are not collated.
+        drop_last: whether to drop an incomplete last batch of a replica.
+        is_cut: in training, whether to truncate the end of the order instead of padding it.
+        is_split: whether replicas get different samples; otherwise each gets the whole order.
+        is_own: whether a user's sampler has already sharded the order.
     """
 
     def __init__(
@@ -71,19 +70,19 @@ class ShardingPlan:
         self._size = 1 if batch_size is None or self._is_listed else batch_size
         self._drop_last = drop_last
         self._is_cut = is_cut
-        # Positions of the order between two samples of a replica; and samples of the run that
-        # one position stands for.
+        # The distance between two samples of a replica in the order, and how many samples of the
+        # run one position of the order represents.
         self._stride = share.num_replicas if is_split else 1
         self._weight = share.num_replicas // self._stride
-        # A window goes to the only replica as it is.
+        # A single replica gets the window unchanged.
         self._is_whole = share.num_replicas == 1 and not self._is_single
 
     def turns(self, position: Position, replicas: range | None = None) -> Iterator[ReplicaIndices]:
         """Iterate over the iterations of a pass.
 
         Args:
-            position: where it begins; its sample is a multiple of the number of replicas.
-            replicas: for whom; the replicas of this process by default.
+            position: where it starts; its sample is a multiple of the number of replicas.
+            replicas: whose indices to return; the replicas of this process by default.
         """
         replicas = self.share.block if replicas is None else replicas
         for window in chain.from_iterable(self._windows(position)):
@@ -96,14 +95,14 @@ class ShardingPlan:
     def walk(self, position: Position, ledger: deque[tuple[int, int, bool]]) -> Iterator[Keyed]:
         """Iterate over the batches of this process, iteration by iteration, each with its key.
 
-        An iteration without a batch for this process shows in the ledger only: the step that finds
-        no more batch has entered it.
+        An iteration without a batch for this process has an entry in the ledger only, added by the
+        step that raises ``StopIteration``.
 
         Args:
-            position: where the pass begins.
-            ledger: filled with an entry for each iteration, ahead of its batches: how many
-                replicas of the process have one, positions that all replicas of the run consume,
-                and whether it ends the pass.
+            position: where the pass starts.
+            ledger: gets an entry for each iteration before its batches: the number of replicas of
+                the process with a batch, the positions that all replicas of the run consume, and
+                whether it ends the pass.
         """
         keys = [replace(position, replica=replica).fetch_keys() for replica in self.share.block]
         turns, batch = self.turns(position), position.batch
@@ -116,13 +115,13 @@ class ShardingPlan:
             batch += 1
 
     def leave(self, position: Position) -> None:
-        """Leave a pass before its end, at the position of the iteration that would follow."""
+        """End a pass early, at the position of the next iteration."""
         self.order.leave(self._position_in_order(position))
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the iterations of a pass that goes on, or went on, at a position.
+        """Return the iterations of a whole pass that continues at a position.
 
-        The first replica has the most batches, so these are its.
+        These are the batches of the first replica, which has the most.
         """
         length = self.order.length
         if length is None:
@@ -136,13 +135,13 @@ class ShardingPlan:
         return batch + (num_left // self._size if self._drop_last else -(-num_left // self._size))
 
     def indices_at(self, position: Position, dataset: Any) -> list[Any] | None:
-        """Return the indices of one iteration, of all V replicas, replica by replica.
+        """Return the indices of one iteration for all V replicas, replica by replica.
 
-        Found on the side: nothing is fetched or moved.
+        Nothing is fetched, and no state changes.
 
         Returns:
-            The indices; ``None`` where they cannot be known, where a user's sampler has split
-            them, and where there is no such iteration.
+            The indices; ``None`` if they are unknown, if a user's sampler has sharded the order,
+            or if there is no such iteration.
         """
         order = None if self.is_own else self.order.twin(dataset)
         if order is None:
@@ -165,17 +164,17 @@ class ShardingPlan:
         return turn.hands if is_flat else list(chain.from_iterable(turn.hands))
 
     def _position_in_order(self, position: Position) -> Position:
-        """Return the position as the order counts."""
+        """Return the position in terms of the order."""
         return replace(
             position, batch=position.batch * self._stride, sample=position.sample // self._weight
         )
 
     def _windows(self, position: Position) -> Iterator[list[list[Any]]]:
-        """Cut the order into what all replicas get in one iteration, several at once."""
+        """Split the order into windows of one iteration for all replicas, several at once."""
         width = self._size * self._stride
         num_head = 0 if self._is_cut or not self.share.pads or self._stride == 1 else self._stride
         blocks, head = self.order.blocks_and_head(self._position_in_order(position), num_head)
-        # With as many samples or less, not even the first replica's batch is complete.
+        # With this many samples or fewer, even the first replica's batch is incomplete.
         too_few = width - self._stride if self._drop_last else 0
         for windows in cut(blocks, width):
             if len(windows[0]) == width:
@@ -184,7 +183,7 @@ class ShardingPlan:
                 yield [rest]
 
     def _even_out(self, window: list[Any], head: Iterable[Any]) -> list[Any]:
-        """Pad or cut the end of the order, so that all replicas get as much of it."""
+        """Pad or truncate the end of the order, so that all replicas get equally many samples."""
         surplus = len(window) % self._stride
         if not self.share.pads or not surplus:
             return window
@@ -197,7 +196,7 @@ class ShardingPlan:
         stride = self._stride
         if self._is_single:
             items = [window[r % stride] for r in replicas if r % stride < len(window)]
-            # Copied: a list may be given to several, or again as padding, and be changed there.
+            # Copied, because several replicas, or the padding, may get the same list and modify it.
             is_copied = self._is_listed and self.share.num_replicas > 1
             return list(map(list, items)) if is_copied else items
         least = self._size if self._drop_last else 1
@@ -206,17 +205,17 @@ class ShardingPlan:
 
 
 def make_sharding_plan(loader: KeyedLoader, share: Shard) -> ShardingPlan:
-    """Return how the order of a loader of ours is dealt out (H9).
+    """Return the sharding plan of a loader.
 
     Raises:
-        ArgumentError: for a sampler that splits the order itself, and not as this run is split.
+        ArgumentError: if a sampler that shards the order itself does not match the run's replicas.
     """
     params, order = loader.params, loader.batches.order
     drop_last = params.drop_last
     sampler, is_cut = order.sampler, drop_last
     is_split, is_own = not (share.pads and params.is_distributed is False), False
     if share.num_replicas == 1:
-        # One replica takes its sampler at its word, also one that gives a part of the data.
+        # A single replica uses its sampler as it is, even if it returns only a part of the data.
         is_split = True
     elif has_whole_order(sampler):
         if params.sampler is not None:
@@ -243,19 +242,19 @@ def _check_number(sampler: DistributedSampler[Any], share: Shard) -> None:
     if sampler.num_replicas != share.num_replicas:
         raise ArgumentError(
             f"{type(sampler).__name__}(num_replicas=...) must be the number of replicas of the "
-            f"run, {share.num_replicas}, got {sampler.num_replicas}. Leave the sampler out: with "
-            "is_distributed=None the trainer's data is shared by all replicas."
+            f"run, {share.num_replicas}, got {sampler.num_replicas}. Remove the sampler: with "
+            "is_distributed=None, all replicas share the data."
         )
 
 
 def _check_own(sampler: DistributedSampler[Any], share: Shard) -> None:
-    """Check a user's sampler that gives the samples of one replica and no whole order."""
+    """Check a user's sampler that returns the samples of one replica only."""
     _check_number(sampler, share)
     if len(share.block) != 1 or sampler.rank != share.block.start:
         raise ArgumentError(
             f"{type(sampler).__name__}, which splits the data by rank, must be the sampler of the "
-            f"one replica of its process, got rank {sampler.rank} where the process carries "
-            f"replicas {list(share.block)}. Derive it from ResumableSampler and give the order of "
-            "all samples, which is dealt out to the replicas; or start as many processes as "
-            "replicas, each with its own rank."
+            f"only replica of its process, got rank {sampler.rank}, but the process runs replicas "
+            f"{list(share.block)}. Derive it from ResumableSampler and return the order of all "
+            "samples, which Helios shards; or start as many processes as replicas, each with its "
+            "own rank."
         )

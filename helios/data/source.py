@@ -1,7 +1,7 @@
-"""The data of a run: batches from any position of any epoch, and what is needed to resume.
+"""The sources of a run's data, which return batches from any position of any epoch.
 
-A loader of ours computes a batch from its position and seeds before it fetches (DESIGN R1, R2); a
-foreign one (:mod:`helios.data.external_loader`) goes on where it says it can.
+A :class:`KeyedSource` computes a batch from its position and seeds before it fetches. A custom
+loader (:mod:`helios.data.external_loader`) resumes from its own state, if it has one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def open_source(
     purpose: str,
     share: Shard = LONE,
 ) -> Source:
-    """Return the source over a loader.
+    """Return the source for a loader.
 
     Args:
-        loader: what a data module returned as loader.
-        sampler: what it returned beside it.
+        loader: the loader that a data module returned.
+        sampler: the sampler that it returned with the loader.
         run_seed: seed of the run.
-        purpose: name of the fetching streams: ``"fetch"`` for training, another one for each
-            other phase, so that evaluation shares no randomness with training.
+        purpose: name of the random streams of fetching: ``"fetch"`` for training, another one for
+            each other phase, so that evaluation and training use different random numbers.
         share: the part of this process.
 
     Raises:
-        ArgumentError: for a loader or sampler that cannot be shared as the run is.
+        ArgumentError: if the replicas of the run cannot share the loader or sampler.
     """
     if isinstance(loader, KeyedLoader):
         return KeyedSource(loader, run_seed, purpose, share)
@@ -50,12 +50,12 @@ def open_source(
 
 @final
 class KeyedSource(Source):
-    """The data of a loader of ours; exact from any position.
+    """The data of a ``KeyedLoader``, exact from any position.
 
     Args:
         loader: the loader.
         run_seed: seed of the run.
-        purpose: name of the fetching streams.
+        purpose: name of the random streams of fetching.
         share: the part of this process.
     """
 
@@ -74,32 +74,32 @@ class KeyedSource(Source):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the data is, in plain values."""
+        """A description of the data in plain values."""
         return dict(self._description)
 
     @property
     def length(self) -> int | None:
-        """The samples that the data set has now; ``None`` where it does not say."""
+        """The current number of samples; ``None`` if the data set has no length."""
         return count_samples(self.loader.keyed_dataset.dataset)
 
     @property
     def pass_length(self) -> int | None:
-        """What the length was when the last pass began."""
+        """The value of :attr:`length` when the last pass started."""
         return self._pass_length
 
     @property
     def can_resume(self) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     @property
     def level(self) -> str:
-        """``"exact"``; ``"restart"`` where a user's sampler splits the data by rank."""
+        """``"exact"``, or ``"restart"`` if a user's sampler splits the data by rank."""
         return "restart" if self._deal.is_own else "exact"
 
     @property
     def ends_together(self) -> bool:
-        """Whether it does; nobody knows of a user's sampler that splits the data by rank."""
+        """True, unless a user's sampler splits the data by rank, for which it is unknown."""
         return not self._deal.is_own
 
     @property
@@ -108,31 +108,31 @@ class KeyedSource(Source):
         return self._deal.is_own and self.loader.batches.order.has_state
 
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
-        """Begin a pass; nothing before its position is fetched."""
+        """Start a pass; nothing before its position is fetched."""
         position = Position(self._run_seed, self._purpose, epoch, batch, sample)
         self._pass_length = self.length
         self._watch.begin()
         return begin_pass(self.loader, self._deal, position, self._watch)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the batches of a whole pass that goes on at a position."""
+        """Return the batches of a whole pass that continues at a position."""
         return self._deal.num_batches(batch=batch, sample=sample)
 
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
-        """Return the indices of one batch's samples, computed anew: nothing is fetched or moved.
+        """Compute the indices of one iteration's samples; nothing is fetched, no state changes.
 
-        Those of all V replicas, replica by replica. ``None`` where a user's sampler has a state or
-        splits the data by rank, and where there is no such batch.
+        They are those of all V replicas, replica by replica; ``None`` if a user's sampler has a
+        state or splits the data by rank, or if there is no such batch.
         """
         position = Position(self._run_seed, self._purpose, epoch, batch, sample)
         return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a user's sampler had when the epoch began; empty without one."""
+        """Return a user's sampler's state at the start of the epoch; empty if it has none."""
         return self.loader.batches.order.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give a user's sampler its state back."""
+        """Restore the state of a user's sampler."""
         self.loader.batches.order.load_state_dict(state_dict)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A source whose passes end after some batches, for quick trials; all else is as without limit."""
+"""A source whose passes end after a number of batches, for quick trials."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from helios.data.interfaces import BatchIterator, Source
 
 @final
 class TruncatedSource(Source):
-    """The data of one loader, of which each pass gives the first batches only.
+    """The first batches of each pass over another source.
 
     Args:
         source: the whole data.
-        limit: the most batches of a pass.
+        limit: maximum number of batches of a pass.
     """
 
     def __init__(self, source: Source, limit: int) -> None:
@@ -24,61 +24,61 @@ class TruncatedSource(Source):
 
     @property
     def description(self) -> dict[str, Any]:
-        """What the data is, and the limit."""
+        """The description of the data, with the limit."""
         return {**self._source.description, "limit_batches": self._limit}
 
     @property
     def length(self) -> int | None:
-        """As without limit."""
+        """As without a limit."""
         return self._source.length
 
     @property
     def pass_length(self) -> int | None:
-        """As without limit."""
+        """As without a limit."""
         return self._source.pass_length
 
     @property
     def can_resume(self) -> bool:
-        """As without limit."""
+        """As without a limit."""
         return self._source.can_resume
 
     @property
     def claimant(self) -> str | None:
-        """As without limit."""
+        """As without a limit."""
         return self._source.claimant
 
     @property
     def claimed(self) -> tuple[object, ...]:
-        """As without limit."""
+        """As without a limit."""
         return self._source.claimed
 
     @property
     def missing(self) -> dict[str, str]:
-        """As without limit."""
+        """As without a limit."""
         return self._source.missing
 
     @property
     def level(self) -> str:
-        """As without limit."""
+        """As without a limit."""
         return self._source.level
 
     @property
     def remedy(self) -> str:
-        """As without limit."""
+        """As without a limit."""
         return self._source.remedy
 
     @property
     def ends_together(self) -> bool:
-        """As without limit."""
+        """As without a limit."""
         return self._source.ends_together
 
     @property
     def state_is_per_process(self) -> bool:
-        """As without limit."""
+        """As without a limit."""
         return self._source.state_is_per_process
 
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
-        """Begin a pass; one that stands at or behind the limit gives nothing more."""
+        """Start a pass; it is empty if it starts at or after the limit."""
         batches = self._source.batches(epoch, batch=batch, sample=sample)
         whole = self._source.num_batches(batch=batch, sample=sample)
         if whole is not None and whole <= self._limit:
@@ -86,15 +86,15 @@ class TruncatedSource(Source):
         return _LimitedBatches(batches, self._limit - batch)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
-        """Return the batches of a whole pass that goes on at a position, up to the limit.
+        """Return the batches of a whole pass that continues at a position, up to the limit.
 
-        A lowered limit takes nothing back: those before the position count in any case.
+        If the limit was lowered, batches before the position still count.
         """
         whole = self._source.num_batches(batch=batch, sample=sample)
         return None if whole is None else min(whole, max(self._limit, batch))
 
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
-        """Return the indices of one batch's samples; ``None`` behind the limit, too."""
+        """Return the indices of one batch's samples; ``None`` also after the limit."""
         if batch >= self._limit:
             return None
         return self._source.indices(epoch, batch=batch, sample=sample)
@@ -104,17 +104,17 @@ class TruncatedSource(Source):
         return self._source.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state back."""
+        """Restore the state of the whole data."""
         self._source.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """End the workers that live from pass to pass."""
+        """End persistent workers."""
         self._source.close()
 
 
 @final
 class _LimitedBatches(BatchIterator):
-    """A pass that ends after some batches, though there are more."""
+    """A pass that ends at the limit."""
 
     def __init__(self, batches: BatchIterator, num_left: int) -> None:
         self._batches = batches
@@ -131,6 +131,6 @@ class _LimitedBatches(BatchIterator):
         return batch
 
     def close(self) -> None:
-        """End the pass and its workers."""
+        """End the pass and workers that are not persistent."""
         self._num_left = 0
         self._batches.close()

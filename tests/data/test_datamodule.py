@@ -51,7 +51,7 @@ def test_without_a_trainer_each_split_has_its_loader() -> None:
         assert isinstance(sampler, ResumableRandomSampler)
         assert sorted(join(as_lists(list(loader)))) == list(range(length))
     module.teardown()
-    with pytest.raises(UsageError, match=r"DataModule\.trainer is not there"):
+    with pytest.raises(UsageError, match=r"DataModule\.trainer is not set yet"):
         module.trainer  # noqa: B018 - reading it is the test
 
 
@@ -90,7 +90,7 @@ def test_distribution_is_taken_from_the_module_unless_the_options_say() -> None:
     module.setup()
     assert not module.is_distributed
     module.is_distributed = True
-    with pytest.raises(ArgumentError, match="must come with a process group"):
+    with pytest.raises(ArgumentError, match="requires a process group"):
         module.train_dataloader()
     module.params = DataLoaderParams(is_distributed=False)
     module.setup()
@@ -140,10 +140,10 @@ def test_messages_name_the_split() -> None:
     module = Numbers(DataLoaderParams())
     module.setup()
     module._valid_dataset = module._create_dataset(Indices(0), {})
-    with pytest.raises(ArgumentError, match="The validation data set must hold at least one"):
+    with pytest.raises(ArgumentError, match="The validation data set must contain at least one"):
         module.valid_dataloader()
     module._test_dataset = Indices(3)  # type: ignore[assignment]
-    with pytest.raises(ArgumentTypeError, match="test data set of Numbers must be made by"):
+    with pytest.raises(ArgumentTypeError, match="test data set of Numbers must be created by"):
         module.test_dataloader()
 
 
@@ -195,12 +195,12 @@ def test_named_data_sets_keep_their_names() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda pair: [], "list of validation data sets must hold at least one"),
-        (lambda pair: {}, "list of validation data sets must hold at least one"),
+        (lambda pair: [], "list of validation data sets must contain at least one"),
+        (lambda pair: {}, "list of validation data sets must contain at least one"),
         (lambda pair: {"a/b": pair}, "names of validation data sets must be non-empty strings"),
         (lambda pair: {1: pair}, "names of validation data sets must be non-empty strings"),
-        (lambda pair: [pair, None], "validation data set 1 of Numbers must be made by"),
-        (lambda pair: {"a": Indices(3)}, "validation data set 'a' of Numbers must be made by"),
+        (lambda pair: [pair, None], "validation data set 1 of Numbers must be created by"),
+        (lambda pair: {"a": Indices(3)}, "validation data set 'a' of Numbers must be created by"),
     ],
 )
 def test_what_is_wrong_among_several_is_named(make: Any, words: str) -> None:
@@ -215,7 +215,7 @@ def test_an_empty_data_set_among_several_is_named() -> None:
     module = Numbers(DataLoaderParams())
     module.setup()
     module._test_dataset = {"full": module._test_dataset, "void": module._create_dataset([], {})}
-    with pytest.raises(ArgumentError, match="The test data set 'void' must hold at least one"):
+    with pytest.raises(ArgumentError, match="The test data set 'void' must contain at least one"):
         module.test_dataloader()
 
 
@@ -224,5 +224,5 @@ def test_the_training_data_is_one(kind: Any) -> None:
     module = Numbers(DataLoaderParams())
     module.setup()
     module._train_dataset = kind([module._train_dataset])
-    with pytest.raises(ArgumentTypeError, match="training data set of Numbers must be one"):
+    with pytest.raises(ArgumentTypeError, match="Numbers must have one training data set"):
         module.train_dataloader()

@@ -228,7 +228,7 @@ def test_a_loader_that_is_shorter_than_it_says_is_an_error() -> None:
         def __len__(self) -> int:
             return 8
 
-    with pytest.raises(UsageError, match="must give as many batches as its length says, got 6 of"):
+    with pytest.raises(UsageError, match="must return as many batches as its length, got 6 of"):
         walk(open_foreign(Short()), 0)
 
 
@@ -240,15 +240,15 @@ def test_a_loader_that_is_longer_than_it_says_is_cut_loudly(
             return 4
 
     assert walk(open_foreign(Long()), 0) == [0, 1, 2, 3]
-    assert "gave more than 4: the rest was left out" in caplog.text
+    assert "returned more than 4. The rest was skipped" in caplog.text
 
 
 def test_a_state_that_does_not_fit_the_loader_is_an_error() -> None:
     plain, with_state = open_foreign(DataLoader(Indices(3))), open_foreign(Rewinding())
     plain.load_state_dict({})
-    with pytest.raises(StateError, match="must agree on the loader's state"):
+    with pytest.raises(StateError, match="state of the loader in the checkpoint does not fit"):
         plain.load_state_dict(with_state.state_dict())
-    with pytest.raises(StateError, match="the checkpoint holds nothing"):
+    with pytest.raises(StateError, match="it contains nothing"):
         with_state.load_state_dict({})
 
 
@@ -338,9 +338,7 @@ def test_a_foreign_loader_is_that_of_the_one_replica_of_its_process() -> None:
 @pytest.mark.parametrize("loader", [DataLoader(Indices(7)), Rewinding(), DataLoader(Stream())])
 def test_a_foreign_loader_cannot_be_dealt_out(loader: Any) -> None:
     name = type(loader).__name__
-    with pytest.raises(
-        ArgumentError, match=rf"A {name} .* carries replicas \[1, 2\]. Start as many"
-    ):
+    with pytest.raises(ArgumentError, match=rf"A {name} .* runs replicas \[1, 2\]. Start as many"):
         open_source(loader, run_seed=4, purpose=FETCH, share=Shard(4, range(1, 3), pads=False))
 
 

@@ -92,14 +92,14 @@ def test_a_table_gives_options_without_unknown_keys_and_sampler(
         ({"collate_fn": "stack"}, r"collate_fn=...\) must be callable or None"),
         ({"worker_init_fn": 3}, r"worker_init_fn=...\) must be callable or None"),
         ({"multiprocessing_context": "magic"}, "one of .*'spawn'.*got 'magic'"),
-        ({"batch_size": None, "drop_last": True}, "drop_last=True.* must come with a batch_size"),
+        ({"batch_size": None, "drop_last": True}, "drop_last=True.* requires a batch_size"),
         ({"batch_sampler": 3}, "must be an iterable of lists"),
-        ({"batch_sampler": [[0]], "batch_size": 2}, "must stand alone"),
-        ({"batch_sampler": [[0]], "shuffle": True}, "must stand alone"),
-        ({"batch_sampler": [[0]], "drop_last": True}, "must stand alone"),
+        ({"batch_sampler": [[0]], "batch_size": 2}, "cannot be combined with"),
+        ({"batch_sampler": [[0]], "shuffle": True}, "cannot be combined with"),
+        ({"batch_sampler": [[0]], "drop_last": True}, "cannot be combined with"),
         (
             {"batch_sampler": [[0]], "sampler": ResumableSequentialSampler(range(3))},
-            "must stand alone",
+            "cannot be combined with",
         ),
     ],
 )
@@ -126,9 +126,7 @@ def test_the_sampler_is_chosen_by_distribution_and_shuffle() -> None:
     assert random_order.seed == 5
     _, sequence = create_dataloader(Indices(9))
     assert isinstance(sequence, ResumableSequentialSampler)
-    with pytest.raises(
-        ArgumentError, match=r"is_distributed=True.* must come with a process group"
-    ):
+    with pytest.raises(ArgumentError, match=r"is_distributed=True.* requires a process group"):
         create_dataloader(Indices(9), is_distributed=True)
     share = ResumableDistributedSampler(range(9), 2, 1, shuffle=False)
     loader, sampler = create_dataloader(Indices(9), batch_size=2, sampler=share)
@@ -156,9 +154,11 @@ def test_an_evaluation_of_fewer_samples_than_replicas_is_not_refused() -> None:
 
 
 def test_data_without_a_batch_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="must hold at least one sample, got an empty Indices"):
+    with pytest.raises(
+        ArgumentError, match="must contain at least one sample, got an empty Indices"
+    ):
         create_dataloader(Indices(0))
-    with pytest.raises(ArgumentError, match="must give at least one batch, got 3 samples"):
+    with pytest.raises(ArgumentError, match="must have at least one batch, got 3 samples"):
         create_dataloader(Indices(3), batch_size=4, drop_last=True)
     with pytest.raises(ArgumentError, match="must have a length, got a Unsized"):
         create_dataloader(Unsized())
@@ -184,7 +184,9 @@ def test_a_stream_is_loaded_without_keys_and_without_a_sampler() -> None:
         {"sampler": ResumableSequentialSampler(range(3))},
         {"batch_sampler": [[0]]},
     ):
-        with pytest.raises(ArgumentError, match=f"must come without {next(iter(options))};"):
+        with pytest.raises(
+            ArgumentError, match=f"must not have the option {next(iter(options))}\\."
+        ):
             create_dataloader(Stream(), **options)
 
 
@@ -201,7 +203,7 @@ def test_options_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> No
         assert f"DataLoaderParams({name}=...) has no effect with num_workers=0" in caplog.text
     caplog.clear()
     create_dataloader(Indices(3), sampler=ResumableSequentialSampler(range(3)), shuffle=True)
-    assert "shuffle=True) has no effect beside a sampler" in caplog.text
+    assert "shuffle=True) has no effect together with a sampler" in caplog.text
 
 
 def test_debug_mode_fetches_in_the_training_process(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ def test_a_data_set_that_moves_it_is_told_once(
     for epoch in range(3):
         walk(source, epoch)
     (text,) = warnings_of(caplog)
-    assert text.startswith(f"numpy.random's global generator was moved {where}")
+    assert text.startswith(f"NumPy's global generator (numpy.random) was used {where}")
     assert "get_default_numpy_rng().generator" in text
 
 

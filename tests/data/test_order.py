@@ -207,11 +207,11 @@ def test_a_state_that_nobody_takes_or_that_is_missing_is_an_error() -> None:
     without = open_with(20, shuffle=True)
     assert without.state_dict() == {}
     without.load_state_dict({})
-    with pytest.raises(StateError, match="must take the sampler state"):
+    with pytest.raises(StateError, match="must load the sampler state"):
         without.load_state_dict(with_state.state_dict())
-    with pytest.raises(StateError, match="must take the sampler state"):
+    with pytest.raises(StateError, match="must load the sampler state"):
         open_with(20, sampler=Lazy(20)).load_state_dict(with_state.state_dict())
-    with pytest.raises(StateError, match="the checkpoint holds no state"):
+    with pytest.raises(StateError, match="the checkpoint contains no state"):
         with_state.load_state_dict({})
 
 

@@ -318,7 +318,7 @@ def test_a_data_set_that_fetches_whole_batches_resumes_exactly(tmp_path: Path) -
 
 
 def test_no_data_and_no_batch_are_errors() -> None:
-    with pytest.raises(ValueError, match="The training data set must hold at least one sample"):
+    with pytest.raises(ValueError, match="The training data set must contain at least one sample"):
         fit(Data(IndexData(0)))
     with pytest.raises(ValueError, match=r"at least one batch, got 22 samples .*drop_last=True"):
         fit(Data(IndexData(), batch_size=30, drop_last=True))
@@ -421,7 +421,7 @@ def test_numpys_legacy_generator_is_warned_of_once(
     """H3, issue "Randomness": compared once an epoch, in workers too."""
     fit(Data(Careless(), batch_size=11, num_workers=num_workers), total_steps=6)
     where = "in a loader worker" if num_workers else "in the training process"
-    assert capsys.readouterr().err.count(f"global generator was moved {where}") == 1
+    assert capsys.readouterr().err.count(f"global generator (numpy.random) was used {where}") == 1
 
 
 def test_a_run_leaves_numpys_legacy_generator_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -361,4 +361,4 @@ def test_numpys_legacy_generator_in_setup_is_said(capsys: pytest.CaptureFixture[
     setting = Setting()
     trainer = helios.Trainer(total_steps=0, use_cpu=True, print_banner=False)
     trainer.fit(SmallModel(setting), Drawing(setting))
-    assert "numpy.random's global generator was moved" in capsys.readouterr().err
+    assert "NumPy's global generator (numpy.random) was used" in capsys.readouterr().err

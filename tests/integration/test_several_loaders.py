@@ -373,11 +373,11 @@ def test_a_data_module_may_return_loaders_and_pairs_alone_or_several(
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: (_loader()[0], _loader()[0]), "several of them a list"),
-        (lambda: (_loader(), _loader()), "several of them a list"),
+        (lambda: (_loader()[0], _loader()[0]), "or a list or dict of these"),
+        (lambda: (_loader(), _loader()), "or a list or dict of these"),
         (lambda: [_loader(), None], "loaders of validation, '1',"),
-        (list, "must hold at least one"),
-        (dict, "must hold at least one"),
+        (list, "must contain at least one"),
+        (dict, "must contain at least one"),
         (lambda: {"a/b": _loader()}, "without a slash"),
         (lambda: {3: _loader()}, "without a slash"),
         (lambda: {"": _loader()}, "without a slash"),
@@ -404,7 +404,7 @@ def test_several_training_loaders_are_refused() -> None:
             super().setup()
             self._train_dataset = [self._train_dataset]
 
-    with pytest.raises(ArgumentTypeError, match="training data set of Several must be one"):
+    with pytest.raises(ArgumentTypeError, match="Several must have one training data set"):
         _fit(SeveralModel(Setting()), Several(Setting()))
     with pytest.raises(ArgumentTypeError, match="must return one loader"):
         _fit(SeveralModel(Setting()), Returning([_loader()], "train"))

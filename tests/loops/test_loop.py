@@ -259,7 +259,9 @@ def test_a_session_is_seen_only_while_the_trainer_runs_the_loop() -> None:
 
 
 def test_an_epoch_loop_has_no_batches_before_it_runs() -> None:
-    with pytest.raises(UsageError, match=r"EpochLoop\.batches is not there: .* was not started"):
+    with pytest.raises(
+        UsageError, match=r"EpochLoop\.batches is not available, .* was not started"
+    ):
         next(EpochLoop().batches)
 
 
