@@ -130,7 +130,9 @@ def test_a_yield_loop_needs_a_process_for_each_replica_before_anything_is_traine
 ) -> None:
     trainer = helios.Trainer(total_steps=1, use_cpu=True, num_replicas=3, print_banner=False)
     trainer.fit_loop.epoch_loop.batch_loop.connect(optimizer_loop=YieldLoop())  # type: ignore[union-attr]
-    with pytest.raises(UsageError, match=r"A YieldLoop needs .* but 1 carry 3. Start 3 processes"):
+    with pytest.raises(
+        UsageError, match=r"A YieldLoop needs .* but there are 1 for 3 replicas. Start 3 processes"
+    ):
         trainer.fit(Net("net"), Module(parse([])))
 
 

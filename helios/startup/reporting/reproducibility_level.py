@@ -175,8 +175,8 @@ def _find_bound(
 def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
     if not replicas.has_one_each:
         raise UsageError(
-            f"{what} needs a process for each replica, but {replicas.num_processes} run "
-            f"{replicas.num_replicas}. Start {replicas.num_replicas} processes, with "
+            f"{what} needs a process for each replica, but there are {replicas.num_processes} "
+            f"for {replicas.num_replicas} replicas. Start {replicas.num_replicas} processes, with "
             f"Trainer(nproc={replicas.num_replicas}) or torchrun. {remedy} to train on fewer."
         )
 
