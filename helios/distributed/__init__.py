@@ -1,4 +1,4 @@
-"""Process groups, collectives by name, and pickling between the processes of one job.
+"""Process groups, collectives, and pickling between the processes of one job.
 
-Nothing here may know what the processes compute.
+Nothing in this package depends on what the processes compute.
 """

@@ -1,8 +1,8 @@
-"""Other processes: who we are among them, and the collectives that users call by name.
+"""Ranks, world sizes, and the collectives that users call.
 
-Everything here also works without a process group, as rank 0 of one process; only the two
-collectives ask for one. The environment variables of torchrun are read here; how groups are joined
-and left is in ``helios.distributed.process_groups``.
+Everything also works without a process group, as rank 0 of one process, except the two
+collectives. This module reads the environment variables of torchrun;
+:mod:`helios.distributed.process_groups` joins and leaves groups.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ TORCHRUN_VARIABLES = (
 )
 
 
-# Not all of gloo's collectives take tensors of GPUs, and none of NCCL's takes others.
+# Not all collectives of gloo support GPU tensors, and those of NCCL support only GPU tensors.
 _HOMES = {"gloo": "cpu", "nccl": "cuda"}
-# The name before PyTorch 2.13, which warns of it now.
+# all_gather_into_tensor is the name before PyTorch 2.13, which deprecates it.
 _GATHER = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 
 def is_using_torchrun() -> bool:
-    """Return whether torchrun started this process: all of its variables are set (H48)."""
+    """Return whether torchrun started this process, that is, whether its variables are set."""
     return all(name in os.environ for name in TORCHRUN_VARIABLES)
 
 
@@ -55,19 +55,18 @@ def init_dist(
 ) -> None:
     """Join the process group.
 
-    Under torchrun its variables say who takes part. Otherwise pass ``rank`` and ``world_size``:
-    the processes meet at ``MASTER_ADDR`` (this machine where it is not set) and ``MASTER_PORT``; a
-    single process needs no port (H51).
+    Under torchrun, its variables determine rank and world size. Otherwise pass both; the
+    processes connect through ``MASTER_ADDR`` (by default this machine) and ``MASTER_PORT``, which
+    a single process does not need.
 
     Args:
         backend: ``"nccl"`` for CUDA, ``"gloo"`` for CPU.
-        rank: number of this process, from 0.
+        rank: global rank of this process, from 0.
         world_size: number of processes.
 
     Raises:
-        ArgumentError: when only one of ``rank`` and ``world_size`` is given (a ``ValueError``).
-        UsageError: when nothing says who takes part, or where several processes meet (a
-            ``RuntimeError``).
+        ArgumentError: if only one of ``rank`` and ``world_size`` is given (a ``ValueError``).
+        UsageError: if a required environment variable is not set (a ``RuntimeError``).
     """
     meeting = "env://"
     if rank is None and world_size is None:
@@ -75,8 +74,8 @@ def init_dist(
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     elif rank is None or world_size is None:
         raise ArgumentError(
-            "init_dist(rank=..., world_size=...) must get both or neither, got "
-            f"rank={rank}, world_size={world_size}; pass both, or none under torchrun."
+            "init_dist(rank=..., world_size=...) needs both or neither, got "
+            f"rank={rank}, world_size={world_size}. Pass both, or neither under torchrun."
         )
     elif world_size > 1:
         _require_variables(f"init_dist(world_size={world_size})", ("MASTER_PORT",))
@@ -91,10 +90,9 @@ def _require_variables(caller: str, names: tuple[str, ...]) -> None:
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
         raise UsageError(
-            f"{caller} must know where the processes meet, but the environment variables "
-            f"{', '.join(missing)} are not set. Start the script by torchrun, or set MASTER_PORT "
-            "to a free port of rank 0's machine (and MASTER_ADDR to that machine, where there are "
-            "several) for all processes."
+            f"{caller} needs the environment variables {', '.join(missing)}, which are not set. "
+            "Start the script with torchrun, or set MASTER_PORT to a free port on the machine of "
+            "rank 0, and MASTER_ADDR to that machine if there are several, for all processes."
         )
 
 
@@ -108,16 +106,16 @@ def _read_place(rank: int, world_size: int) -> DistributedInfo:
 
 
 def shutdown_dist() -> None:
-    """Leave the process group without waiting for others; nothing where there is none."""
+    """Leave the process group without waiting for other ranks; does nothing without a group."""
     if is_dist_active():
         destroy_group()
 
 
 def get_dist_info() -> DistributedInfo:
-    """Return where this process stands; without a process group, rank 0 of 1 (DESIGN C9).
+    """Return the ranks and world sizes of this process; without a process group, rank 0 of 1.
 
-    In a group that Helios has not joined, a launcher that does not set ``LOCAL_RANK`` and
-    ``LOCAL_WORLD_SIZE`` is taken to have started all processes on this machine.
+    In a group that Helios has not joined, all processes are assumed to be on this machine unless
+    the launcher sets ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
     """
     if not is_dist_active():
         return DistributedInfo()
@@ -128,18 +126,18 @@ def get_dist_info() -> DistributedInfo:
 
 
 def describe_rank() -> str:
-    """Return e.g. ``"rank 2 of 4"`` for log lines; empty in a lone process."""
+    """Return e.g. ``"rank 2 of 4"`` for log lines; empty if there is only one process."""
     info = get_dist_info()
     return f"rank {info.rank} of {info.world_size}" if info.world_size > 1 else ""
 
 
 def get_local_rank() -> int:
-    """Return the number of this process on its machine, from 0."""
+    """Return the rank of this process on its machine, from 0."""
     return get_dist_info().local_rank
 
 
 def get_global_rank() -> int:
-    """Return the number of this process among all, from 0."""
+    """Return the global rank of this process, from 0."""
     return get_dist_info().rank
 
 
@@ -154,17 +152,17 @@ def get_world_size() -> int:
 
 
 def gather_into_tensor(tensor: torch.Tensor, size: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
-    """Join the tensors of all processes into one, on the device of ``tensor`` (H64).
+    """Gather the tensors of all processes into one, on the device of ``tensor``.
 
-    It may lie elsewhere than the backend wants it: it is moved there, and the result back.
+    If the backend does not support that device, the tensor is moved, and the result moved back.
 
     Args:
-        tensor: what this process adds; of the same shape everywhere.
+        tensor: the tensor of this process; of the same shape in all processes.
         size: shape of the result: the tensors concatenated, or stacked, in the order of ranks.
         **kwargs: further arguments of ``torch.distributed.all_gather_single``, such as ``group``.
 
     Raises:
-        ArgumentError: for a size of another number of elements (a ``ValueError``).
+        ArgumentError: if ``size`` has the wrong number of elements (a ``ValueError``).
         UsageError: without a process group, or after a collective has failed (a
             ``RuntimeError``).
     """
@@ -177,7 +175,7 @@ def gather_into_tensor(tensor: torch.Tensor, size: tuple[int, ...], **kwargs: An
         )
     with collective("gather_into_tensor"):
         own = tensor.detach().to(home_of(tensor, group)).reshape(-1)
-        # Backends disagree on which shapes belong together; none does on flat ones.
+        # Backends disagree on which shapes are compatible, except for flat ones.
         out = own.new_empty(count * own.numel())
         _GATHER(out, own, **kwargs)
     return out.view(size).to(tensor.device)
@@ -186,14 +184,14 @@ def gather_into_tensor(tensor: torch.Tensor, size: tuple[int, ...], **kwargs: An
 def all_reduce_tensors(
     tensor: torch.Tensor | list[torch.Tensor] | list[float], **kwargs: Any
 ) -> torch.Tensor:
-    """Sum a tensor over all processes (H64).
+    """Sum a tensor over all processes.
 
-    The order in which ranks are added is the backend's, so the sum of floats is not promised to
-    be the same on another number of processes.
+    The backend determines the order of summation, so sums of floats may differ for another number
+    of processes.
 
     Args:
-        tensor: a tensor, which is changed in place, wherever it lies; or a list of tensors of one
-            shape, or of numbers, which is stacked into a new one where the backend wants it.
+        tensor: a tensor on any device, which is changed in place; or a list of tensors of the same
+            shape, or of numbers, which are stacked into a new tensor on a device of the backend.
         **kwargs: further arguments of ``torch.distributed.all_reduce``, such as ``op``.
 
     Returns:
@@ -220,11 +218,11 @@ def all_reduce_tensors(
 
 
 def home_of(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where a group's backend wants a tensor: its own place, where that will do.
+    """Return the device that a group's backend needs a tensor on: its own one, if possible.
 
     Args:
-        tensor: what is to be sent.
-        group: the process group; None for that of all processes.
+        tensor: the tensor to be sent.
+        group: the process group; None for the default group.
     """
     kind = _HOMES.get(dist.get_backend(group), tensor.device.type)
     if kind == tensor.device.type:
@@ -233,19 +231,19 @@ def home_of(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> tor
 
 
 def global_print(*args: Any, global_rank: int = 0, **kwargs: Any) -> None:
-    """Print on one rank only; takes the arguments of ``print``."""
+    """Print on one global rank only; takes the arguments of ``print``."""
     if not is_dist_active() or get_global_rank() == global_rank:
         print(*args, **kwargs)  # noqa: T201
 
 
 def local_print(*args: Any, local_rank: int = 0, **kwargs: Any) -> None:
-    """Print on one rank of each machine only; takes the arguments of ``print``."""
+    """Print on one local rank of each machine only; takes the arguments of ``print``."""
     if not is_dist_active() or get_local_rank() == local_rank:
         print(*args, **kwargs)  # noqa: T201
 
 
 def safe_barrier(**kwargs: Any) -> None:
-    """Wait until all processes are here; nothing without a process group."""
+    """Wait for all processes; does nothing without a process group."""
     if is_dist_active():
         with collective("safe_barrier"):
             dist.barrier(**kwargs)

@@ -1,7 +1,7 @@
-"""Values that travel between the processes of one job; what shares memory does so again there.
+"""Pickles values for other processes of the same job, and preserves memory that tensors share.
 
-``pickle`` copies the memory of every tensor, so that two views of one tensor would arrive as two
-tensors. Only what the processes of a job send each other is read here, never a file.
+Plain ``pickle`` copies the memory of every tensor, so two views of one tensor would become two
+tensors. Use it only for data from processes of the same job, never for files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class _Memory:
-    """The bytes of a storage; ``pickle`` sends an object once, however often it occurs."""
+    """The bytes of a storage; ``pickle`` stores an object once, however often it occurs."""
 
     def __init__(self, content: np.ndarray[Any, Any]) -> None:
         self.content = content
@@ -57,10 +57,10 @@ def _view(
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as bytes for another process of this job; tensors arrive on the CPU.
+    """Return a value as bytes for another process of this job; tensors are moved to the CPU.
 
     Raises:
-        Exception: whatever ``pickle`` raises for what it cannot take.
+        Exception: the error of ``pickle`` if the value cannot be pickled.
     """
     file = io.BytesIO()
     _Pickler(file).dump(value)
@@ -68,5 +68,5 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Return the value that another process of this job has packed by :func:`dumps`."""
+    """Return the value that another process of this job passed to :func:`dumps`."""
     return pickle.loads(data)

@@ -1,7 +1,7 @@
-"""The process groups of a training: joining them, leaving them, and what may not follow a failure.
+"""Joins and leaves the process groups of a training, and guards its collectives.
 
-A process joins two groups: the default one for the training's own tensors, and one on the CPU for
-control traffic, so that neither waits for the other. All of it also works for one process.
+A process joins two groups: the default one for tensors of the training, and one on the CPU for
+control messages, so that neither waits for the other. This also works for a single process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from helios.errors import RankError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Rank 0 may write a large checkpoint to a slow disk while the others wait; a process that died is
-# noticed by its closed connections, not by this limit.
+# detected by its closed connections, not by this timeout.
 CONTROL_TIMEOUT = timedelta(hours=2)
 _DESTROY_SECONDS = 2.0
 _TORCHRUN_MEETING, _START_KEY, _POLL_SECONDS = "env://", "helios/start", 0.02
@@ -33,13 +33,13 @@ _TORCHRUN_MEETING, _START_KEY, _POLL_SECONDS = "env://", "helios/start", 0.02
 
 @dataclasses.dataclass(frozen=True)
 class DistributedInfo:
-    """Where this process stands among all.
+    """The ranks of this process and the number of processes.
 
     Attributes:
-        local_rank: its number on this machine, from 0.
-        rank: its number among all processes, from 0.
-        local_world_size: processes on this machine.
-        world_size: all processes.
+        local_rank: the rank on this machine, from 0.
+        rank: the global rank, from 0.
+        local_world_size: the number of processes on this machine.
+        world_size: the number of all processes.
     """
 
     local_rank: int = 0
@@ -50,7 +50,7 @@ class DistributedInfo:
 
 @dataclasses.dataclass
 class _Membership:
-    """What is known of the groups that this process has joined through this module."""
+    """The groups that this process has joined through this module."""
 
     world: dist.ProcessGroup
     info: DistributedInfo
@@ -59,10 +59,10 @@ class _Membership:
 
 
 class _Process:
-    """Holder of the one membership of a process, and of the stores where ranks meet.
+    """Holder of the membership of this process, and of the rendezvous stores.
 
-    A store is kept until the process ends: rank 0 may be its server, and a training that is
-    followed by a test joins twice. The count keeps the keys of both apart.
+    A store is kept until the process ends, because rank 0 may be its server, and a training
+    followed by a test joins twice. The count separates the keys of both.
     """
 
     membership: ClassVar[_Membership | None] = None
@@ -84,29 +84,29 @@ def join_group(
     control_timeout: timedelta = CONTROL_TIMEOUT,
     device: torch.device | None = None,
 ) -> None:
-    """Join the default group and the one for control traffic, together with all other ranks.
+    """Join the default group and the control group, together with all other ranks.
 
     Args:
-        info: where this process stands.
-        backend: ``"nccl"`` for CUDA, ``"gloo"`` for the CPU; the control group is always on gloo.
-        meeting: where the ranks find each other: ``"tcp://host:port"`` (a free port of rank 0's
-            machine), ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for
+        info: the ranks of this process and the number of processes.
+        backend: ``"nccl"`` for CUDA, ``"gloo"`` for the CPU; the control group always uses gloo.
+        meeting: URL of the rendezvous: ``"tcp://host:port"`` (a free port on the machine of rank
+            0), ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for
             torchrun's variables. A single process needs none.
-        timeout: how long a collective of the default group may take.
-        control_timeout: how long one of the control group may take.
+        timeout: timeout of collectives in the default group.
+        control_timeout: timeout of collectives in the control group.
         device: the GPU of this process, for NCCL.
 
     Raises:
-        UsageError: when this process is in a group already (a ``RuntimeError``).
+        UsageError: if this process is already in a group (a ``RuntimeError``).
     """
     if is_dist_active():
         raise UsageError(
-            "join_group(...) must be called outside of a process group, and this process is in one "
-            "already. Leave it first, or let Helios join."
+            "join_group(...) must be called outside a process group, but this process is already "
+            "in one. Leave it first, or let Helios join."
         )
     if info.world_size > 1:
-        # Optimizers import it at the latest. Where that happens inside of a group, something of it
-        # keeps the group, whose threads then abort the process at its end.
+        # Optimizers import it later. If it is first imported inside a group, it keeps a reference
+        # to the group, whose threads then abort the process when it exits.
         importlib.import_module("torch._dynamo")
     dist.init_process_group(
         backend,
@@ -145,12 +145,12 @@ def _meet(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
 def _name_start(store: Any, info: DistributedInfo, timeout: timedelta) -> str:
     """Agree on a name that only the ranks of this start know.
 
-    torchrun keeps its store when it starts all ranks again, so the addresses of ranks that are gone
-    would be taken for those of the present ones. Rank 0 makes a name, and answers under it to those
-    who have called; a rank that has read an old name finds no answer to its own call.
+    torchrun keeps its store when it restarts all ranks, so addresses of previous ranks could be
+    mistaken for current ones. Rank 0 creates a name, and confirms all ranks that registered under
+    it; a rank that read a previous name finds no confirmation.
 
     Raises:
-        RankError: if the others do not come in time.
+        RankError: if the others do not register in time.
     """
     own = uuid.uuid4().hex
     others = range(1, info.world_size)
@@ -169,20 +169,20 @@ def _name_start(store: Any, info: DistributedInfo, timeout: timedelta) -> str:
             return name
         time.sleep(_POLL_SECONDS)
     raise RankError(
-        f"Rank {info.rank} of {info.world_size} has waited for the others for {timeout}, and not "
-        "all of them came. Look at what the others say, and start all of them again."
+        f"Rank {info.rank} of {info.world_size} has waited {timeout} for the other ranks, but not "
+        "all of them joined. Check their logs, and start all of them again."
     )
 
 
 def leave_group(*, is_failing: bool = False) -> None:
-    """Leave the groups; nothing where there is none.
+    """Leave the groups; does nothing outside a group.
 
-    On the regular path all ranks wait for each other, so that nobody closes a connection that
-    another one still reads from. A rank that fails waits for nobody; what the others wait for ends
-    with an error when its process ends, which closes its connections.
+    Normally all ranks wait for each other, so that none closes a connection that another one still
+    reads from. A failing rank does not wait; collectives of the others fail when its process ends,
+    which closes its connections.
 
     Args:
-        is_failing: whether an error is on its way.
+        is_failing: whether an exception is being raised.
     """
     if not is_dist_active():
         return
@@ -197,17 +197,17 @@ def leave_group(*, is_failing: bool = False) -> None:
         except BaseException:
             _abandon_group()
             raise
-        # A circle of references that nobody needs any more would keep the group, and its threads.
+        # Otherwise, a reference cycle could keep the group and its threads.
         gc.collect()
         destroy_group()
 
 
 def _abandon_group() -> None:
-    """Leave without waiting for a collective that is under way, now and at the process's end.
+    """Leave without waiting for pending collectives, now or when the process exits.
 
-    The destructor of a gloo group waits for it until the timeout, also while the interpreter shuts
-    down. A reference that nobody gives back prevents that. Closing NCCL may wait as well; a thread
-    does it, and is left alone where that takes long.
+    The destructor of a gloo group waits for them until the timeout, even at interpreter shutdown,
+    so a reference is leaked on purpose. Closing NCCL may block, too, so it happens in a thread,
+    which is abandoned if it takes too long.
     """
     known = own_membership()
     groups = [] if known is None else [known.control]
@@ -221,23 +221,23 @@ def _abandon_group() -> None:
 
 
 def destroy_group() -> None:
-    """Close the connections of the groups; may wait for a collective that is under way."""
+    """Close the connections of the groups; may wait for pending collectives."""
     _Process.membership = None
     dist.destroy_process_group()
 
 
 @contextmanager
 def membership(info: DistributedInfo, **options: Any) -> Iterator[None]:
-    """Be in the groups for a block; an error inside leaves without waiting for anybody.
+    """Join the groups for a block; after an error, leave without waiting for other ranks.
 
-    A group that the user has made before is used as it is, and is there afterwards.
+    An existing group of the user is used, and kept afterwards.
 
     Args:
-        info: where this process stands.
+        info: the ranks of this process and the number of processes.
         **options: further arguments of :func:`join_group`.
 
     Raises:
-        UsageError: when this process has another place in the user's group (a ``RuntimeError``).
+        UsageError: if the user's group has another rank or world size (a ``RuntimeError``).
     """
     if is_dist_active():
         _take_over(info)
@@ -258,14 +258,14 @@ def _take_over(info: DistributedInfo) -> None:
         raise UsageError(
             "The process group of this process must be the one that its launcher describes, rank "
             f"{expected[0]} of {expected[1]}, got rank {found[0]} of {found[1]}. Leave it before "
-            "the training starts, or do not make one: Helios joins by itself."
+            "training starts, or do not create one: Helios joins by itself."
         )
     if own_membership() is None:
         _adopt_group(info, CONTROL_TIMEOUT)
 
 
 def own_membership() -> _Membership | None:
-    """Return what is known of the present group; None where somebody else has made it."""
+    """Return the membership of this process; None if Helios has not joined the current group."""
     known = _Process.membership
     if known is None or not is_dist_active() or known.world is not dist.group.WORLD:
         return None
@@ -273,16 +273,16 @@ def own_membership() -> _Membership | None:
 
 
 def control_group() -> dist.ProcessGroup:
-    """Return the group for control traffic: flags, waits and small CPU tensors.
+    """Return the control group, for flags, barriers and small CPU tensors.
 
     Raises:
-        UsageError: outside of :func:`join_group` (a ``RuntimeError``).
+        UsageError: if Helios has not joined a group (a ``RuntimeError``).
     """
     known = own_membership()
     if known is None or known.control is None:
         raise UsageError(
-            "control_group() needs a process group that Helios has joined, and this process is in "
-            "none; call join_group(...) or init_dist(...) first."
+            "control_group() needs a process group that Helios has joined, but this process is in "
+            "none. Call join_group(...) or init_dist(...) first."
         )
     return known.control
 
@@ -295,13 +295,13 @@ def has_failed() -> bool:
 
 @contextmanager
 def collective(name: str) -> Iterator[None]:
-    """Guard the block that runs a collective.
+    """Guard a block that runs a collective.
 
-    After one has failed, ranks no longer wait for the same thing: another collective would hang or
+    After a collective has failed, ranks may be at different ones: another collective would hang or
     mix up their data.
 
     Args:
-        name: of the caller, for messages.
+        name: name of the caller, for messages.
 
     Raises:
         UsageError: without a process group, or after a collective has failed (a ``RuntimeError``).
@@ -310,9 +310,9 @@ def collective(name: str) -> Iterator[None]:
     known = own_membership()
     if known is not None and known.failure is not None:
         raise UsageError(
-            f"{name}(...) must not be called after a collective has failed: the other processes "
-            "may be gone, or wait for something else. Let the error end this process, and start "
-            "the run again."
+            f"{name}(...) must not be called after a collective has failed, because the other "
+            "processes may have ended or be in another collective. Let the error end this process, "
+            "and start the run again."
         ) from known.failure
     try:
         yield
@@ -325,16 +325,16 @@ def collective(name: str) -> Iterator[None]:
 def _require_group(caller: str) -> None:
     if not is_dist_active():
         raise UsageError(
-            f"{caller}(...) needs a process group, and this process is in none; train on several "
-            "processes, call init_dist(...) first, or ask is_dist_active() before."
+            f"{caller}(...) needs a process group, but this process is in none. Train on several "
+            "processes, call init_dist(...) first, or check is_dist_active()."
         )
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error, or one that led to it, comes from another rank.
+    """Return whether an error, or one of its causes, is the consequence of another rank's failure.
 
-    That of a collective says that a rank is gone or late, not why; a ``RankError`` says that
-    another one has failed.
+    An error of a collective means that a rank has exited or is late; a ``RankError``, that another
+    rank has failed.
     """
     seen: set[int] = set()
     link: BaseException | None = error

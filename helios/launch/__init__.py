@@ -1,4 +1,4 @@
-"""Starting the processes of a run: torchrun, srun or spawn; supervising them; passing values.
+"""Starts and supervises the processes of a run (torchrun, srun or spawn).
 
-Nothing here may know what the processes compute.
+Nothing in this package depends on what the processes compute.
 """

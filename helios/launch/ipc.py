@@ -1,8 +1,7 @@
-"""What travels between a launcher and its ranks: by value, never through shared memory.
+"""Sends values between a launcher and its ranks by value, never through shared memory.
 
-``multiprocessing`` would share the memory of tensors, so that an update on one rank would change
-the weights of all. Here everything is pickled into bytes of its own, and what cannot be pickled is
-named.
+``multiprocessing`` would share the memory of tensors, so an update on one rank would change the
+weights of all. Here, all values are pickled by value, and errors name what cannot be pickled.
 """
 
 from __future__ import annotations
@@ -26,36 +25,35 @@ from typing import Any, NoReturn
 from helios.errors import UsageError
 
 RANK_NAME = "helios-rank-"
-# How a rank says that importing the script has started a training again; unlikely elsewhere.
+# Exit code of a rank if importing the script starts training again; an unusual number.
 UNGUARDED_EXIT = 113
 _QUEUE = "queue"
 _REMEDY = (
-    "Define classes and functions at the top level of a module, and make the rest in setup(), "
-    "which runs in every process; or start the script by torchrun, which hands nothing over."
+    "Define classes and functions at the top level of a module, and create the rest in setup(), "
+    "which runs in every process; or start the script with torchrun, which copies nothing."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What each rank runs: ``function(rank, *args)``."""
+    """The call that each rank runs: ``function(rank, *args)``."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
 
 class LaunchQueue:
-    """What the ranks of a launch have put, in the launcher; like ``multiprocessing.Queue`` (H65).
+    """A queue from the ranks to the launcher, with the interface of ``multiprocessing.Queue``.
 
-    The items of one rank come in the order in which it put them. They are there while the ranks
-    run, for another thread, and afterwards. Hand the queue to the ranks among the arguments of
-    ``spawn``, and name it there.
+    Items of one rank stay in order. They are available to other threads while the ranks run, and
+    afterwards. Pass the queue to ``spawn`` both in ``args`` and as ``queue``.
     """
 
     def __init__(self) -> None:
         self._items: queue.Queue[tuple[bool, Any]] = queue.Queue()
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Add an item; never waits."""
+        """Add an item; never blocks."""
         self._items.put((False, item))
 
     def put_nowait(self, item: Any) -> None:
@@ -66,11 +64,11 @@ class LaunchQueue:
         """Remove and return the oldest item.
 
         Args:
-            block: wait for one where there is none.
-            timeout: wait that many seconds at most.
+            block: whether to wait if the queue is empty.
+            timeout: maximum number of seconds to wait; ``None`` for no limit.
 
         Raises:
-            queue.Empty: when there is none, or none comes in time.
+            queue.Empty: if there is no item, or none arrives in time.
         """
         is_packed, item = self._items.get(block, timeout)
         return unpack(item) if is_packed else item
@@ -84,29 +82,29 @@ class LaunchQueue:
         return self._items.qsize()
 
     def empty(self) -> bool:
-        """Return whether there is no item."""
+        """Return whether the queue is empty."""
         return self._items.empty()
 
     def full(self) -> bool:
-        """Return False: there is always room."""
+        """Return False, because the queue is unbounded."""
         return False
 
     def add_packed(self, data: bytes) -> None:
-        """Add an item that came from a rank; it is unpickled by who takes it out."""
+        """Add a pickled item of a rank; :meth:`get` unpickles it."""
         self._items.put((True, data))
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "A LaunchQueue can be handed to the ranks of its own launch only. Name it, too: "
-            "spawn(..., args=(..., queue), queue=queue)."
+            "A LaunchQueue can be passed to the ranks of its own launch only. Pass it as queue, "
+            "too: spawn(..., args=(..., queue), queue=queue)."
         )
 
 
 class LaunchChannel:
-    """A rank's connection to its launcher; messages of several threads do not mix.
+    """A rank's thread-safe connection to its launcher.
 
     Args:
-        connection: the end of the pipe that belongs to the rank.
+        connection: the rank's end of the pipe.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -115,34 +113,34 @@ class LaunchChannel:
         self._owner = os.getpid()
 
     def send(self, kind: bytes, data: bytes = b"") -> None:
-        """Send a message; returns when the launcher has taken in all but a rest of it.
+        """Send a message; blocks while the pipe is full.
 
         Args:
-            kind: one byte that says what it is.
-            data: the rest.
+            kind: one byte for the type of the message.
+            data: the content.
 
         Raises:
-            UsageError: in a process that the rank has started, such as a loader worker.
+            UsageError: in a child process of the rank, such as a loader worker.
         """
         if os.getpid() != self._owner:
             raise UsageError(
-                "The queue of a launch must be used in the process of a rank, not in one that the "
-                "rank has started, such as a loader worker. Put the item in a hook or a step."
+                "The queue of a launch must be used in the process of a rank, not in a child "
+                "process such as a loader worker. Put the item in a hook or a step."
             )
         with self._lock:
             self._connection.send_bytes(kind + data)
 
     def receive(self) -> bytes:
-        """Wait for a message of the launcher."""
+        """Wait for a message from the launcher."""
         return self._connection.recv_bytes()
 
 
 class RankQueue:
-    """The side of a :class:`LaunchQueue` in a rank: items can be put, and go to the launcher.
+    """A rank's end of a :class:`LaunchQueue`, which sends items to the launcher.
 
     Args:
         channel: the connection to the launcher.
-        kind: how the message of an item begins.
+        kind: the type byte of a message with an item.
     """
 
     def __init__(self, channel: LaunchChannel, kind: bytes) -> None:
@@ -150,15 +148,15 @@ class RankQueue:
         self._kind = kind
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        """Send an item to the launcher, by value; waits until it is taken in."""
+        """Send an item to the launcher by value; blocks while the pipe is full."""
         self._channel.send(self._kind, pack(item, "queue.put(item)", "item"))
 
     def put_nowait(self, item: Any) -> None:
-        """Do what :meth:`put` does."""
+        """Send an item, as :meth:`put` does."""
         self.put(item)
 
     def get(self, block: bool = True, timeout: float | None = None) -> NoReturn:
-        """Raise a UsageError: the launcher takes in all items, none is left for the ranks."""
+        """Raise a UsageError, because only the launcher can read items."""
         _refuse("get")
 
     def get_nowait(self) -> NoReturn:
@@ -174,19 +172,19 @@ class RankQueue:
         _refuse("empty")
 
     def full(self) -> bool:
-        """Return False: there is always room."""
+        """Return False, because the queue is unbounded."""
         return False
 
 
 def _refuse(method: str) -> NoReturn:
     raise UsageError(
-        f"queue.{method}() must be called in the process that started the ranks, which takes in "
-        "all items at once. Call it after fit has returned, or use a collective between ranks."
+        f"queue.{method}() must be called in the process that started the ranks, which receives "
+        "all items. Call it after fit has returned, or use a collective between ranks."
     )
 
 
 class _Packer(pickle.Pickler):
-    """Pickles by value; knows what only the script itself can define."""
+    """Pickles by value; collects the names of what the script itself defines."""
 
     def __init__(self, file: io.BytesIO, own_queue: LaunchQueue | None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -215,13 +213,13 @@ def pack(value: Any, what: str, name: str, own_queue: LaunchQueue | None = None)
     """Pickle a value, tensors by value.
 
     Args:
-        value: what to pickle.
-        what: the argument that it is, for messages.
-        name: begins the way to what cannot be pickled, such as ``result["loss"]``.
-        own_queue: is replaced by the rank's side of it.
+        value: the value to pickle.
+        what: description of the value in messages.
+        name: root of the path to a part that cannot be pickled, such as ``result["loss"]``.
+        own_queue: a queue in the value, which is replaced by the rank's end of it.
 
     Raises:
-        UsageError: if something in it cannot be pickled, or if a rank could not import its class.
+        UsageError: if a part of it cannot be pickled, or if a rank could not import its class.
     """
     file = io.BytesIO()
     packer = _Packer(file, own_queue)
@@ -230,15 +228,15 @@ def pack(value: Any, what: str, name: str, own_queue: LaunchQueue | None = None)
     except Exception as error:
         place, culprit = _find_culprit(value, name, own_queue)
         raise UsageError(
-            f"{what} must be something that can be pickled, because each rank is a process of its "
-            f"own, but {place.lstrip('.')} is {_describe(culprit)} ({error}). {_REMEDY}"
+            f"{what} must be something that can be pickled, because each rank is a separate "
+            f"process, but {place.lstrip('.')} is {_describe(culprit)} ({error}). {_REMEDY}"
         ) from error
     _check_main(packer.from_main)
     return file.getvalue()
 
 
 def unpack(data: bytes, own_queue: RankQueue | None = None) -> Any:
-    """Take back what :func:`pack` has made."""
+    """Return the value that :func:`pack` pickled."""
     return _Unpacker(io.BytesIO(data), own_queue).load()
 
 
@@ -258,13 +256,13 @@ def _is_fine(value: Any, own_queue: LaunchQueue | None) -> bool:
 
 
 def _find_culprit(value: Any, place: str, own_queue: LaunchQueue | None) -> tuple[str, Any]:
-    """Return the nearest part that cannot be pickled though all of its own parts can.
+    """Return the nearest part that cannot be pickled although all of its own parts can.
 
-    Objects may refer to each other in circles, so the search goes level by level.
+    The search is breadth-first, because objects may have reference cycles.
     """
     first = (place, value)
     waiting = deque([first])
-    # By identity; the values are kept, so that no number is given twice.
+    # By id; the values are kept alive, so that no id is reused.
     seen = {id(value): value}
     while waiting:
         place, value = waiting.popleft()
@@ -287,7 +285,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    # A class that says itself how it is pickled need not use its attributes.
+    # A class that defines its own pickling need not pickle its attributes.
     method: Any = type(value).__reduce__
     if method is object.__reduce__ and not isinstance(value, type | FunctionType | ModuleType):
         attributes: dict[str, Any] = getattr(value, "__dict__", {})
@@ -304,20 +302,20 @@ def _check_main(names: list[str]) -> None:
         found = f", and {', '.join(sorted(set(names)))} is defined here" if names else ""
         raise UsageError(
             "Several processes must be started from a script in a file, because each of them "
-            "imports it, but this is a notebook, an interactive session, python -c or a script on "
-            f"standard input{found}. Put the code into a file and run that, or import it from "
-            "there; in a notebook train in one process (nproc=1)."
+            "imports it, but this is a notebook, an interactive session, python -c or a script "
+            f"from standard input{found}. Move the code to a file, and run or import that file; in "
+            "a notebook, train in one process (nproc=1)."
         )
 
 
 def refuse_nested_start() -> None:
-    """Stop where a process that is still importing the script starts a training.
+    """Raise an error if a process starts training while it is still importing the script.
 
-    That happens to a script that starts it outside of ``if __name__ == "__main__":``. To be called
-    before anything else is done, as each process would do it, too.
+    This happens if a script starts training outside ``if __name__ == "__main__":``. Call this
+    function before anything else, because each process would repeat it.
 
     Raises:
-        SystemExit: in a rank, so that its launcher tells the user once what is wrong.
+        SystemExit: in a rank, so that its launcher explains the error once.
         UsageError: in any other process, such as a loader worker (a ``RuntimeError``).
     """
     process = multiprocessing.current_process()
@@ -329,10 +327,10 @@ def refuse_nested_start() -> None:
 
 
 def describe_unguarded_script() -> str:
-    """Return what to tell the user of a script without a guard."""
+    """Return the error message for a script without a main guard."""
     script = getattr(sys.modules["__main__"], "__file__", None) or "The script"
     return (
         f'{script} must start its training below the line `if __name__ == "__main__":`, because '
-        "each process that is started imports the script, and would start the training again. "
-        "Add the line, and indent what comes after the definitions of classes and functions."
+        "each new process imports the script and would start the training again. Add the line "
+        "after the definitions of classes and functions, and indent everything below it."
     )

@@ -1,7 +1,7 @@
-"""How this process was started, and starting more of them.
+"""Detects how this process was started, and starts the processes of a run.
 
-torchrun and srun start all processes before the script runs; a script that is run by plain Python
-may start them itself, by :func:`spawn`. The environment variables of SLURM are read here.
+torchrun and srun start all processes before the script runs; a script run with plain Python can
+start them itself with :func:`spawn`. This module reads the environment variables of SLURM.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from helios.launch.worker import WorkerConfig
 
 _CUBLAS_VARIABLE, _CUBLAS_VALUES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _SRUN_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_ID")
-# Below the ports that systems give to outgoing connections.
+# Below the ports that systems use for outgoing connections.
 _FIRST_PORT, _NUM_PORTS = 15000, 15000
 
 
 class LaunchKind(Enum):
-    """Who has started this process."""
+    """The launcher that started this process."""
 
     PYTHON = "python"
     TORCHRUN = "torchrun"
@@ -48,14 +48,14 @@ class Launch:
     """How this process was started.
 
     Attributes:
-        kind: by whom.
-        rank: its number among all processes, from 0.
-        world_size: all processes.
-        local_rank: its number on this machine, from 0.
-        local_world_size: processes on this machine.
-        restart_count: how often the launcher has started all of them again.
-        meeting: where the ranks find each other, for ``join_group``; empty for one process, and in
-            the ranks of :func:`spawn`, which are in their group already.
+        kind: the launcher.
+        rank: the global rank, from 0.
+        world_size: the number of all processes.
+        local_rank: the rank on this machine, from 0.
+        local_world_size: the number of processes on this machine.
+        restart_count: how often the launcher has restarted all processes.
+        meeting: URL of the rendezvous, for ``join_group``; empty for a single process, and in ranks
+            of :func:`spawn`, which have joined their group already.
     """
 
     kind: LaunchKind = LaunchKind.PYTHON
@@ -68,7 +68,7 @@ class Launch:
 
     @property
     def info(self) -> DistributedInfo:
-        """Where this process stands among all."""
+        """The ranks of this process and the number of processes."""
         return DistributedInfo(
             local_rank=self.local_rank,
             rank=self.rank,
@@ -78,16 +78,16 @@ class Launch:
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Launch:
-        """Find out how this process was started.
+        """Detect how this process was started.
 
-        A single task of srun counts as plain Python, which may start more processes.
+        A single srun task is treated as plain Python, which may start more processes.
 
         Args:
             environment: the environment variables; None for those of this process.
 
         Raises:
-            UsageError: for variables that say that there are several processes, but not how they
-                find each other (a ``RuntimeError``).
+            UsageError: if the variables describe several processes, but not how they connect (a
+                ``RuntimeError``).
         """
         variables: Mapping[str, str] = os.environ if environment is None else environment
         if multiprocessing.current_process().name.startswith(RANK_NAME):
@@ -126,7 +126,7 @@ def _read_torchrun(variables: Mapping[str, str]) -> Launch:
 
 
 def _read_srun(variables: Mapping[str, str]) -> Launch:
-    # The numbers of the step come first: it may have fewer tasks than the job.
+    # The variables of the step take precedence, as it may have fewer tasks than the job.
     world_size = _number(variables, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     return Launch(
         kind=LaunchKind.SRUN,
@@ -144,12 +144,12 @@ def _find_srun_meeting(variables: Mapping[str, str]) -> str:
     nodes = _number(variables, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
     if not host and nodes > 1:
         raise UsageError(
-            f"srun has started this training on {nodes} machines, but MASTER_ADDR does not say "
-            "where rank 0 runs. Put this line before srun: export MASTER_ADDR=$(scontrol show "
+            f"srun has started this training on {nodes} machines, but MASTER_ADDR, the machine of "
+            "rank 0, is not set. Add this line before srun: export MASTER_ADDR=$(scontrol show "
             'hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
     if not port:
-        # The same for all tasks of a step, another one for the next step or job.
+        # The same port for all tasks of a step, and another one for the next step or job.
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         step = ".".join(variables.get(name, "") for name in names)
         port = str(_FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS)
@@ -157,7 +157,7 @@ def _find_srun_meeting(variables: Mapping[str, str]) -> str:
 
 
 def _count_local_tasks(variables: Mapping[str, str], world_size: int) -> int:
-    """Return the tasks on this machine, of a text such as ``"4(x2),3"`` for three machines."""
+    """Return the number of tasks on this machine, from e.g. ``"4(x2),3"`` for three machines."""
     text = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
     counts: list[int] = []
     for number, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
@@ -167,18 +167,18 @@ def _count_local_tasks(variables: Mapping[str, str], world_size: int) -> int:
 
 
 def _refuse_other_launchers(variables: Mapping[str, str]) -> None:
-    """Refuse to train alone where something else has started several processes."""
+    """Raise an error if an unknown launcher has started several processes."""
     if is_dist_active():
-        # The script itself has joined them.
+        # The script has joined a process group itself.
         return
     if "RANK" not in variables or _number(variables, "WORLD_SIZE", default=1) == 1:
         return
     missing = [name for name in TORCHRUN_VARIABLES if name not in variables]
     raise UsageError(
-        f"The environment variable WORLD_SIZE={variables['WORLD_SIZE']} says that there are "
+        f"The environment variable WORLD_SIZE={variables['WORLD_SIZE']} means that there are "
         f"several processes, but torchrun has not started them: {', '.join(missing)} are not set. "
-        "Start the script by torchrun on every machine, or unset RANK and WORLD_SIZE to train "
-        "alone."
+        "Start the script with torchrun on every machine, or unset RANK and WORLD_SIZE to train in "
+        "a single process."
     )
 
 
@@ -192,21 +192,21 @@ def _number(variables: Mapping[str, str], *names: str, default: int | None = Non
             except ValueError:
                 raise UsageError(
                     f"The environment variable {name} must be an integer, got {text!r}. Start the "
-                    "script by torchrun, srun or plain python, or correct it."
+                    "script with torchrun, srun or plain python, or correct the variable."
                 ) from None
     if default is None:
         raise UsageError(
             f"The environment variable {names[0]} must be set by the launcher, but is not. Start "
-            "the script by torchrun, srun or plain python."
+            "the script with torchrun, srun or plain python."
         )
     return default
 
 
 def require_deterministic_cublas() -> None:
-    """Have cuBLAS add in one order: a variable says so, which it reads once, when CUDA starts.
+    """Make cuBLAS deterministic by an environment variable, which CUDA reads when it starts.
 
     Raises:
-        UsageError: if it is too late to set the variable, or if it says something else (a
+        UsageError: if it is too late to set the variable, or if it has another value (a
             ``RuntimeError``).
     """
     present = os.environ.get(_CUBLAS_VARIABLE)
@@ -217,7 +217,7 @@ def require_deterministic_cublas() -> None:
         os.environ[_CUBLAS_VARIABLE] = _CUBLAS_VALUES[0]
         return
     reason = (
-        "CUDA was used before the trainer was made, so that it is too late to set it here"
+        "CUDA was used before the trainer was created, so it is too late to set it now"
         if present is None
         else f"it is {present!r}"
     )
@@ -238,42 +238,42 @@ def spawn(
     signals: SignalReceiver | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` in several processes that form a process group (H51, E30).
+    """Run ``function(rank, *args)`` in several processes that form a process group.
 
-    Each process starts afresh, imports the script and gets a copy of everything, tensors by value.
-    It joins the groups before the function is called and leaves them after it. Together they have
-    as many threads as this process, unless ``OMP_NUM_THREADS`` says how many each has. When one
-    fails, the others are ended within ten seconds; when this process ends, however that happens,
-    all of them end, with everything that they have started.
+    Each process is a new interpreter that imports the script and gets copies of all arguments,
+    tensors by value. It joins the groups before the function is called and leaves them afterwards.
+    The processes share the number of threads of this process, unless ``OMP_NUM_THREADS`` is set. If
+    one fails, the others end within ten seconds. When this process ends, for whatever reason, all
+    of them end, including their child processes.
 
     Args:
-        function: what to run; defined at the top level of a module.
-        num_processes: how many.
-        args: what to hand over, besides the rank.
-        devices: the numbers of their GPUs; None for the CPU.
-        queue: takes in what ranks put into it; also to be found among ``args`` (H65).
-        signals: notes signals in this process, which are passed on to the ranks. Any other one,
-            and a second Ctrl-C, ends all of them.
-        timeout: of the collectives of the default group.
+        function: the function to run; defined at the top level of a module.
+        num_processes: the number of processes.
+        args: further arguments of the function, after the rank.
+        devices: the indices of their GPUs; None for the CPU.
+        queue: receives the items that ranks put; must also be in ``args``.
+        signals: records signals in this process, which are passed on to the ranks. Any other
+            signal, or a second Ctrl-C, ends all of them.
+        timeout: timeout of collectives in the default group.
 
     Returns:
-        The results by rank; each must be something that can be pickled.
+        The results by rank, which must be picklable.
 
     Raises:
-        BaseException: the error of the rank that failed first, of the same type where it can be
-            pickled; its cause shows the rank and the traceback (H63).
-        RankError: when a rank was ended by a signal, or ended without a word (a ``RuntimeError``).
-        SystemExit: when a rank gave up on a signal, with the code 75 that it ended with.
-        UsageError: when something cannot be handed over, or when the script cannot be imported or
-            starts the training again while it is (a ``RuntimeError``).
-        ArgumentError: for a wrong number of processes or devices (a ``ValueError``).
+        BaseException: the error of the rank that failed first, of the same type if it can be
+            pickled; its cause shows the rank and the traceback.
+        RankError: if a rank was ended by a signal, or exited unexpectedly (a ``RuntimeError``).
+        SystemExit: with code 75, if a rank exited with that code because of a signal.
+        UsageError: if something cannot be pickled, or if the script cannot be imported or starts
+            training while it is imported (a ``RuntimeError``).
+        ArgumentError: if the number of processes or devices is invalid (a ``ValueError``).
     """
     refuse_nested_start()
     _check_counts(num_processes, devices)
     if is_dist_active():
         raise UsageError(
-            "spawn(...) must be called outside of a process group, and this process is in one. "
-            "Leave it first, or start the script by torchrun alone."
+            "spawn(...) must be called outside a process group, but this process is in one. "
+            "Leave it first, or use torchrun instead of spawn."
         )
     job = pack(Job(function, tuple(args)), "spawn(function=..., args=...)", "", queue)
     start_method = multiprocessing.get_start_method(allow_none=True)
@@ -294,7 +294,7 @@ def spawn(
 
 
 def _share_threads(num_processes: int) -> int | None:
-    """Return the threads of each rank: together as many as this process has."""
+    """Return the number of threads of each rank; together, as many as this process has."""
     if os.environ.get("OMP_NUM_THREADS"):
         return None
     return max(1, torch.get_num_threads() // num_processes)
@@ -307,6 +307,6 @@ def _check_counts(num_processes: int, devices: Sequence[int] | None) -> None:
         )
     if devices is not None and len(set(devices)) != num_processes:
         raise ArgumentError(
-            f"spawn(devices=...) must name a GPU for each of {num_processes} processes, got "
-            f"{list(devices)}. Pass as many different numbers, or None for the CPU."
+            f"spawn(devices=...) must name a different GPU for each of {num_processes} processes, "
+            f"got {list(devices)}. Pass as many different indices, or None for the CPU."
         )

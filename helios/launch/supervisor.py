@@ -1,8 +1,8 @@
-"""The launcher's side of its ranks: start them, take in what they send, and end them all.
+"""Starts and supervises ranks from the launching process.
 
-One loop does everything, without threads: it hands over the work, collects items and results while
-ranks run (so that no rank waits for a full pipe), notices how they end, and finds the first cause
-of a failure among the errors that follow from it.
+A single loop without threads sends the job, receives items and results while ranks run (so that no
+rank blocks on a full pipe), detects how ranks end, and finds the original cause of a failure among
+the errors that follow from it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from helios.launch.ipc import (
 from helios.launch.worker import DONE, FAILED, ITEM, READY, Failure, WorkerConfig, run_rank
 
 _LOGGER = logging.getLogger(__name__)
-# How long the loop waits for news, and so how late a signal may be passed on.
+# How long the loop waits for messages, and so the delay after which a signal is passed on.
 _IDLE_SECONDS = 0.1
 _BUSY_SECONDS = 0.02
-# After a failure: that long for the ranks to end by themselves, then again after SIGTERM. Both
-# together stay well below the ten seconds that a scheduler gives.
+# After a failure, ranks have this long to end by themselves, and again after SIGTERM. In total,
+# this is well below the ten seconds that a scheduler waits.
 GRACE_SECONDS = 3.0
 
 
@@ -50,7 +50,7 @@ class RankTracebackError(Exception):
 
 @dataclasses.dataclass
 class _Rank:
-    """A process and what is known of it."""
+    """A process and its status."""
 
     number: int
     process: BaseProcess
@@ -76,10 +76,10 @@ class Supervisor:
     """Runs the ranks of one launch.
 
     Args:
-        places: where each rank stands.
+        places: the configuration of each rank.
         job: the packed function and arguments.
-        queue: takes in the items of the ranks.
-        signals: notes the signals that are passed on to the ranks; ``None`` for none.
+        queue: receives the items of the ranks.
+        signals: records the signals that are passed on to the ranks; ``None`` for none.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Supervisor:
             Their results, by rank.
 
         Raises:
-            BaseException: the first error of a rank, of its own type where that can be pickled.
-            RankError: when a rank was ended by a signal, or ended without a word.
-            UsageError: when the script starts a training while it is imported.
-            SystemExit: when a rank gave up on a signal.
+            BaseException: the first error of a rank, of its own type if it can be pickled.
+            RankError: if a rank was ended by a signal, or exited unexpectedly.
+            UsageError: if the script starts training while it is imported.
+            SystemExit: if a rank exited with code 75 because of a signal.
         """
         try:
             self._start()
@@ -145,7 +145,7 @@ class Supervisor:
         return any(rank.has_trouble for rank in self._ranks)
 
     def _step(self) -> None:
-        """Wait a moment for news, and take all of it in."""
+        """Pass on signals, wait briefly for messages, and process them."""
         for number in () if self._receiver is None else self._receiver.take():
             self._send_signal(number)
         is_ending = any(rank.is_alive and not rank.is_open for rank in self._ranks)
@@ -173,7 +173,7 @@ class Supervisor:
         kind, data = message[:1], message[1:]
         if kind == READY:
             rank.has_begun = True
-            # It may be gone by now; the end of the pipe will tell.
+            # The rank may have ended by now, which the end of the pipe will show.
             with contextlib.suppress(OSError):
                 rank.connection.send_bytes(self._job)
         elif kind == ITEM and self._queue is not None:
@@ -184,7 +184,7 @@ class Supervisor:
             rank.failure = pickle.loads(data)
 
     def _end_all(self, first: signal.Signals | None = None) -> None:
-        """End all ranks: let them, or ask by a first signal; then SIGTERM; the rest is killed."""
+        """Wait for all ranks to end, after a first signal if given, then send SIGTERM."""
         for number in (first, signal.SIGTERM):
             if number is not None:
                 self._send_signal(number)
@@ -201,7 +201,7 @@ class Supervisor:
                     os.kill(rank.process.pid, number)
 
     def _clear(self) -> None:
-        """Leave nothing behind, whatever happened."""
+        """Kill the remaining ranks, and release all resources."""
         started = [rank for rank in self._ranks if rank.process.pid is not None]
         for rank in started:
             if rank.is_alive:
@@ -219,12 +219,12 @@ class Supervisor:
         for rank in self._ranks:
             if rank.exit_code:
                 _LOGGER.warning(
-                    "Rank %d %s, after its work was done.", rank.number, describe_end(rank)
+                    "Rank %d %s after it had returned its result.", rank.number, describe_end(rank)
                 )
 
 
 def _signal_group(rank: _Rank, number: signal.Signals) -> None:
-    """Signal a rank and all that it has started."""
+    """Send a signal to a rank and its child processes."""
     pid = rank.process.pid
     if pid is None:
         return
@@ -234,16 +234,16 @@ def _signal_group(rank: _Rank, number: signal.Signals) -> None:
     try:
         os.killpg(pid, number)
     except (ProcessLookupError, PermissionError):
-        # It has not made its group yet, or nothing of the group is left.
+        # The rank has not created its process group yet, or the group is empty.
         if rank.is_alive and rank.process.exitcode is None:
             os.kill(pid, number)
 
 
 def choose_cause(ranks: Sequence[_Rank]) -> _Rank | None:
-    """Return the rank whose trouble came first; None where all is well.
+    """Return the rank that failed first; None if none has failed.
 
-    An error of a collective follows from another rank's trouble, so it counts only where there is
-    nothing else. An end that the launcher brought about is none at all.
+    An error of a collective is a consequence of another rank's failure, so it counts only if there
+    is no other failure. A rank that the launcher ended has not failed.
     """
     troubled = [
         rank for rank in ranks if rank.failure or (rank.has_trouble and not rank.is_stopped)
@@ -266,32 +266,32 @@ def describe_end(rank: _Rank) -> str:
 
 
 def raise_cause(rank: _Rank, count: int) -> NoReturn:
-    """Raise what happened in a rank.
+    """Raise the error of a rank.
 
     Args:
-        rank: the one whose trouble came first.
+        rank: the rank that failed first.
         count: number of ranks.
     """
     failure = rank.failure
     if failure is not None:
-        shown = RankTracebackError(f"Rank {rank.number} of {count} raised it:\n{failure.text}")
+        shown = RankTracebackError(f"Raised by rank {rank.number} of {count}:\n{failure.text}")
         try:
             error = pickle.loads(failure.error or b"")
         except Exception:
             raise RankError(
-                f"Rank {rank.number} of {count} raised {failure.name}, which cannot be handed to "
-                "the process that started it; its traceback stands above."
+                f"Rank {rank.number} of {count} raised {failure.name}, which cannot be pickled. "
+                "Its traceback is shown above."
             ) from shown
         raise error from shown
     if rank.exit_code == UNGUARDED_EXIT and not rank.has_begun:
         raise UsageError(describe_unguarded_script())
     if rank.exit_code == TRY_AGAIN:
-        # It has told why, as one process does that ends like this.
+        # The rank has logged the reason, as a single process does.
         raise SystemExit(TRY_AGAIN)
-    when = "before its work was done" if rank.has_begun else "while it was starting"
+    when = "before it returned its result" if rank.has_begun else "while it was starting"
     hint = ""
     if rank.exit_code == -signal.SIGKILL:
-        hint = " Nobody but the system or a user does that; the system does when memory runs out."
+        hint = " Only the system or a user sends it; the system does if memory runs out."
     elif not rank.has_begun:
-        hint = " What it has printed stands above."
+        hint = " Its output is shown above."
     raise RankError(f"Rank {rank.number} of {count} {describe_end(rank)} {when}.{hint}")

@@ -1,8 +1,8 @@
-"""A rank that was started by a launcher: what runs in its process.
+"""Runs the job of a rank in the process that the launcher started.
 
-It ends with its launcher, whatever its main thread waits for; it reports how its work went before
-it closes a connection, so that the first report names the cause; and it ends with all that it has
-started itself.
+The rank ends with its launcher, even if its main thread is blocked, and its child processes end
+with it. It reports its result or error before it closes any connection to other ranks, so that the
+first report is the cause of a failure.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _WATCH_NAME = "helios-watch"
 
 @dataclasses.dataclass(frozen=True)
 class WorkerConfig:
-    """Where a rank stands and meets the others.
+    """The configuration of a rank.
 
     Attributes:
-        info: its number among all.
-        backend: that of the process group.
-        meeting: where the group is made.
-        timeout: of its collectives.
-        device: number of its GPU; None for the CPU.
-        num_threads: that it computes with; None for what its environment says.
-        start_method: how its loader workers are started: as the launcher would.
+        info: its ranks and the number of processes.
+        backend: the backend of the process group.
+        meeting: URL of the rendezvous.
+        timeout: timeout of collectives.
+        device: index of its GPU; None for the CPU.
+        num_threads: number of intra-op threads; None for that of the environment.
+        start_method: start method of its loader workers, the same as in the launcher.
     """
 
     info: DistributedInfo
@@ -57,15 +57,15 @@ class WorkerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What a rank tells about its error.
+    """The report of a rank's error.
 
     Attributes:
-        rank: its number.
-        moment: when it was caught, by the clock that all processes of a machine share.
-        is_consequence: whether a collective failed, so that the cause may be another rank's.
+        rank: the rank.
+        moment: when the error was caught, on the monotonic clock of the machine, in nanoseconds.
+        is_consequence: whether a collective failed, so that another rank may be the cause.
         name: the type of the error.
         text: the traceback.
-        error: the error itself, pickled; None where its class cannot be.
+        error: the pickled error; None if its class cannot be pickled.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
-        """Describe an error that was just caught."""
+        """Return the report of an error that was just caught."""
         return cls(
             rank=rank,
             moment=time.monotonic_ns(),
@@ -89,9 +89,9 @@ class Failure:
 
 
 class _Parts:
-    """An error that its own way of being pickled would not bring back, taken apart.
+    """The parts of an error whose own pickling does not restore it.
 
-    ``pickle`` calls the class with ``args``, which are often not what its constructor takes.
+    ``pickle`` calls the class with ``args``, which often differ from the constructor's parameters.
 
     Args:
         error: the error.
@@ -125,10 +125,11 @@ def _can_travel(value: Any) -> bool:
 
 
 def pack_error(error: BaseException) -> bytes | None:
-    """Pickle an error, which ``pickle.loads`` takes back; one of an odd class part by part.
+    """Pickle an error for ``pickle.loads``, part by part if its own pickling does not restore it.
 
     Returns:
-        The bytes; None where the class itself cannot be pickled. What else cannot is left out.
+        The bytes; None if the class cannot be pickled. Attributes that cannot be pickled are left
+        out.
     """
     for make in (lambda: error, lambda: _Parts(error)):
         try:
@@ -142,16 +143,16 @@ def pack_error(error: BaseException) -> bytes | None:
 
 
 def run_rank(connection: Connection, place: WorkerConfig) -> None:
-    """Do the work of one rank; the target of its process.
+    """Run the job of one rank; the target of its process.
 
     Args:
-        connection: its end of the pipe to the launcher.
-        place: where it stands.
+        connection: the rank's end of the pipe to the launcher.
+        place: the configuration of the rank.
     """
     end_with_launcher()
     if sys.platform != "win32":
-        # Else a worker that outlives the rank would keep the pipe open, and the launcher would not
-        # see the end of the rank.
+        # Otherwise, a loader worker that outlives the rank would keep the pipe open, and the
+        # launcher would not detect the end of the rank.
         os.register_at_fork(after_in_child=connection.close)
     multiprocessing.set_start_method(place.start_method, force=True)
     channel = LaunchChannel(connection)
@@ -159,7 +160,7 @@ def run_rank(connection: Connection, place: WorkerConfig) -> None:
         channel.send(READY)
         result = _work(place, unpack(channel.receive(), RankQueue(channel, ITEM)))
     except BaseException as error:
-        # Before the connections to the other ranks are closed: their errors must come later.
+        # Before the connections to other ranks are closed, so that their errors follow.
         with contextlib.suppress(OSError):
             channel.send(FAILED, pickle.dumps(Failure.of(error, place.info.rank)))
         leave_group(is_failing=True)
@@ -169,15 +170,15 @@ def run_rank(connection: Connection, place: WorkerConfig) -> None:
 
 
 def _end_well() -> NoReturn:
-    """Do what is done at the end of a process, but do not take the interpreter apart.
+    """Run the usual exit handlers, but do not finalize the interpreter.
 
-    A thread of a process group may be late to let go of a tensor; where there is no interpreter
-    any more, that aborts the process.
+    A thread of a process group may release a tensor late; after the interpreter is finalized, that
+    aborts the process.
     """
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
-    atexit._run_exitfuncs()  # noqa: SLF001 - Python itself does so, but only to end altogether
+    atexit._run_exitfuncs()  # noqa: SLF001 - there is no public way that skips finalization
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
@@ -203,11 +204,11 @@ def _work(place: WorkerConfig, job: Job) -> bytes:
 
 
 def end_with_launcher() -> None:
-    """End this process, and all that it starts, when the process that started it is gone.
+    """End this process and its children when the process that started it ends.
 
-    A thread waits for that, so that it also works while the main thread waits in a collective. On
-    Linux the kernel is asked, too, for a main thread that never lets go of the interpreter's lock.
-    To be called in a rank: of ``spawn``, or of torchrun, whose ranks live on without it. A second
+    A thread waits for that, so it also works while the main thread is blocked in a collective. On
+    Linux, the kernel does it too, in case the main thread never releases the interpreter lock.
+    Call it in a rank of ``spawn``, or of torchrun, whose ranks would otherwise outlive it. A second
     call does nothing.
     """
     if any(thread.name == _WATCH_NAME for thread in threading.enumerate()):
@@ -216,7 +217,7 @@ def end_with_launcher() -> None:
     launcher = os.getppid() if parent is None or parent.pid is None else parent.pid
     sentinels = [] if parent is None else [parent.sentinel]
     if sys.platform != "win32" and os.getpgrp() != os.getpid():
-        # A group of its own holds the rank and its loader workers: one signal ends them together.
+        # The rank and its loader workers form a process group, so one signal ends all of them.
         os.setpgid(0, 0)
     if sys.platform == "linux":
         for sentinel in sentinels:
@@ -227,10 +228,10 @@ def end_with_launcher() -> None:
 
 
 def _ask_kernel(sentinel: int) -> None:
-    """Have the kernel kill the group when the launcher's end of a pipe is closed."""
+    """Make the kernel kill the process group when the launcher's end of a pipe is closed."""
     import fcntl
 
-    # A kernel without this feature leaves it to the thread.
+    # If the kernel does not support this, the thread does it alone.
     with contextlib.suppress(OSError):
         fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpid())
@@ -239,8 +240,8 @@ def _ask_kernel(sentinel: int) -> None:
 
 
 def _watch(launcher: int, sentinels: list[int]) -> None:
-    # The pipe tells at once. Its other end may live on in a process that the launcher has forked;
-    # the parent's number tells then.
+    # The pipe is closed at once, unless a process that the launcher forked keeps it open. In that
+    # case the parent's pid changes.
     while sys.platform == "win32" or os.getppid() == launcher:
         if wait(sentinels, _POLL_SECONDS):
             break

@@ -1,4 +1,4 @@
-"""What a run shows: the screen, progress bars, and the loggers.
+"""The output of a run: terminal, progress bars and loggers.
 
-Nothing here may know a model or a loop.
+Nothing in this package depends on a model or a loop.
 """

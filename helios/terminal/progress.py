@@ -1,8 +1,7 @@
-"""How far the run is, on the screen: bars on a terminal, plain lines elsewhere, or nothing.
+"""Shows the progress of a run: bars on a terminal, plain lines elsewhere, or nothing.
 
-A loop tells a :class:`Display` what happened. Telling costs a fraction of a microsecond, because
-losses are read and anything is drawn only when the clock says so. Nothing of it reaches a log
-file (H44).
+A loop reports each event to a :class:`Display`. That takes a fraction of a microsecond, because
+losses are read and drawn at intervals only. Progress is not written to the log file.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _RATE_SECONDS = 10.0
 
 
 class Display(ABC):
-    """What shows the progress of a run; loops tell it what happens.
+    """Shows the progress of a run; loops report events to it.
 
     Attributes:
-        is_shown: whether it shows iterations at all; else nobody needs to tell of them.
+        is_shown: whether it shows iterations; if not, they need not be reported.
     """
 
     is_shown: ClassVar[bool] = True
@@ -46,25 +45,25 @@ class Display(ABC):
         num_batches: int | None,
         steps_done: int,
     ) -> None:
-        """Begin at the position of a fresh or resumed run.
+        """Start at the position of a new or resumed run.
 
         Args:
-            unit: what ``total_steps`` counts.
+            unit: the unit of ``total_steps``.
             total_steps: length of the run; may be ``inf``.
-            epoch: epochs that are complete.
-            done_in_epoch: batches of the present epoch that are complete.
-            num_batches: batches of the present epoch, where that is known.
-            steps_done: steps that are complete.
+            epoch: number of completed epochs.
+            done_in_epoch: completed batches of the current epoch.
+            num_batches: batches of the current epoch, if known.
+            steps_done: number of completed steps.
         """
 
     @abstractmethod
     def start_epoch(self, epoch: int, num_batches: int | None, done: int) -> None:
-        """Begin an epoch, or go on inside it.
+        """Start an epoch, or continue inside it.
 
         Args:
-            epoch: epochs that are complete.
-            num_batches: batches of this one, where that is known.
-            done: batches of it that are complete.
+            epoch: number of completed epochs.
+            num_batches: batches of this epoch, if known.
+            done: completed batches of this epoch.
         """
 
     @abstractmethod
@@ -74,7 +73,7 @@ class Display(ABC):
         Args:
             loss_items: losses by name: numbers, or tensors of one element.
             num_samples: samples of the iteration.
-            moved_step: whether it completed a step.
+            moved_step: whether the iteration completed a step.
         """
 
     @abstractmethod
@@ -83,19 +82,19 @@ class Display(ABC):
 
     @abstractmethod
     def start_evaluation(self, label: str, num_batches: int | None) -> None:
-        """Begin a pass over another data set."""
+        """Start a validation, test or prediction."""
 
     @abstractmethod
     def advance_evaluation(self) -> None:
-        """Count a batch of that pass."""
+        """Count a batch of the evaluation."""
 
     @abstractmethod
     def end_evaluation(self) -> None:
-        """End that pass; nothing where there is none."""
+        """End the evaluation; does nothing if there is none."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the screen back; a second call does nothing."""
+        """Finish the output; a second call does nothing."""
 
 
 class NullDisplay(Display):
@@ -129,7 +128,7 @@ class NullDisplay(Display):
 
 
 class _Rate:
-    """Samples per second over the last showings, pauses left out."""
+    """Samples per second over the last ten seconds, without pauses."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
@@ -156,7 +155,7 @@ class _Rate:
 
 @dataclasses.dataclass
 class _Training:
-    """Counters of a training, and where and when this start of it began."""
+    """Counters of a training, and the position and time at which this session started."""
 
     unit: TrainingUnit
     total: float
@@ -173,12 +172,12 @@ class _Training:
         self.is_between_epochs = False
 
     def end_epoch(self) -> None:
-        # The count of its batches stays to be seen, but is no part of the position any more.
+        # The count of its batches is still shown, but no longer part of the position.
         self.epochs += 1
         self.is_between_epochs = True
 
     def position(self) -> float:
-        """Return how far the run is, in units of ``total``."""
+        """Return the progress of the run, in units of ``total``."""
         if self.unit is TrainingUnit.ITERATION:
             return self.steps
         if self.is_between_epochs or not self.num_batches:
@@ -186,7 +185,7 @@ class _Training:
         return self.epochs + self.batches / self.num_batches
 
     def time_left(self, now: float) -> str:
-        """Return the time left at the speed of this session, validation passes included."""
+        """Return the estimated time left at the speed of this session, including validation."""
         covered = self.position() - self.first_position
         if covered <= 0 or not math.isfinite(self.total):
             return ""
@@ -197,7 +196,7 @@ class _Training:
         return f"{clock} left"
 
     def gauges(self, speed: str, left: str) -> list[Gauge]:
-        """Return what is shown: epochs and the iterations of one, or steps (H44)."""
+        """Return the gauges: epochs and iterations of the current epoch, or steps."""
         total = int(self.total) if math.isfinite(self.total) else None
         if self.unit is TrainingUnit.ITERATION:
             text = ", ".join(filter(None, (speed, left)))
@@ -209,15 +208,15 @@ class _Training:
 
 
 class BarDisplay(Display):
-    """Shows bars where the stream is a terminal, else a line now and then.
+    """Shows bars on a terminal, otherwise a line at intervals.
 
-    EPOCH unit has two bars, for epochs and for the iterations of the present one; ITERATION unit
-    has one, for steps; a validation or test adds one for its batches (H44). Where the stream is
-    no terminal, a line is written every 30 seconds, and in EPOCH unit at the end of each epoch.
+    EPOCH unit has two bars, for epochs and for iterations of the current epoch; ITERATION unit has
+    one, for steps. A validation or test adds one for its batches. On other streams, a line is
+    written every 30 seconds, and in EPOCH unit at the end of each epoch.
 
     Args:
-        stream: where to show; ``sys.stderr`` when ``None``.
-        clock: what tells the time.
+        stream: the output stream; ``sys.stderr`` if ``None``.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Clock = time.perf_counter) -> None:
@@ -244,7 +243,7 @@ class BarDisplay(Display):
         num_batches: int | None,
         steps_done: int,
     ) -> None:
-        """Show where the run starts, and measure its speed from here."""
+        """Show the start of the run, and start measuring its speed."""
         training = _Training(unit, total_steps, steps_done)
         training.begin_epoch(epoch, num_batches, done_in_epoch)
         training.first_position = training.position()
@@ -254,13 +253,13 @@ class BarDisplay(Display):
         self._open()
 
     def start_epoch(self, epoch: int, num_batches: int | None, done: int) -> None:
-        """Count the batches of another epoch."""
+        """Show the batches of an epoch."""
         if self._training is not None:
             self._training.begin_epoch(epoch, num_batches, done)
             self._show_if_due()
 
     def advance(self, loss_items: Mapping[str, Any], num_samples: int, moved_step: bool) -> None:
-        """Count an iteration; reads the losses only when it draws."""
+        """Count an iteration; reads the losses only if it redraws."""
         training = self._training
         if training is None:
             return
@@ -292,12 +291,12 @@ class BarDisplay(Display):
         self._open()
 
     def advance_evaluation(self) -> None:
-        """Count a batch of it."""
+        """Count a batch of the evaluation."""
         self._num_evaluated += 1
         self._show_if_due()
 
     def end_evaluation(self) -> None:
-        """Show its batches no longer; nothing where there are none."""
+        """Hide the batches of the evaluation; does nothing if there is none."""
         if self._evaluation is None:
             return
         if self._training is None:
@@ -306,10 +305,10 @@ class BarDisplay(Display):
         self._rate.skip(self._clock() - self._pause_start)
 
     def close(self) -> None:
-        """Show the last state, and give the screen back."""
+        """Show the final state, and finish the output."""
         if self._surface is None:
             return
-        # The losses are not read again: after an error, reading them may be one more.
+        # The losses are not read again, because after an error, reading them may fail, too.
         if self._training is not None:
             self._show()
         self._surface.close()
@@ -344,7 +343,7 @@ class BarDisplay(Display):
 
 
 def _read(loss_items: Mapping[str, Any]) -> str:
-    """Return the losses as text; brings them to the host."""
+    """Return the losses as text; copies them to the host."""
     parts = []
     for name, value in loss_items.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -357,12 +356,12 @@ def _read(loss_items: Mapping[str, Any]) -> str:
 def create_display(
     is_enabled: bool, *, stream: TextIO | None = None, clock: Clock = time.perf_counter
 ) -> Display:
-    """Return what shows the progress: nothing when off, and on ranks other than 0 (H44).
+    """Return a display; it shows nothing if disabled, and on ranks other than 0.
 
     Args:
         is_enabled: the argument ``enable_progress_bar`` of the trainer.
-        stream: where to show; ``sys.stderr`` when ``None``.
-        clock: what tells the time.
+        stream: the output stream; ``sys.stderr`` if ``None``.
+        clock: returns the time in seconds.
     """
     if is_enabled and get_global_rank() == 0:
         return BarDisplay(stream, clock)

@@ -1,8 +1,8 @@
-"""Where messages go: one root logger for screen and file, one TensorBoard writer a process.
+"""The loggers of a process: a root logger for terminal and log file, and a TensorBoard writer.
 
-:class:`RootLogger` owns the standard library's logger named ``helios``, so whatever a module of
-the package says through ``logging.getLogger(__name__)`` reaches the screen and the log file.
-The ``*_default_loggers`` functions keep the pair that a training uses.
+:class:`RootLogger` configures the standard logger named ``helios``, so all messages that modules of
+the package log through ``logging.getLogger(__name__)`` are written to the terminal and the file.
+The ``*_default_loggers`` functions manage the pair that a training uses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FORMAT = "%(asctime)s - %(levelname)s - {place}%(message)s"
 
 
 class _ScreenHandler(logging.Handler):
-    """Writes to the screen, around what is drawn there."""
+    """Writes to the terminal, above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -36,15 +36,15 @@ class _ScreenHandler(logging.Handler):
 
 
 class RootLogger:
-    """Owner of the logger named ``helios``: INFO and up on rank 0, ERROR and up elsewhere (H45).
+    """Configures the logger named ``helios``: level INFO on rank 0, ERROR on other ranks.
 
-    Lines of other ranks say which one it is, e.g. ``rank 2 of 4``.
+    Lines of other ranks contain the rank, e.g. ``rank 2 of 4``.
 
-    While it is open, messages of the package go to its handlers only, not to those of the
-    standard library's root logger: two of them would print each line twice.
+    While it is open, messages of the package are sent to its handlers only, not to those of the
+    standard library's root logger, which would print each line a second time.
 
     Args:
-        capture_warnings: log what ``warnings.warn`` says, too.
+        capture_warnings: whether to log warnings of the ``warnings`` module, too.
     """
 
     def __init__(self, capture_warnings: bool) -> None:
@@ -54,7 +54,7 @@ class RootLogger:
         self._handlers: list[logging.Handler] = []
         self._file: logging.FileHandler | None = None
         self._is_main = get_global_rank() == 0
-        # Lines of rank 0 are those of a training in one process.
+        # Lines of rank 0 are the same as for a single process.
         place = "" if self._is_main else f"{describe_rank()} - "
         self._formatter = logging.Formatter(_FORMAT.format(place=place))
         for logger in self._loggers:
@@ -79,11 +79,10 @@ class RootLogger:
         self._handlers.remove(handler)
 
     def setup(self, log_file: Path | None = None) -> None:
-        """Begin to write to a file, on rank 0; an existing one is appended to (H45).
+        """Start to log to a file on rank 0; appends to an existing file.
 
         Args:
-            log_file: the file; its folder is made where it is missing (H43). ``None`` changes
-                nothing.
+            log_file: the file; a missing folder is created. ``None`` changes nothing.
         """
         if log_file is None or not self._is_main:
             return
@@ -100,11 +99,11 @@ class RootLogger:
 
     @property
     def log_file(self) -> Path | None:
-        """The file that is written to, absolute; ``None`` without one."""
+        """The absolute path of the log file; ``None`` without one."""
         return None if self._file is None else Path(self._file.baseFilename)
 
     def info(self, msg: str, *args: object, **kwargs: Any) -> None:
-        """Log a notice; takes the arguments of ``logging.Logger.info``."""
+        """Log at level INFO; takes the arguments of ``logging.Logger.info``."""
         self.logger.info(msg, *args, **kwargs)
 
     def warning(self, msg: str, *args: object, **kwargs: Any) -> None:
@@ -120,12 +119,12 @@ class RootLogger:
         self.logger.exception(msg, *args, **kwargs)
 
     def flush(self) -> None:
-        """Bring everything to the file."""
+        """Flush all handlers."""
         for handler in self._handlers:
             handler.flush()
 
     def close(self) -> None:
-        """Give the logger back as it was found; a second call does nothing."""
+        """Restore the previous configuration of the logger; a second call does nothing."""
         for handler in list(self._handlers):
             self._detach(handler)
         self._file = None
@@ -139,23 +138,23 @@ class RootLogger:
 
 
 class _Default:
-    """Holder of the pair of loggers that a training uses (one a process)."""
+    """Holder of the pair of loggers that a training uses, one pair per process."""
 
     root: RootLogger | None = None
     tensorboard: TensorboardWriter | None = None
 
 
 def get_default_log_name(run_name: str) -> str:
-    """Return ``<run_name>_<MonthDay_Hour-Minute-Second>``, such as ``run_Nov20_17-21-25`` (H43)."""
+    """Return ``<run_name>_<MonthDay_Hour-Minute-Second>``, such as ``run_Nov20_17-21-25``."""
     return f"{run_name}_{datetime.now():%b%d_%H-%M-%S}"
 
 
 def create_default_loggers(enable_tensorboard: bool = True, capture_warnings: bool = True) -> None:
-    """Create the default loggers that do not exist yet; messages go to the screen from here on.
+    """Create the default loggers that do not exist yet, and start to log to the terminal.
 
     Args:
-        enable_tensorboard: create the TensorBoard writer, too.
-        capture_warnings: log what ``warnings.warn`` says, too.
+        enable_tensorboard: whether to create the TensorBoard writer, too.
+        capture_warnings: whether to log warnings of the ``warnings`` module, too.
     """
     if _Default.root is None:
         _Default.root = RootLogger(capture_warnings)
@@ -166,15 +165,15 @@ def create_default_loggers(enable_tensorboard: bool = True, capture_warnings: bo
 def setup_default_loggers(
     run_name: str, log_root: Path | None = None, runs_root: Path | None = None
 ) -> None:
-    """Begin the files of a new run, named after it and the present time.
+    """Create the log file and the TensorBoard folder of a new run, named after it and the time.
 
-    Two runs that begin in the same second get different names: the later ones end in ``_2``,
-    ``_3`` and so on (H43).
+    If the name is taken, because runs started in the same second, ``_2``, ``_3`` and so on is
+    appended.
 
     Args:
         run_name: name of the run.
         log_root: folder for log files; ``None`` for no log file.
-        runs_root: folder for TensorBoard's folders of runs; ``None`` for no events.
+        runs_root: folder for the TensorBoard folders of runs; ``None`` for no events.
 
     Raises:
         UsageError: before :func:`create_default_loggers` (a ``RuntimeError``).
@@ -197,7 +196,7 @@ def setup_default_loggers(
 
 
 def _claim(log_file: Path | None, run_path: Path | None) -> bool:
-    """Make both for this run alone; False, with nothing made, when another run has either."""
+    """Create both exclusively; returns False, with neither created, if one of them exists."""
     if run_path is not None:
         try:
             run_path.mkdir(parents=True)
@@ -219,14 +218,14 @@ def restore_default_loggers(
     run_path: Path | None = None,
     marks: Mapping[str, int] | None = None,
 ) -> None:
-    """Go on in the files of a run that is resumed.
+    """Continue the files of a resumed run.
 
     Args:
-        log_path: its log file, which is appended to; one that is gone is begun anew, and that is
-            said.
+        log_path: its log file, which is appended to; if it is missing, a new one is created with a
+            warning.
         run_path: its folder of TensorBoard events.
-        marks: what :meth:`TensorboardWriter.mark` returned for the checkpoint that is resumed
-            from: events written after it are cut off. ``None`` leaves them.
+        marks: the result of :meth:`TensorboardWriter.mark` in the checkpoint: later events are
+            removed. ``None`` keeps them.
 
     Raises:
         UsageError: before :func:`create_default_loggers` (a ``RuntimeError``).
@@ -237,8 +236,8 @@ def restore_default_loggers(
         root.setup(log_path)
         if is_gone:
             _LOGGER.warning(
-                "The log file of the resumed run is gone and was begun anew: %s. What it said "
-                "before is lost, unless the file was only moved; then add it in front.",
+                "The log file of the resumed run is missing, so a new one is started: %s. If the "
+                "old file was only moved, you can prepend it.",
                 log_path,
             )
     if _Default.tensorboard is not None and run_path is not None:
@@ -246,17 +245,17 @@ def restore_default_loggers(
 
 
 def flush_default_loggers() -> None:
-    """Bring everything that was logged to the files."""
+    """Flush the default loggers."""
     for logger in (_Default.root, _Default.tensorboard):
         if logger is not None:
             logger.flush()
 
 
 def close_default_loggers() -> None:
-    """Close the default loggers and forget them; nothing where there are none."""
+    """Close and remove the default loggers; does nothing if there are none."""
     root, tensorboard = _Default.root, _Default.tensorboard
     _Default.root = _Default.tensorboard = None
-    # The root logger last: what closing the events has to say should still reach the log.
+    # The root logger last, so that messages from closing the event files are still logged.
     for logger in (tensorboard, root):
         if logger is not None:
             logger.close()
@@ -265,7 +264,7 @@ def close_default_loggers() -> None:
 def _require_root(caller: str) -> RootLogger:
     if _Default.root is None:
         raise UsageError(
-            f"{caller}(...) needs the default loggers, and they do not exist; call "
+            f"{caller}(...) needs the default loggers, which do not exist yet. Call "
             "create_default_loggers() first."
         )
     return _Default.root
@@ -279,8 +278,8 @@ def get_root_logger() -> RootLogger:
     """
     if _Default.root is None:
         raise KeyError(
-            "The root logger does not exist: it is created when a training starts. Call "
-            "create_default_loggers() to create it by hand."
+            "The root logger does not exist yet: it is created when training starts. Call "
+            "create_default_loggers() to create it yourself."
         )
     return _Default.root
 
@@ -291,10 +290,10 @@ def is_root_logger_active() -> bool:
 
 
 def muted_tensorboard() -> AbstractContextManager[None]:
-    """Return a context in which nothing is written to TensorBoard."""
+    """Return a context manager in which nothing is written to TensorBoard."""
     return nullcontext() if _Default.tensorboard is None else _Default.tensorboard.muted()
 
 
 def get_tensorboard_writer() -> TensorboardWriter | None:
-    """Return the default TensorBoard writer; ``None`` where TensorBoard is off."""
+    """Return the default TensorBoard writer; ``None`` if TensorBoard is disabled."""
     return _Default.tensorboard

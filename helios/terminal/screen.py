@@ -1,7 +1,6 @@
-"""The screen: what is drawn there, and how a line of the log gets there without harm.
+"""Draws progress bars on a terminal, or plain lines elsewhere, and writes log lines above bars.
 
-A :class:`Surface` shows gauges: as bars on a terminal, as plain lines elsewhere. While bars are
-drawn, :func:`write_line` goes around them.
+A :class:`Surface` shows gauges. While bars are drawn, :func:`write_line` writes above them.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _ENDLESS_FORMAT = "{desc}: {n_fmt}{postfix}"
 
 
 class _Screen:
-    """Holder of what brings a line to the screen while bars are drawn there (one a process)."""
+    """Holder of the function that writes a line while bars are drawn, one per process."""
 
     write: Callable[[str], None] | None = None
 
 
 def write_line(line: str) -> None:
-    """Write a line to the present ``sys.stderr``, above the bars where there are some."""
+    """Write a line to the current ``sys.stderr``, above any progress bars."""
     if _Screen.write is not None:
         _Screen.write(line)
     else:
@@ -35,7 +34,7 @@ def write_line(line: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Gauge:
-    """One thing that is counted, and what stands beside its count."""
+    """A count, with its label, total and text."""
 
     label: str
     done: int
@@ -45,11 +44,11 @@ class Gauge:
 
 
 class Surface(ABC):
-    """Where gauges are shown.
+    """An output for gauges.
 
     Attributes:
-        seconds: time between two showings.
-        is_live: whether a showing replaces the one before.
+        seconds: time between two updates.
+        is_live: whether an update replaces the previous one.
     """
 
     seconds: float
@@ -61,11 +60,11 @@ class Surface(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the screen in order."""
+        """Finish the output."""
 
 
 class Bars(Surface):
-    """Bars of tqdm, redrawn in place; lines of the log are written above them."""
+    """Progress bars of tqdm, redrawn in place; log lines are written above them."""
 
     seconds = 0.1
     is_live = True
@@ -74,7 +73,7 @@ class Bars(Surface):
         from tqdm import tqdm
 
         class Bar(tqdm):  # type: ignore[type-arg]
-            monitor_interval = 0  # no thread that redraws beside us
+            monitor_interval = 0  # no monitor thread that redraws
 
         self._type = Bar
         self._stream = stream
@@ -85,7 +84,7 @@ class Bars(Surface):
         self._type.write(line, file=self._stream)
 
     def show(self, gauges: Sequence[Gauge]) -> None:
-        """Redraw the bars of these gauges, and take those of others away."""
+        """Redraw the bars of these gauges, and remove all others."""
         for label in self._bars.keys() - {gauge.label for gauge in gauges}:
             self._bars.pop(label).close()
         for gauge in gauges:
@@ -109,7 +108,7 @@ class Bars(Surface):
         )
 
     def close(self) -> None:
-        """Take the bars away, but those of gauges that stay."""
+        """Remove the bars, except those of gauges with ``stays``."""
         # The lowest bar first: closing one moves those below it up.
         for label in reversed(self._bars):
             self._bars[label].close()
@@ -128,7 +127,7 @@ class Lines(Surface):
         self._shown: list[tuple[str, int]] = []
 
     def show(self, gauges: Sequence[Gauge]) -> None:
-        """Write one line: all counts, then what stands beside them; nothing if none moved."""
+        """Write one line with all counts, then all texts; nothing if no count has changed."""
         counts = [(gauge.label, gauge.done) for gauge in gauges]
         if counts == self._shown:
             return
@@ -138,27 +137,27 @@ class Lines(Surface):
             for gauge in gauges
         ]
         parts += [gauge.text for gauge in reversed(gauges) if gauge.text]
-        # A reader that went away must not end the training.
+        # A closed pipe must not end the training.
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(", ".join(parts) + "\n")
             self._stream.flush()
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing."""
 
 
 def open_surface(stream: TextIO | None = None) -> Surface:
-    """Return what shows gauges on a stream, by whether it is a terminal.
+    """Return bars if a stream is a terminal, otherwise plain lines.
 
     Args:
-        stream: where to show; the present ``sys.stderr`` when ``None``.
+        stream: the stream; the current ``sys.stderr`` if ``None``.
     """
     stream = sys.stderr if stream is None else stream
     return Bars(stream) if _is_wide(stream) else Lines(stream)
 
 
 def _is_wide(stream: TextIO) -> bool:
-    """Whether a stream is a terminal with room for bars; some report no columns at all."""
+    """Whether a stream is a terminal with room for bars; some terminals report 0 columns."""
     if not stream.isatty():
         return False
     try:

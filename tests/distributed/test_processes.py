@@ -137,7 +137,7 @@ def test_an_error_of_one_rank_reaches_the_script_and_is_told_once(
     assert (code, found) == (1, [])
     last = "\nLookupError: of one rank\nRaised by plugin 'faults' (Faults) in on_backward_start.\n"
     assert log.endswith(last)
-    assert "Rank 1 of 2 raised it:\nTraceback" in log
+    assert "Raised by rank 1 of 2:\nTraceback" in log
     told = re.findall(r"ERROR - (?:rank 1 of 2 - )?Training ended with an error", log)
     assert len(told) == (1 if fault == "error" else 0), log
     # Rank 0 is ended, or notices: then in one line.
@@ -219,7 +219,7 @@ def test_code_of_a_notebook_is_refused_for_several_processes() -> None:
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "in a notebook train in one process (nproc=1)" in done.stderr.splitlines()[-1]
+    assert "in a notebook, train in one process (nproc=1)" in done.stderr.splitlines()[-1]
 
 
 def train_in_group(rank: int, *line: str) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def test_an_error_is_raised_again_and_ends_ranks_that_wait_or_do_not_listen(
         spawn(fail_while_others_wait, 3, (queue,), queue=queue)
     assert caught.value.args == ("of rank 1",)
     cause = str(caught.value.__cause__)
-    assert cause.lstrip().startswith("Rank 1 of 3 raised it:\nTraceback")
+    assert cause.lstrip().startswith("Raised by rank 1 of 3:\nTraceback")
     assert "in fail_while_others_wait" in cause
     assert all_gone([queue.get() for _ in range(3)])
 
@@ -257,7 +257,7 @@ def die_with_a_worker(rank: int, queue: ipc.RankQueue) -> None:
 @slow
 def test_a_killed_rank_is_named_and_its_loader_workers_end() -> None:
     queue = ipc.LaunchQueue()
-    with pytest.raises(RankError, match=r"^Rank 1 of 2 was ended by SIGKILL before its work was d"):
+    with pytest.raises(RankError, match=r"^Rank 1 of 2 was ended by SIGKILL before it returned"):
         spawn(die_with_a_worker, 2, (queue,), queue=queue)
     assert all_gone([queue.get()])
 
@@ -271,7 +271,7 @@ def catch(error: BaseException) -> BaseException:
     rank = make_rank(0, failure=failure, exit_code=1)
     with pytest.raises(BaseException) as again:  # noqa: PT011 - whatever it is
         raise_cause(rank, 2)
-    assert str(again.value.__cause__).lstrip().startswith("Rank 0 of 2 raised it:\nTraceback")
+    assert str(again.value.__cause__).lstrip().startswith("Raised by rank 0 of 2:\nTraceback")
     return again.value
 
 
@@ -298,7 +298,7 @@ def test_an_error_of_a_class_that_nobody_can_import_is_shown_by_its_traceback() 
     again = catch(LocalError("not again"))
     assert type(again) is RankError
     assert str(again).startswith("Rank 0 of 2 raised ")
-    assert "LocalError, which cannot be handed" in str(again)
+    assert "LocalError, which cannot be pickled" in str(again)
     assert "LocalError: not again" in str(again.__cause__)
 
 
@@ -313,7 +313,7 @@ def test_a_rank_that_exits_hands_that_on_as_one_process_does() -> None:
     with pytest.raises(SystemExit) as caught:
         spawn(leave_early, 2)
     assert caught.value.code == 0
-    assert str(caught.value.__cause__).lstrip().startswith("Rank 1 of 2 raised it:")
+    assert str(caught.value.__cause__).lstrip().startswith("Raised by rank 1 of 2:")
 
 
 def outlive_a_launcher(rank: int) -> None:
@@ -391,7 +391,7 @@ def test_what_only_a_notebook_defines_is_refused(
     if file is not None:
         notebook.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    rule = "must be started from a script in a file, .* train is defined here. Put the code into"
+    rule = "must be started from a script in a file, .* train is defined here. Move the code to"
     with pytest.raises(UsageError, match=rule):
         spawn(notebook.train, 2)
 
@@ -402,9 +402,9 @@ def test_what_cannot_be_pickled_is_named() -> None:
         spawn(work_in_full, 2, args)
     assert str(caught.value).startswith(
         "spawn(function=..., args=...) must be something that can be pickled, because each rank is "
-        "a process of its own, but args[1]['data'].keywords['tensor'][0] is <function "
+        "a separate process, but args[1]['data'].keywords['tensor'][0] is <function "
     )
-    with pytest.raises(UsageError, match=r"args\[0\] is .* handed to the ranks of its own launch"):
+    with pytest.raises(UsageError, match=r"args\[0\] is .* passed to the ranks of its own launch"):
         spawn(work_in_full, 2, (ipc.LaunchQueue(),))
 
 
@@ -412,7 +412,10 @@ def test_what_cannot_be_pickled_is_named() -> None:
     ("options", "rule"),
     [
         ({"num_processes": 0}, "num_processes=.* must be a positive int, got 0"),
-        ({"num_processes": 2, "devices": [1, 1]}, "must name a GPU for each of 2 processes"),
+        (
+            {"num_processes": 2, "devices": [1, 1]},
+            "must name a different GPU for each of 2 processes",
+        ),
     ],
 )
 def test_wrong_numbers_of_processes_are_refused(options: dict[str, Any], rule: str) -> None:
@@ -488,7 +491,9 @@ def test_plain_python_and_single_tasks_of_slurm_are_alone() -> None:
 
 def test_half_a_launcher_is_refused() -> None:
     half = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    with pytest.raises(UsageError, match=r"WORLD_SIZE=2 says .* LOCAL_RANK, GROUP_RANK, .* not se"):
+    with pytest.raises(
+        UsageError, match=r"WORLD_SIZE=2 means .* LOCAL_RANK, GROUP_RANK, .* not se"
+    ):
         Launch.read(half)
     assert Launch.read({**half, "WORLD_SIZE": "1"}) == Launch()
     with pytest.raises(UsageError, match="RANK must be an integer, got 'x'"):

@@ -206,8 +206,8 @@ def test_a_log_file_that_is_gone_is_begun_anew_and_said(tmp_path: Path) -> None:
         log_file = tmp_path / "gone" / "run.log"
         logging.restore_default_loggers(log_file)
         assert (
-            f"WARNING - The log file of the resumed run is gone and was begun anew: {log_file}"
-            in (log_file.read_text())
+            "WARNING - The log file of the resumed run is missing, so a new one is started: "
+            f"{log_file}" in (log_file.read_text())
         )
 
 
