@@ -189,7 +189,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
     model, data = Net("net"), Module(options)
     found: dict[str, Any] = {"fit": trainer.fit(model, data), "exit_code": trainer.exit_code}
     found |= {
-        "place": [trainer.rank, trainer.local_rank],
+        "place": _place_of(trainer, model, data, *trainer.plugins.values()),
         "weights": digest(dict(model.net.state_dict())),
         "metrics": repr(model.metrics),
         "is_distributed": model.is_distributed,
@@ -200,6 +200,12 @@ def main(arguments: list[str]) -> dict[str, Any]:
         found["valid"] = [trainer.validate(model, data), repr(model.metrics)]
         found["predictions"] = trainer.predict(model, data)
     return found
+
+
+def _place_of(*owners: Any) -> list[int]:
+    """Return the global and the local rank, which all owners must agree on."""
+    ((global_rank, local_rank),) = {(owner.global_rank, owner.local_rank) for owner in owners}
+    return [global_rank, local_rank]
 
 
 def _items(trainer: helios.Trainer) -> list[Any]:

@@ -361,24 +361,36 @@ def test_a_table_may_hold_buffers(num_processes: int) -> None:
     assert run_ranks(_log_buffer, num_processes, num_processes) == [expected] * num_processes
 
 
-def _log_alias(rank: int, num_processes: int) -> list[dict[str, float]]:
+class LateLosses(Losses):
+    """May change losses before the update, so processes exchange them after it."""
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None: ...
+
+
+def _log_alias(
+    rank: int, num_processes: int, make_losses: type[Losses] = Losses
+) -> list[dict[str, float]]:
     scratch = torch.zeros(())
 
     def note(model: Sums, batch: float) -> None:
         model._loss_items["weight"] = model.net.weight
         model._loss_items["scratch"] = scratch.fill_(batch)
 
-    losses = Losses()
+    losses = make_losses()
     with replicas_on(rank, num_processes, 3) as here:
         run_sums(Sums(note), losses, replicas=here, rows=[[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     return [{name: mean.item() for name, mean in table.items()} for table in losses.tables]
 
 
+@pytest.mark.parametrize("make_losses", [Losses, LateLosses])
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
-def test_a_table_may_hold_parameters_and_tensors_that_are_used_again(num_processes: int) -> None:
+def test_a_table_may_hold_parameters_and_tensors_that_are_used_again(
+    num_processes: int, make_losses: type[Losses]
+) -> None:
     """Each as it was in the step of its replica, before the update."""
     expected = [{"scratch": 2.0, "weight": 0.0}, {"scratch": 5.0, "weight": -2.0}]
-    assert run_ranks(_log_alias, num_processes, num_processes) == [expected] * num_processes
+    found = run_ranks(_log_alias, num_processes, num_processes, make_losses)
+    assert found == [expected] * num_processes
 
 
 class Counting(Sums):
