@@ -369,7 +369,7 @@ def test_a_start_without_the_file_says_what_is_missing_and_goes_on(
     train(resumed, _setting(), CSVLogger(resumed / "log.csv"), Talker())
     said = capfd.readouterr().err
     assert f"{resumed / 'log.csv'} is missing" in said
-    assert f"it was {whole / 'log.csv'}" in said
+    assert f"its path was {whole / 'log.csv'}" in said
     kept = (whole / "log.csv").read_bytes()[_marks(whole, 5)["log.csv"] :]
     assert (resumed / "log.csv").read_bytes() == b"epoch,iteration,name,value\n" + kept
 
