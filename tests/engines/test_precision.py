@@ -52,7 +52,7 @@ def test_only_half_precision_has_a_scaler_and_its_options() -> None:
         ({"init_scale": math.inf}, "positive number, got inf"),
         ({"init_scale": "1"}, "positive number, got '1'"),
         ({"growth_factor": 1.0}, r"growth_factor=\.\.\.\) must be a number above 1, got 1.0"),
-        ({"backoff_factor": 1}, "must be a number between 0 and 1, got 1. Leave it out for 0.5"),
+        ({"backoff_factor": 1}, "must be a number between 0 and 1, got 1. Omit it for 0.5"),
         ({"backoff_factor": True}, "between 0 and 1, got True"),
         ({"growth_interval": 0}, r"growth_interval=\.\.\.\) must be a positive int, got 0"),
         ({"growth_interval": 2.0}, "positive int, got 2.0"),

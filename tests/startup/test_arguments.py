@@ -302,7 +302,7 @@ def test_gpus_without_cuda_are_refused(gpus: Any) -> None:
 
 def test_a_gpu_that_is_demanded_without_cuda_is_an_error() -> None:
     """H46: a RuntimeError."""
-    with pytest.raises(UsageError, match=r"Trainer\(use_cpu=False\) must find a GPU.*Leave out"):
+    with pytest.raises(UsageError, match=r"Trainer\(use_cpu=False\) must find a GPU.*Omit use_cpu"):
         make(use_cpu=False)
 
 
