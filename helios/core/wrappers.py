@@ -82,7 +82,8 @@ class BareNames:
 
     def __init__(self, module: nn.Module, parts: Iterable[nn.Module] | None = None) -> None:
         parts = module.modules() if parts is None else parts
-        has_wrapper = any(inside(part) is not None for part in parts)
+        holders = (part for part in parts if vars(part).get("_modules"))
+        has_wrapper = any(inside(part) is not None for part in holders)
         self._table = dict(_prefixes(module)) if has_wrapper else {}
 
     def of(self, name: str) -> str:

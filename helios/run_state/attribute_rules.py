@@ -59,15 +59,11 @@ def _left_out_of_module(module: nn.Module) -> list[tuple[str, Any]]:
     table = vars(module)
     parameters, buffers = table["_parameters"], table["_buffers"]
     hidden = table["_non_persistent_buffers_set"] & buffers.keys()
-    return [
-        *((key, buffers[key]) for key in sorted(hidden)),
-        *(
-            (key, table[key])
-            for key in sorted(table.keys() - _OF_MODULES)
-            # Pruning and the older norms compute this weight from saved ones.
-            if f"{key}_orig" not in parameters and f"{key}_v" not in parameters
-        ),
-    ]
+    own = sorted(table.keys() - _OF_MODULES)
+    if any(name.endswith(("_orig", "_v")) for name in parameters):
+        # Pruning and the older norms compute this weight from saved ones.
+        own = [key for key in own if not {f"{key}_orig", f"{key}_v"} & parameters.keys()]
+    return [*((key, buffers[key]) for key in sorted(hidden)), *((key, table[key]) for key in own)]
 
 
 _HOUSE = (

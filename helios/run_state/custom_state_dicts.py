@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -30,6 +30,9 @@ from helios.run_state.state_dict_coverage import EXTRA, parts_of
 from helios.run_state.tensor_formats import fill
 from helios.run_state.value_scan import mark_of_state
 from helios.run_state.walk_result import WalkResult
+
+_WRITERS = ("state_dict", "_save_to_state_dict")
+"""Methods of a module that write its state."""
 
 
 class _Piece(NamedTuple):
@@ -158,17 +161,19 @@ def _odd_networks(found: WalkResult) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in found.all_modules().items()
-        if any(_is_odd(part) for _, part in found.networks.of(module).modules)
+        if _is_odd([part for _, part in found.networks.of(module).modules])
     }
 
 
-def _is_odd(part: nn.Module) -> bool:
-    table = vars(part)
-    return not (
-        is_known(method_of(part, "state_dict"))
-        and is_known(method_of(part, "_save_to_state_dict"))
-        and all(map(is_known, table.get("_state_dict_hooks", {}).values()))
-    )
+def _is_odd(parts: Collection[nn.Module]) -> bool:
+    kinds = set(map(type, parts))
+    if not all(is_known(getattr(kind, name)) for kind in kinds for name in _WRITERS):
+        return True
+    for table in map(vars, parts):
+        own = [table[name] for name in _WRITERS if name in table]
+        if not all(map(is_known, (*own, *table.get("_state_dict_hooks", {}).values()))):
+            return True
+    return False
 
 
 def _translates(part: nn.Module) -> bool:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
 from helios.core.wrappers import BareNames
+
+
+class NamedTensor(NamedTuple):
+    """A parameter or a buffer, and where it is registered."""
+
+    name: str
+    module: nn.Module
+    key: str
+    tensor: Tensor
 
 
 @final
@@ -23,15 +33,43 @@ class Network:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
         named = list(module.named_modules())
-        self._bare = BareNames(module, (part for _, part in named))
-        self.modules = [(self._bare.of(name), part) for name, part in named]
+        bare = BareNames(module, (part for _, part in named))
+        self.modules = [(bare.of(name), part) for name, part in named]
 
     @cached_property
     def parameters(self) -> list[tuple[str, Tensor]]:
         """All parameters, each once, with their bare names."""
-        return [(self._bare.of(name), part) for name, part in self._module.named_parameters()]
+        first: dict[int, tuple[str, Tensor]] = {}
+        for place, part in self.modules:
+            for key, tensor in part._parameters.items():  # noqa: SLF001 - named_parameters() would walk again
+                if tensor is not None:
+                    first.setdefault(id(tensor), (f"{place}.{key}" if place else key, tensor))
+        return list(first.values())
+
+    @cached_property
+    def tensors(self) -> list[NamedTensor]:
+        """All parameters and persistent buffers, those of each submodule once."""
+        return list(self._tensors())
+
+    def _tensors(self) -> Iterator[NamedTensor]:
+        for place, part in self.with_tables():
+            prefix = f"{place}." if place else ""
+            table = vars(part)
+            for key, tensor in table["_parameters"].items():
+                if isinstance(tensor, Tensor):
+                    yield NamedTensor(f"{prefix}{key}", part, key, tensor)
+            hidden = table["_non_persistent_buffers_set"]
+            for key, tensor in table["_buffers"].items():
+                if isinstance(tensor, Tensor) and key not in hidden:
+                    yield NamedTensor(f"{prefix}{key}", part, key, tensor)
+
+    def with_tables(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the submodules that have tables of tensors, with their bare names."""
+        for name, part in self.modules:
+            # Modules that torch.nn did not build, such as compiled scripts, may have none.
+            if isinstance(vars(part).get("_buffers"), dict):
+                yield name, part
 
 
 class Networks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from helios.run_state.walk_result import WalkResult
@@ -33,16 +33,12 @@ def hooks_of(found: WalkResult) -> dict[str, frozenset[int]]:
             for name, module in network.modules:
                 _note(hooks, (path, name), vars(module), _OF_MODULES)
             for name, tensor in network.parameters:
-                _note(hooks, (path, name), _tables_of(tensor), _OF_TENSORS)
+                if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # noqa: SLF001
+                    tables = {key: getattr(tensor, key) for key in _OF_TENSORS}
+                    _note(hooks, (path, name), tables, _OF_TENSORS)
         elif isinstance(part, Optimizer):
             _note(hooks, (path, ""), vars(part), OF_OPTIMIZERS)
     return hooks
-
-
-def _tables_of(tensor: Tensor) -> dict[str, Any]:
-    if tensor._backward_hooks is None and tensor._post_accumulate_grad_hooks is None:  # noqa: SLF001
-        return {}
-    return {name: getattr(tensor, name) for name in _OF_TENSORS}
 
 
 def _note(

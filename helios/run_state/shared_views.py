@@ -47,7 +47,6 @@ def block_marks(scene: OwnerScan, shared: Collection[int]) -> dict[str, Any]:
     Returns:
         By the name of the tensor through which plain values find the memory: its size, the layout
         of tensors in it, and a checksum of what is around them.
-        there, and a checksum of what is around them.
     """
     return {anchor: _mark(members) for anchor, members in _groups(scene, shared).items()}
 
@@ -111,6 +110,7 @@ def part_memory(
         The tensors through which plain values find the memory that setup gave them, by the name
         of the block that belongs there.
     """
+    found = found.anew()
     tensors = dict(_tensors(found, parameters))
     shared = ties_of(found, parameters).overlapping
     parted = {id(part): part for part in tensors.values() if is_expanded(part)}
@@ -146,7 +146,7 @@ def restore_blocks(
         parameters: the tensors among it that training updates.
         homes: what :func:`part_memory` returned.
     """
-    tensors = dict(_tensors(found, parameters)) if blocks else {}
+    tensors = dict(_tensors(found.anew(), parameters)) if blocks else {}
     for anchor, block in blocks.items():
         members = {name: place for name, place in block["members"].items() if name in tensors}
         if anchor not in members:
@@ -168,14 +168,13 @@ def restore_blocks(
 
 def crossings(scene: OwnerScan) -> dict[str, tuple[Any, ...]]:
     """Return the tensors that overlap one of another owner, with its name and their layout."""
-    own = dict(_tensors(scene.found, scene.parameters))
-    near: dict[int, list[tuple[str, Tensor]]] = {storage_of(part): [] for part in own.values()}
-    for name, part in scene.others.items() if own else ():
-        if storage_of(part) in near and has_plain_bytes(part):
-            near[storage_of(part)].append((name, part))
+    near: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, part in scene.others.items():
+        if has_plain_bytes(part):
+            near.setdefault(storage_of(part), []).append((name, part))
     crossing: dict[str, tuple[Any, ...]] = {}
-    for name, part in own.items():
-        for other, theirs in near[storage_of(part)]:
+    for name, part in _tensors(scene.found, scene.parameters) if near else ():
+        for other, theirs in near.get(storage_of(part), ()):
             (begin, end), (first, last) = span_of(part), span_of(theirs)
             if max(begin, first) < min(end, last):
                 distance = begin - first

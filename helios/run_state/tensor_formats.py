@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from helios.errors import StateError
 from helios.run_state.module_state import Parameters
-from helios.run_state.network_parts import Network
+from helios.run_state.network_parts import NamedTensor, Network
 from helios.run_state.walk_result import WalkResult
 
 _Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
@@ -144,33 +144,14 @@ def _states(state: Mapping[str, Any]) -> dict[str, Any]:
     return states
 
 
-def _submodules(network: Network) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in network.modules:
-        # Modules that torch.nn did not build, such as compiled scripts, may have no tables.
-        if isinstance(vars(part).get("_buffers"), dict):
-            yield name, part
-
-
-def saved_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield what :func:`all_tensors` yields, without tensors of lazy modules without a form."""
-    return (item for item in all_tensors(network) if not is_lazy(item[3]))
-
-
-def all_tensors(network: Network) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield parameters and persistent buffers with their name, their module and key."""
-    for place, part in _submodules(network):
-        prefix = f"{place}." if place else ""
-        table = vars(part)
-        hidden = table["_non_persistent_buffers_set"]
-        buffers = {key: kept for key, kept in table["_buffers"].items() if key not in hidden}
-        for key, tensor in (*table["_parameters"].items(), *buffers.items()):
-            if isinstance(tensor, Tensor):
-                yield f"{prefix}{key}", part, key, tensor
+def saved_tensors(network: Network) -> Iterator[NamedTensor]:
+    """Yield the tensors of a network, without those of lazy modules that have no form yet."""
+    return (item for item in network.tensors if not is_lazy(item.tensor))
 
 
 def _buffers_of(network: Network) -> dict[str, dict[str, _Kind]]:
     kinds: dict[str, dict[str, _Kind]] = {}
-    for place, part in _submodules(network):
+    for place, part in network.with_tables():
         hidden = vars(part)["_non_persistent_buffers_set"]
         # The value of a non-persistent one is saved as a plain value.
         kinds[place] = {
@@ -197,7 +178,7 @@ def _register(
     """Register buffers as they were; those with a value get an empty tensor of its form."""
     network = Network(module)
     device = next((tensor.device for _, _, _, tensor in saved_tensors(network)), None)
-    for place, part in list(_submodules(network)):
+    for place, part in list(network.with_tables()):
         buffers, hidden = vars(part)["_buffers"], vars(part)["_non_persistent_buffers_set"]
         prefix = f"{place}." if place else ""
         for key, kind in changed.get(place, {}).items():

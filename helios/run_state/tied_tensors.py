@@ -9,26 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from helios.core.memory import has_plain_bytes, span_of, storage_of
 from helios.run_state.module_state import Parameters
-from helios.run_state.tensor_formats import all_tensors
+from helios.run_state.network_parts import NamedTensor
 from helios.run_state.walk_result import WalkResult
 
 _Tie: TypeAlias = tuple[str, bool]
 """The name of the first tensor in the same memory, and whether it is the same object."""
-
-
-class _Place(NamedTuple):
-    """Where a tensor is registered."""
-
-    module: nn.Module
-    key: str
-    tensor: Tensor
 
 
 @dataclass(frozen=True)
@@ -59,20 +51,23 @@ def ties_of(found: WalkResult, parameters: Parameters) -> Ties:
         if known[0] != name:
             tied[name] = known[0], known[1] is place.tensor
     keys = {_key(tensor): (name, tensor) for name, tensor in parameters.loose.items()} | first
-    dense = [entry for key, entry in keys.items() if isinstance(key, tuple)]
+    dense = [(key[0], *entry) for key, entry in keys.items() if isinstance(key, tuple)]
     return Ties(frozenset(places), tied, *_overlapping(dense))
 
 
 def _overlapping(
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[int, str, Tensor]],
 ) -> tuple[frozenset[int], dict[str, tuple[str, int]]]:
-    """Return the storages in which tensors overlap, and which tensors overlap across storages."""
+    """Return the storages in which tensors overlap, and which tensors overlap across storages.
+
+    Args:
+        tensors: dense tensors, with the address of their first element and their name.
+    """
     shared: set[int] = set()
     mingled: dict[str, tuple[str, int]] = {}
     reached = 0
     last: tuple[str, Tensor] | None = None
-    placed = ((part.data_ptr(), name, part) for name, part in tensors)
-    for begin, name, tensor in sorted(placed, key=itemgetter(0)):
+    for begin, name, tensor in sorted(tensors, key=itemgetter(0)):
         if last is not None and begin < reached:
             shared.add(storage_of(tensor))
             if storage_of(tensor) != storage_of(last[1]):
@@ -114,19 +109,19 @@ def changed_ties(
 
 def restore_ties(changed: Mapping[str, Any], found: WalkResult) -> None:
     """Share and separate memory as training has done, before values are loaded."""
-    places = _places(found) if changed else {}
+    places = _places(found.anew()) if changed else {}
     known = {name: tie for name, tie in changed.items() if name in places}
     for name, tie in known.items():
         if tie is None or tie[0] not in places:
             _put(places[name], places[name].tensor.detach().clone())
-    places = _places(found) if changed else {}
+    places = _places(found.anew()) if changed else {}
     for name, tie in known.items():
         if tie is not None and tie[0] in places:
             first, is_same = places[tie[0]].tensor, tie[1]
             _put(places[name], first if is_same else first.detach())
 
 
-def _put(place: _Place, tensor: Tensor) -> None:
+def _put(place: NamedTensor, tensor: Tensor) -> None:
     if isinstance(place.tensor, nn.Parameter):
         # Optimizers know the parameter by identity.
         place.tensor.data = tensor.detach()
@@ -151,16 +146,16 @@ def tensors_of_networks(found: WalkResult) -> Iterator[tuple[str, Tensor]]:
     return ((name, place.tensor) for name, place in _walk(found))
 
 
-def _places(found: WalkResult) -> dict[str, _Place]:
+def _places(found: WalkResult) -> dict[str, NamedTensor]:
     return dict(_walk(found))
 
 
-def _walk(found: WalkResult) -> Iterator[tuple[str, _Place]]:
+def _walk(found: WalkResult) -> Iterator[tuple[str, NamedTensor]]:
     """Yield the tensors by name, each module once, under the first path that leads to it."""
     seen: set[int] = set()
     for path, part in found.all_modules().items():
         network = found.networks.of(part)
-        for name, module, key, tensor in all_tensors(network):
-            if id(module) not in seen:
-                yield f"{path}.{name}", _Place(module, key, tensor)
+        for place in network.tensors:
+            if id(place.module) not in seen:
+                yield f"{path}.{place.name}", place
         seen.update(id(module) for _, module in network.modules)

@@ -319,14 +319,13 @@ class _Walker:
             parent = f"{place}/"
             self.found.containers[parent] = part
             known = settled.get(parent, {})
-            members = left_out(part)
-            if known:
-                members = [
-                    item
-                    for item in members
-                    if item[0] not in known or known[item[0]] is not item[1]
-                ]
-            self.enter(parent, members)
+            members = [
+                (key, value)
+                for key, value in left_out(part)
+                if key not in known or known[key] is not value
+            ]
+            if members:
+                self.enter(parent, members)
 
 
 class _ByName(dict[int, str]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -71,6 +71,10 @@ class WalkResult:
         """Return the modules by path, including those that only other objects hold."""
         parts = {**self.objects, **self.inner}
         return {path: part for path, part in parts.items() if isinstance(part, nn.Module)}
+
+    def anew(self) -> WalkResult:
+        """Return the same objects with the parts that their networks have now."""
+        return replace(self, networks=Networks())
 
     def leaves(self) -> dict[str, Tensor]:
         """Return the leaf tensors by path, including those in plain containers."""
