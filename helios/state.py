@@ -123,14 +123,6 @@ class TrainingState:
             self.current_iteration += 1
         self.is_step_committed = True
 
-    def end_step(self) -> None:
-        """Count the update of a window, unless it was skipped, after the window's last hook."""
-        self.global_step += self.is_step_committed
-
-    def end_iteration(self) -> None:
-        """Count a completed batch of the epoch, after its last hook."""
-        self.dataset_iter += 1
-
     def end_validation(self) -> None:
         """Count a completed validation pass."""
         self.validation_cycles += 1
@@ -166,15 +158,6 @@ class Cursor:
     def dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary."""
         return dataclasses.asdict(self)
-
-    def advance(self, num_samples: int) -> None:
-        """Move past one batch of the epoch."""
-        self.batch += 1
-        self.sample += num_samples
-
-    def end_step(self) -> None:
-        """Move past one update of the epoch."""
-        self.step += 1
 
     def next_epoch(self) -> None:
         """Move to the first batch of the next epoch."""

@@ -53,7 +53,6 @@ def walk(schedule: Schedule, length: int, *, is_manual: bool = False) -> Walk:
             state.begin_iteration(schedule.unit, is_boundary=is_boundary)
             note(done.boundaries, state, is_due=is_boundary)
             note(done.logs, state, is_due=is_log_due(schedule, state))
-            state.end_iteration()
             if not schedule.is_by_epoch and is_boundary:
                 note_boundary(done, schedule)
                 if is_total_reached(schedule, state, cursor):

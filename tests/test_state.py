@@ -102,15 +102,6 @@ def test_in_iteration_unit_only_a_boundary_moves_the_current_iteration() -> None
     ]
 
 
-def test_a_batch_counts_for_the_epoch_only_when_it_is_complete() -> None:
-    """H41: `dataset_iter` moves after the last hook, the other counters before the first one."""
-    state = TrainingState()
-    state.begin_iteration(TrainingUnit.EPOCH, is_boundary=True)
-    assert (state.global_iteration, state.running_iter, state.dataset_iter) == (1, 1, 0)
-    state.end_iteration()
-    assert (state.global_iteration, state.running_iter, state.dataset_iter) == (1, 1, 1)
-
-
 def test_the_end_of_an_epoch_clears_its_batches_and_nothing_else() -> None:
     state = TrainingState(global_iteration=8, global_epoch=2, dataset_iter=4, running_iter=8)
     state.end_epoch()
@@ -133,14 +124,6 @@ def test_an_improvement_resets_the_early_stop_count_and_its_absence_adds_one() -
         state.record_improvement(has_improved=has_improved)
         seen.append(state.early_stop_count)
     assert seen == [1, 2, 0, 1]
-
-
-def test_a_cursor_moves_by_batches_and_by_their_samples() -> None:
-    """DESIGN R1: a partial last batch has fewer samples."""
-    cursor = Cursor()
-    for num_samples in (4, 4, 2):
-        cursor.advance(num_samples)
-    assert cursor == Cursor(epoch=0, batch=3, sample=10)
 
 
 def test_the_next_epoch_begins_at_its_first_sample() -> None:

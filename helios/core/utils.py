@@ -85,26 +85,20 @@ class AverageTimer:
                 "Pass the number of records to average."
             )
         self._clock = clock
-        self._window: deque[float] = deque((0.0,) * sliding_window, sliding_window)
-        self._num_records = 0
-        self._sum = 0.0
+        # Times of records, and of the first start, without the pauses before later starts.
+        self._times = deque((clock(),), sliding_window + 1)
+        self._pauses = 0.0
         self._average = 0.0
-        self.start()
 
     def start(self) -> None:
         """Start measuring now; the time since the last record is not counted."""
-        self._last = self._clock()
+        self._pauses = self._clock() - self._times[-1]
 
     def record(self) -> float:
         """Record the time since the last record, or since :meth:`start`; returns the average."""
-        now = self._clock()
-        elapsed = now - self._last
-        self._last = now
-        window = self._window
-        self._sum += elapsed - window[0]
-        window.append(elapsed)
-        self._num_records += 1
-        self._average = self._sum / min(self._num_records, len(window))
+        times = self._times
+        times.append(self._clock() - self._pauses)
+        self._average = (times[-1] - times[0]) / (len(times) - 1)
         return self._average
 
     def get_average_time(self) -> float:

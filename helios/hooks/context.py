@@ -37,10 +37,12 @@ class Context:
     Attributes:
         batch: the current batch: as fetched in batch hooks, transformed in forward hooks; ``None``
             between batches.
+        raw_batch: the current batch as it was fetched.
         model_outputs: what the current step returned, or the outputs of its batch processor.
         attached_loss: the current loss with its graph, for the loops; hooks read :attr:`loss`.
         stepping_optimizer: the optimizer that steps; ``None`` outside an optimizer step.
         is_optimizer_step_committed: whether the last update was made; ``None`` before the first.
+        is_window_open: whether an accumulation window is open, whose update may still be skipped.
         exception: the exception that ended the run, for exits of contexts; otherwise ``None``.
         resumed: whether the scope began before this start of the run, in another process.
         start_epoch: the epoch in which this start of the run began, from 0.
@@ -50,7 +52,7 @@ class Context:
     def __init__(self, run: RunView) -> None:
         self._run = run
         self.batch: Any = None
-        self._raw_batch: Any = None
+        self.raw_batch: Any = None
         self.model_outputs: Any = None
         self.attached_loss: Tensor | None = None
         self.stepping_optimizer: Optimizer | None = None
@@ -60,19 +62,11 @@ class Context:
         self.start_epoch = 0
         self.start_step = 0
         self._skip_reason = ""
-        self._is_window_open = False
-
-    def begin_batch(self, batch: Any) -> None:
-        """Show a new batch; called by the loops."""
-        self.batch = self._raw_batch = batch
-
-    def show_raw_batch(self) -> None:
-        """Show the batch as it was fetched, for batch end hooks; called by the loops."""
-        self.batch = self._raw_batch
+        self.is_window_open = False
 
     def end_batch(self) -> None:
         """Release the batch and everything computed from it; called by the loops."""
-        self.batch = self._raw_batch = self.model_outputs = self.attached_loss = None
+        self.batch = self.raw_batch = self.model_outputs = self.attached_loss = None
 
     @property
     def loss(self) -> Tensor | None:
@@ -316,7 +310,7 @@ class Context:
                 "Context.skip_step() must be called in automatic mode, but train_step returns None "
                 "and steps itself. Skip the step there, or return the loss."
             )
-        if not self._is_window_open:
+        if not self.is_window_open:
             raise UsageError(
                 "Context.skip_step() must be called between on_training_step_start and the update "
                 "that it skips, in on_optimizer_step_start at the latest. No window is open "
@@ -324,17 +318,13 @@ class Context:
             )
         self._skip_reason = self._skip_reason or reason
 
-    def open_window(self) -> None:
-        """Begin a window, whose update may be skipped; called by the loops."""
-        self._is_window_open = True
-
     def close_window(self) -> None:
         """End a window; called by the loops.
 
         Raises:
             UsageError: if a skip was requested after the update.
         """
-        self._is_window_open = False
+        self.is_window_open = False
         if self._skip_reason:
             self._skip_reason = ""
             raise UsageError(

@@ -101,7 +101,7 @@ class EpochLoop(Loop):
             for replica, batch in zip(session.replicas.block, found, strict=True):
                 turns.begin(replica, opens_window=opens_window)
                 if not turns.is_first:
-                    context.begin_batch(batch)
+                    context.batch = context.raw_batch = batch
                 train(batch)
                 turns.end(ends_window=state.is_step_boundary)
             self._end_iteration(batches.num_samples)
@@ -244,10 +244,10 @@ class EpochLoop(Loop):
         opens_window = found[0] or state.global_iteration == 1
         try:
             if opens_window:
-                session.context.open_window()
+                session.context.is_window_open = True
                 if "on_training_step_start" in hooks.heard:
                     hooks.emit("on_training_step_start", state)
-            session.context.begin_batch(batch)
+            session.context.batch = session.context.raw_batch = batch
             if "on_training_batch_start" in hooks.heard:
                 hooks.emit("on_training_batch_start", state)
         except StopIteration as error:
@@ -268,23 +268,23 @@ class EpochLoop(Loop):
             session.context.close_window()
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.heard:
-            session.context.show_raw_batch()
+            session.context.batch = session.context.raw_batch
             hooks.emit("on_training_batch_end", state, should_log)
         session.context.end_batch()
         if state.is_step_boundary:
             if "on_training_step_end" in hooks.heard:
                 hooks.emit("on_training_step_end", state, state.is_step_committed)
-            state.end_step()
-            if state.is_step_committed:
-                session.cursor.end_step()
+            state.global_step += state.is_step_committed
+            session.cursor.step += state.is_step_committed
         if should_log:
             session.log_losses()
         has_stepped = state.is_step_boundary and state.is_step_committed
         if session.display.is_shown:
             session.display.advance(session.model.loss_items, num_samples, has_stepped)
-        session.cursor.advance(num_samples)
+        session.cursor.batch += 1
+        session.cursor.sample += num_samples
+        state.dataset_iter += 1
         self._num_done += 1
-        state.end_iteration()
         state.average_iter_time = self._timer.record()
 
     def _validate(self) -> bool:

@@ -144,7 +144,8 @@ class EvaluationLoop(Loop):
 
     def _process(self, batches: Sequence[Any], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""
-        session, hooks, noun = self._session, self._session.hooks, self.noun
+        session, context = self._session, self._session.context
+        hooks, noun = session.hooks, self.noun
         shares = [
             (replica, batch)
             for replica, batch in zip(session.replicas.block, batches, strict=True)
@@ -153,21 +154,21 @@ class EvaluationLoop(Loop):
         if not shares:
             return
         self._seed()
-        session.context.begin_batch(shares[0][1])
+        context.batch = context.raw_batch = shares[0][1]
         hooks.emit(f"on_{noun}_batch_start", step, *which)
         for replica, batch in shares:
             session.turns.begin_share(replica, self._seed)
             if not session.leaves_batches:
                 batch = session.model.batch_to_device(batch, self.phase)
             batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
-            session.context.begin_batch(batch)
+            context.batch = context.raw_batch = batch
             result = take_step(session, self.step_name, batch, step, *which)
             end_forward(session, result, result.loss if isinstance(result, Processed) else None)
             self._take(result, replica)
         session.turns.end_shares(self._seed)
-        session.context.show_raw_batch()
+        context.batch = context.raw_batch
         hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
-        session.context.end_batch()
+        context.end_batch()
 
     def _shown(self, result: Any) -> tuple[Any, ...]:
         """Return what the end event of a batch gets of the step's result."""

@@ -196,7 +196,7 @@ def aside() -> Iterator[None]:
 def _at_its_end(context: Context) -> Iterator[None]:
     """Show the batch in a forward as it is shown at the batch's end."""
     shown = context.batch
-    context.show_raw_batch()
+    context.batch = context.raw_batch
     try:
         yield
     finally:

@@ -271,14 +271,12 @@ class _View:
         self.block = range(2)
 
     def show(self, replica: int, number: int) -> _View:
-        self.replica, self.batch = replica, [torch.tensor([number])]
+        self.replica = replica
+        self.batch = self.raw_batch = [torch.tensor([number])]
         return self
 
     def choose(self, lone: Any, shared: Any) -> Any:
         return shared
-
-    def show_raw_batch(self) -> None:
-        """It is the same here."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
