@@ -29,13 +29,13 @@ def count(bench: ModuleType, **options: Any) -> float:
     return round(sum(found.values()), 1)
 
 
-def test_an_iteration_of_one_replica_makes_sixty_calls(bench: ModuleType) -> None:
-    assert count(bench) <= 60
-    assert count(bench, is_own=True) <= 60
+def test_an_iteration_of_one_replica_makes_few_calls(bench: ModuleType) -> None:
+    assert count(bench) <= 54
+    assert count(bench, is_own=True) <= 54
 
 
-def test_two_replicas_make_three_times_as_many_at_most(bench: ModuleType) -> None:
-    assert count(bench, num_replicas=2) <= 3 * count(bench)
+def test_an_iteration_of_two_replicas_makes_few_calls(bench: ModuleType) -> None:
+    assert count(bench, num_replicas=2) <= 168
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
