@@ -155,9 +155,9 @@ class SharedAgreement(Agreement):
         self._replicas = replicas
         self._skips_late = self._asks_late = True
         self._is_doubted = False
-        self._tells_skip = False
+        self._sends_skip = False
         self._skip: bool | None = None
-        self._told: Sequence[bool] = ()
+        self._known: Sequence[bool] = ()
         self._thread: int | None = None
 
     def doubt(self) -> None:
@@ -175,8 +175,8 @@ class SharedAgreement(Agreement):
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
         """Return what can no longer be requested: a skip, and at the boundary everything else."""
-        self._tells_skip = is_before_update
-        is_skipped = self._tells_skip and bool(self._take_skip())
+        self._sends_skip = is_before_update
+        is_skipped = self._sends_skip and bool(self._take_skip())
         if self._asks_late:
             return (self._is_doubted, is_skipped)
         asked = self._ask()
@@ -186,10 +186,10 @@ class SharedAgreement(Agreement):
 
     def listen(self, flags: Sequence[bool]) -> None:
         """Keep the flags for the update and the boundary; ask there again for custom loops."""
-        is_doubted, is_skipped, *told = flags
-        if told:
-            self._told = [*map(operator.or_, self._told, told)] if self._told else told
-        if self._tells_skip:
+        is_doubted, is_skipped, *known = flags
+        if known:
+            self._known = [*map(operator.or_, self._known, known)] if self._known else known
+        if self._sends_skip:
             self._skip = is_skipped
         if is_doubted:
             self._skips_late = self._asks_late = True
@@ -222,11 +222,11 @@ class SharedAgreement(Agreement):
 
     def settle(self, *, ends_window: bool = False) -> bool:
         """Merge the requests of all processes."""
-        told, self._told, self._thread = self._told, (), None
-        if not told or self._asks_late or not ends_window:
+        known, self._known, self._thread = self._known, (), None
+        if not known or self._asks_late or not ends_window:
             found = self._replicas.agree(*self._ask())
-            told = [*map(operator.or_, told, found)] if told else found
-        is_wanted, stops, interrupts, is_alarm = told
+            known = [*map(operator.or_, known, found)] if known else found
+        is_wanted, stops, interrupts, is_alarm = known
         asked, agreed = self.asked, self.agreed
         agreed.is_checkpoint_wanted |= is_wanted
         if stops or interrupts:

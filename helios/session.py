@@ -317,7 +317,7 @@ class Session:
     def log(self, scalars: Mapping[str, Any]) -> None:
         """Log numbers by name, for the current iteration; reads tensors from their device."""
         is_written = self.recorder is not None and self.recorder.logs_scalars
-        is_wanted = is_written or "on_log" in self.hooks.heard
+        is_wanted = is_written or "on_log" in self.hooks.active
         if self.is_sanity_check or not is_wanted or not scalars:
             return
         if self._is_logging:

@@ -22,7 +22,7 @@ from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup.launching.launch_call import carry_out
-from helios.startup.launching.trainer_call import Call, Standing, only_call
+from helios.startup.launching.trainer_call import Call, RuntimeState, only_call
 from helios.startup.options.checkpoint_options import Change, CheckpointOptions
 from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
 from helios.startup.options.logging_options import LoggingOptions
@@ -207,7 +207,7 @@ class Trainer:
         self.train_exceptions: list[type[BaseException]] = []
         self.test_exceptions: list[type[BaseException]] = []
         self.plugins = PluginTable()
-        self._standing = Standing()
+        self._runtime = RuntimeState()
         self.model: Model | None = None
         self.datamodule: DataModule | None = None
         self._exit_code = 0
@@ -223,14 +223,14 @@ class Trainer:
     @property
     def global_rank(self) -> int:
         """Rank of this process among all, from 0; also 0 in the process that starts ranks."""
-        return self._standing.info.rank
+        return self._runtime.info.rank
 
     rank = global_rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this process on its machine, from 0."""
-        return self._standing.info.local_rank
+        return self._runtime.info.local_rank
 
     @property
     def queue(self) -> Any:
@@ -239,11 +239,11 @@ class Trainer:
         Ranks put items into it. Read them from another thread while the ranks run, or afterwards.
         ``None`` before any ranks were started, and under torchrun and srun.
         """
-        return self._standing.queue
+        return self._runtime.queue
 
     @property
     def _session(self) -> Session | None:
-        return self._standing.session
+        return self._runtime.session
 
     @property
     def exit_code(self) -> int:
@@ -388,7 +388,7 @@ class Trainer:
             self._exit_code = exit_code_of(error)
             raise
         self._exit_code = 0 if is_finished else 75
-        self._standing.fitted_model = model
+        self._runtime.fitted_model = model
         return is_finished
 
     def validate(self, model: Model, datamodule: DataModule) -> bool:
@@ -451,7 +451,7 @@ class Trainer:
             check_subjects(model, datamodule)
             self.model, self.datamodule = model, datamodule
             own = (self._options, self.plugins, self.roots)
-            call = Call(phase, *own, model, datamodule, self._standing, passed)
+            call = Call(phase, *own, model, datamodule, self._runtime, passed)
             for owner in call.owners:
                 owner.trainer = self
             return carry_out(call)

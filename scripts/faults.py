@@ -1019,9 +1019,9 @@ FAULTS = (
     ),
     Fault(
         "the cursor is one batch behind",
-        "helios/state.py",
-        "        self.batch += 1\n        self.sample += num_samples",
-        "        self.batch += self.batch > 0\n        self.sample += num_samples",
+        "helios/loops/epoch.py",
+        "        session.cursor.batch += 1\n",
+        "        session.cursor.batch += session.cursor.batch > 0\n",
         f"{RESUME}::test_a_run_by_steps_resumes_everywhere[plain]",
     ),
     Fault(

@@ -140,31 +140,31 @@ class SignalReceiver:
             os.kill(os.getpid(), number)
 
     def _open_ear(self, stack: ExitStack) -> None:
-        ear, mouth = socket.socketpair()
-        stack.callback(ear.close)
-        stack.callback(mouth.close)
-        mouth.setblocking(False)
+        receiver, sender = socket.socketpair()
+        stack.callback(receiver.close)
+        stack.callback(sender.close)
+        sender.setblocking(False)
         thread = threading.Thread(
-            target=self._listen, args=(ear,), name="helios-signals", daemon=True
+            target=self._listen, args=(receiver,), name="helios-signals", daemon=True
         )
         thread.start()
         stack.callback(thread.join)
         # Closing it is not enough: a surviving worker has it open, too.
-        stack.callback(mouth.shutdown, socket.SHUT_RDWR)
-        self._wakeup = mouth.fileno()
+        stack.callback(sender.shutdown, socket.SHUT_RDWR)
+        self._wakeup = sender.fileno()
         found = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         stack.callback(_restore_wakeup, found)
 
     def _close(self) -> None:
         self._is_closing = True
 
-    def _listen(self, ear: socket.socket) -> None:
+    def _listen(self, receiver: socket.socket) -> None:
         """Receive signals in the thread until the socket is shut down."""
         deadline, first = math.inf, 0
         while True:
-            ear.settimeout(self._choose_timeout(deadline))
+            receiver.settimeout(self._choose_timeout(deadline))
             try:
-                heard = ear.recv(256)
+                received = receiver.recv(256)
             except TimeoutError:
                 if self._is_pressed_again:
                     self._interrupt()
@@ -172,9 +172,9 @@ class SignalReceiver:
                     deadline = math.inf
                     self._give_up(signal_name(first))
                 continue
-            if not heard:
+            if not received:
                 return
-            for number in filter(self.numbers.__contains__, heard):
+            for number in filter(self.numbers.__contains__, received):
                 if not first:
                     first, deadline = number, time.monotonic() + self._grace
                 if number == signal.SIGINT:

@@ -172,7 +172,7 @@ class Bus:
         engine: the engine.
 
     Attributes:
-        heard: the events that have receivers, each with its first one. Code that runs in every
+        active: the events that have receivers, each with its first one. Code that runs in every
             iteration looks here first, to avoid a call for an event without receivers.
         asking: the events in which a receiver may request a checkpoint, the end or a skip, or
             change the losses.
@@ -211,10 +211,10 @@ class Bus:
             self._receivers[event.name] = tuple(
                 _caller(owner, method, event) for owner, method in owners
             )
-        self.heard = {event: found[0] for event, found in self._receivers.items() if found}
+        self.active = {event: found[0] for event, found in self._receivers.items() if found}
         self.asking = asking
 
-    def hearers(self, event: str) -> list[str]:
+    def names_of_receivers(self, event: str) -> list[str]:
         """Return the names of an event's receivers, in the order of the calls."""
         return [owner_name(owner) for owner in self._owners[event]]
 
@@ -307,7 +307,7 @@ def _find_owners(
 ) -> list[tuple[object, Callable[..., Any]]]:
     if event.verb is Verb.CALL and event.name in ("setup", "prepare_data"):
         return []
-    heard = []
+    found = []
     late = groups[Receiver.MONITOR] if Receiver.MONITOR in event.receivers else ()
     for group in event.receivers:
         for owner in groups[group]:
@@ -315,5 +315,5 @@ def _find_owners(
                 continue
             method = overridden(owner, event)
             if method is not None:
-                heard.append((owner, method))
-    return heard
+                found.append((owner, method))
+    return found

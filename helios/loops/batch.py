@@ -50,7 +50,7 @@ class BatchLoop(Loop):
         try:
             if not session.leaves_batches:
                 batch = session.model.batch_to_device(batch, Phase.TRAINING)
-            if "process_training_batch" not in session.hooks.heard:
+            if "process_training_batch" not in session.hooks.active:
                 return batch
             return session.hooks.transform("process_training_batch", batch, session.state)
         except StopIteration as error:

@@ -112,7 +112,7 @@ class EpochLoop(Loop):
         """Poll for a stop; at a boundary, do what is due there."""
         session = self._session
         try:
-            if "should_training_stop" in session.hooks.heard:
+            if "should_training_stop" in session.hooks.active:
                 self._boundary.poll()
             self._is_complete = self._is_over = self._batches.is_last
             if not session.state.is_step_boundary:
@@ -143,7 +143,7 @@ class EpochLoop(Loop):
         if self._has_left and not self._is_complete:
             if is_by_epoch:
                 self._boundary.validate_if_due(self._validate)
-            self._tell_end()
+            self._emit_end()
             return
         if session.schedulers is not None and not session.is_manual:
             session.schedulers.after_epoch()
@@ -154,11 +154,11 @@ class EpochLoop(Loop):
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        self._tell_end()
+        self._emit_end()
         self._session.cursor.next_epoch()
         self._session.state.end_epoch()
 
-    def _tell_end(self) -> None:
+    def _emit_end(self) -> None:
         session = self._session
         session.hooks.emit("on_training_epoch_end", session.state.global_epoch)
         session.agree()
@@ -245,10 +245,10 @@ class EpochLoop(Loop):
         try:
             if opens_window:
                 session.context.is_window_open = True
-                if "on_training_step_start" in hooks.heard:
+                if "on_training_step_start" in hooks.active:
                     hooks.emit("on_training_step_start", state)
             session.context.batch = session.context.raw_batch = batch
-            if "on_training_batch_start" in hooks.heard:
+            if "on_training_batch_start" in hooks.active:
                 hooks.emit("on_training_batch_start", state)
         except StopIteration as error:
             obstacle = session.turns.check_stop(error)
@@ -267,12 +267,12 @@ class EpochLoop(Loop):
         if state.is_step_boundary:
             session.context.close_window()
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
-        if "on_training_batch_end" in hooks.heard:
+        if "on_training_batch_end" in hooks.active:
             session.context.batch = session.context.raw_batch
             hooks.emit("on_training_batch_end", state, should_log)
         session.context.end_batch()
         if state.is_step_boundary:
-            if "on_training_step_end" in hooks.heard:
+            if "on_training_step_end" in hooks.active:
                 hooks.emit("on_training_step_end", state, state.is_step_committed)
             state.global_step += state.is_step_committed
             session.cursor.step += state.is_step_committed

@@ -180,7 +180,7 @@ class EvaluationLoop(Loop):
         self._modes.close()
         # A process whose replicas had no batch at the end has drawn fewer numbers than others.
         self._session.turns.end_shares(self._seed)
-        self._tell_end()
+        self._emit_end()
         self._compare()
         self._randomness.close()
         return result
@@ -197,7 +197,7 @@ class EvaluationLoop(Loop):
     def _tell_start(self) -> None:
         self._session.hooks.emit(f"on_{self.noun}_start")
 
-    def _tell_end(self) -> None:
+    def _emit_end(self) -> None:
         self._session.hooks.emit(f"on_{self.noun}_end")
 
     @abstractmethod
@@ -318,7 +318,7 @@ class ValidationLoop(ScoringLoop):
     def _tell_start(self) -> None:
         self._session.hooks.emit("on_validation_start", self._pass_number)
 
-    def _tell_end(self) -> None:
+    def _emit_end(self) -> None:
         self._session.hooks.emit("on_validation_end", self._pass_number)
 
 

@@ -150,10 +150,10 @@ class OptimizerLoop(Loop):
             inputs: the only parameters that get gradients; ``None`` for all.
         """
         engine, hooks = self._session.engine, self._session.hooks
-        if "on_backward_start" in hooks.heard:
+        if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
         engine.backward_loss(loss, inputs)
-        if "on_backward_end" in hooks.heard:
+        if "on_backward_end" in hooks.active:
             hooks.emit("on_backward_end")
 
     def _make_generator_error(self) -> UsageError:
@@ -226,12 +226,12 @@ class OptimizerLoop(Loop):
             schedules_of: the optimizer whose schedulers step; ``None`` for all of them.
         """
         session, context = self._session, self._session.context
-        engine, hooks, heard = session.engine, session.hooks, session.hooks.heard
+        engine, hooks, active = session.engine, session.hooks, session.hooks.active
         engine.average_gradients(optimizer)
-        if session.turns.is_telling:
-            session.turns.hear()
+        if session.turns.has_message:
+            session.turns.receive()
         context.stepping_optimizer = optimizer
-        if "on_optimizer_step_start" in heard:
+        if "on_optimizer_step_start" in active:
             hooks.emit("on_optimizer_step_start", optimizer)
         if session.agreement.agree_on_skip():
             is_committed = False
@@ -243,10 +243,10 @@ class OptimizerLoop(Loop):
         schedulers = session.schedulers
         if is_committed and schedulers is not None and not schedulers.is_empty:
             schedulers.after_step(schedules_of)
-        if "on_before_zero_grad" in heard:
+        if "on_before_zero_grad" in active:
             hooks.emit("on_before_zero_grad", optimizer)
         engine.zero_grad(optimizer)
-        if "on_optimizer_step_end" in heard:
+        if "on_optimizer_step_end" in active:
             hooks.emit("on_optimizer_step_end", optimizer, is_committed)
         context.stepping_optimizer = None
         return is_committed

@@ -27,7 +27,7 @@ def take_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
     """
     batch = begin_forward(session, batch)
     if session.is_plain:
-        return session.hooks.heard[step](batch, *args)
+        return session.hooks.active[step](batch, *args)
     with session.engine.autocast():
         return session.hooks.call(step, batch, *args)
 
@@ -38,7 +38,7 @@ def begin_forward(session: Session, batch: Any) -> Any:
     if processor is not None:
         batch = processor.transform(batch)
     context.batch = batch
-    if "on_forward_start" in session.hooks.heard:
+    if "on_forward_start" in session.hooks.active:
         session.hooks.emit("on_forward_start", context)
     return batch
 
@@ -48,7 +48,7 @@ def end_forward(session: Session, result: Any, loss: Tensor | None) -> None:
     context = session.context
     context.model_outputs = result.outputs if isinstance(result, Processed) else result
     context.attached_loss = loss
-    if "on_forward_end" in session.hooks.heard:
+    if "on_forward_end" in session.hooks.active:
         session.hooks.emit("on_forward_end", context)
 
 

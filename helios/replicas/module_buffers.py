@@ -76,9 +76,9 @@ class ReplicaBuffers:
         if self._replicas.is_whole:
             return
         has_changed, content = self.write()
-        self._replicas.tell((has_changed,), None, content)
-        heard = self._replicas.hear()
-        self.read(heard.content, has_changed=heard.flags[0])
+        self._replicas.send((has_changed,), None, content)
+        received = self._replicas.receive()
+        self.read(received.content, has_changed=received.flags[0])
 
     def write(self) -> tuple[bool, Tensor]:
         """Return what :meth:`read` needs on all processes, after :meth:`commit`.

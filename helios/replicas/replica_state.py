@@ -34,7 +34,7 @@ class Turns(ABC):
         begins_window: whether this is the first turn of an accumulation window whose gradients are
             collected.
         is_over: whether the last of several replicas has finished this iteration.
-        is_telling: whether a message is pending that :meth:`hear` reads.
+        has_message: whether a message is pending that :meth:`receive` reads.
     """
 
     replica: int = 0
@@ -42,7 +42,7 @@ class Turns(ABC):
     is_last: bool = True
     begins_window: bool = False
     is_over: bool = False
-    is_telling: bool = False
+    has_message: bool = False
 
     def begin_epoch(self) -> None:
         """Begin an epoch. Hooks may have changed the networks."""
@@ -91,7 +91,7 @@ class Turns(ABC):
         """Collect what a backward has produced, before another turn or an update.
 
         If the window's only update follows, all processes run the same code from here on, and the
-        window's message is sent with the gradients. :meth:`hear` reads it.
+        window's message is sent with the gradients. :meth:`receive` reads it.
 
         Args:
             engine: collects the gradients.
@@ -101,7 +101,7 @@ class Turns(ABC):
             updates: whether the window's only update follows.
         """
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Read the messages that the processes have sent with the gradients."""
 
     def end(self, *, ends_window: bool) -> None:
@@ -172,7 +172,7 @@ class SharedTurns(Turns):
         seed: the run's seed.
         model: the model.
         watch: watches what steps change.
-        speaker: provides and receives the flags of the window's message.
+        announcer: provides and receives the flags of the window's message.
     """
 
     def __init__(
@@ -181,15 +181,15 @@ class SharedTurns(Turns):
         seed: int,
         model: TrainedModel,
         watch: ReplicaWatcher,
-        speaker: Announcer,
+        announcer: Announcer,
     ) -> None:
         self._replicas = replicas
         self._first, self._last = replicas.block.start, replicas.block.stop - 1
         self._model = model
         self._find_networks = model.discovery.modules
         self._watch = watch
-        self._sharing = WindowExchange(replicas, speaker)
-        self._buffers = self._sharing.buffers
+        self._exchange = WindowExchange(replicas, announcer)
+        self._buffers = self._exchange.buffers
         self._knows_buffers = False
         self._seed = seed
         self._iteration = 0
@@ -241,7 +241,7 @@ class SharedTurns(Turns):
         self._has_stepped = True
         if self.is_over:
             self.is_over = False
-            self._sharing.reopen()
+            self._exchange.reopen()
             self._num_reopened += 1
             fields = ("train", self._iteration, self.replica, self._num_reopened)
             rng.reseed(rng.key(self._seed, *fields))
@@ -271,25 +271,25 @@ class SharedTurns(Turns):
         if updates:
             self._end_last(table, ends_window=True, is_before_update=True)
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Read the messages and put the buffers of replica 0 in place."""
-        self.is_telling = False
-        self._sharing.hear()
+        self.has_message = False
+        self._exchange.receive()
 
     def end(self, *, ends_window: bool) -> None:
         """Keep the losses and buffers of a turn. After the last one put the means in place."""
         table = self._model.loss_items
         if not self.is_last:
-            self._sharing.keep_losses(table)
+            self._exchange.keep_losses(table)
             if self._buffers.is_exchanged:
                 self._buffers.leave(self.replica)
             return
         if not self.is_over:
             self._end_last(table, ends_window=ends_window, is_before_update=False)
-        if self.is_telling:
-            self.hear()
+        if self.has_message:
+            self.receive()
         self._watch.report()
-        means = self._sharing.take_means(table)
+        means = self._exchange.take_means(table)
         table.clear()
         table.update(means)
 
@@ -300,17 +300,17 @@ class SharedTurns(Turns):
         if self._buffers.is_exchanged:
             self._buffers.leave(self.replica)
         if ends_window:
-            self._sharing.tell(table, is_before_update=is_before_update)
-            self.is_telling = True
+            self._exchange.send(table, is_before_update=is_before_update)
+            self.has_message = True
         else:
-            self._sharing.keep_losses(table)
+            self._exchange.keep_losses(table)
             if self._buffers.is_exchanged:
                 self._buffers.enter(self._first)
         rng.reseed(self._after.at(self._iteration))
 
     def drop_window(self) -> None:
         """Commit the buffers of replica 0."""
-        self._sharing.drop_window()
+        self._exchange.drop_window()
 
     def check_stop(self, error: StopIteration) -> str:
         """Refuse it with several processes, because the others do not know of it."""
@@ -333,7 +333,7 @@ class SharedTurns(Turns):
 
 
 def make_turns(
-    replicas: Replicas, seed: int, model: TrainedModel, watch: ReplicaWatcher, speaker: Announcer
+    replicas: Replicas, seed: int, model: TrainedModel, watch: ReplicaWatcher, announcer: Announcer
 ) -> Turns:
     """Return the turns of a run, chosen once, when it starts.
 
@@ -342,8 +342,8 @@ def make_turns(
         seed: the run's seed.
         model: the model.
         watch: watches what steps change apart from the state that each replica has of its own.
-        speaker: provides and receives the flags of the window's message.
+        announcer: provides and receives the flags of the window's message.
     """
     if replicas.is_lone:
         return LoneTurns(seed)
-    return SharedTurns(replicas, seed, model, watch, speaker)
+    return SharedTurns(replicas, seed, model, watch, announcer)

@@ -89,7 +89,7 @@ class Replicas:
         self.device = torch.device(device)
         self._ranks = PointToPoint(count, rank, group)
         self._message: Message | None = None
-        self._told: tuple[Sequence[bool], Sequence[Mapping[str, Any]] | None] = ((), None)
+        self._sent: tuple[Sequence[bool], Sequence[Mapping[str, Any]] | None] = ((), None)
 
     def agree(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether any process raises it; a collective call."""
@@ -100,7 +100,7 @@ class Replicas:
             dist.all_reduce(raised, dist.ReduceOp.MAX, group=control_group())
         return tuple(map(bool, raised.tolist()))
 
-    def tell(
+    def send(
         self, flags: Sequence[bool], losses: Sequence[Mapping[str, Any]] | None, content: Tensor
     ) -> None:
         """Send a message with the next sum of gradients; all processes call it at one point.
@@ -110,7 +110,7 @@ class Replicas:
             losses: as in :meth:`mean_losses`; ``None`` on all processes for none.
             content: the bytes of rank 0; on other ranks the buffer for them.
         """
-        self._told = (flags, losses)
+        self._sent = (flags, losses)
         if self.is_whole:
             return
         row = torch.tensor(flags, dtype=torch.float64)
@@ -119,14 +119,14 @@ class Replicas:
         self._message = Message(self._ranks, row, content)
         self.reducer.attach(self._message)
 
-    def hear(self) -> WindowResult:
+    def receive(self) -> WindowResult:
         """Return the messages of all processes; if no gradients were summed, send them now."""
-        (flags, losses), self._told = self._told, ((), None)
+        (flags, losses), self._sent = self._sent, ((), None)
         message, self._message = self._message, None
         if message is None:
             means = None if losses is None else self._losses.mean_losses(losses)
             return WindowResult(flags, means, NOTHING)
-        with collective("Replicas.hear"):
+        with collective("Replicas.receive"):
             self.reducer.deliver()
         raised, rows = message.rows[:, : len(flags)], message.rows[:, len(flags) :]
         means = None if losses is None else self._losses.read_losses(losses, rows)

@@ -39,16 +39,16 @@ class WindowExchange:
 
     Args:
         replicas: the replicas of the run.
-        speaker: provides and receives the flags of the run.
+        announcer: provides and receives the flags of the run.
 
     Attributes:
         buffers: the buffers of the replicas.
     """
 
-    def __init__(self, replicas: Replicas, speaker: Announcer) -> None:
+    def __init__(self, replicas: Replicas, announcer: Announcer) -> None:
         self.buffers = ReplicaBuffers(replicas)
         self._replicas = replicas
-        self._speaker = speaker
+        self._announcer = announcer
         self._tables: list[dict[str, Any]] = []
         self._means: dict[str, Tensor] | None = None
         self._is_final = False
@@ -74,7 +74,7 @@ class WindowExchange:
         del self._tables[len(self._replicas.block) - 1 :]
         self._means = None
 
-    def tell(self, table: Mapping[str, Any], *, is_before_update: bool) -> None:
+    def send(self, table: Mapping[str, Any], *, is_before_update: bool) -> None:
         """End a window and send its message with the next sum of gradients.
 
         Args:
@@ -83,26 +83,26 @@ class WindowExchange:
         """
         # Losses arrive late from an accelerator, and the gradients must not wait for them.
         is_near = self._replicas.device.type == "cpu"
-        has_losses = not is_before_update or self._speaker.keeps_losses
+        has_losses = not is_before_update or self._announcer.keeps_losses
         if has_losses:
             self.keep_losses(table)
             self._is_final, self._shown = not is_before_update, dict(table)
         self.buffers.commit()
         is_whole = self._replicas.is_whole
         has_changed, content = (False, NOTHING) if is_whole else self.buffers.write()
-        flags = self._speaker.announce(is_before_update=is_before_update)
+        flags = self._announcer.announce(is_before_update=is_before_update)
         losses = self._tables if has_losses and is_near else None
-        self._replicas.tell((has_changed, *flags), losses, content)
+        self._replicas.send((has_changed, *flags), losses, content)
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Receive the messages of all processes and put the buffers of replica 0 in place."""
-        heard = self._replicas.hear()
-        has_changed, *flags = heard.flags
+        received = self._replicas.receive()
+        has_changed, *flags = received.flags
         if not self._replicas.is_whole:
-            self.buffers.read(heard.content, has_changed=has_changed)
-        self._speaker.listen(flags)
-        self._means = heard.means
-        if not self._is_final and not self._speaker.keeps_losses:
+            self.buffers.read(received.content, has_changed=has_changed)
+        self._announcer.listen(flags)
+        self._means = received.means
+        if not self._is_final and not self._announcer.keeps_losses:
             # A new loop may change the losses: they are exchanged at the end.
             self.reopen()
 

@@ -41,7 +41,7 @@ _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "tor
 """Modules of torch that wrap modules, and whose own attributes are not state."""
 
 
-def tells_too_little(module: nn.Module) -> bool:
+def may_hold_more(module: nn.Module) -> bool:
     """Return whether a module may hold state beside its ``state_dict``."""
     return not type(module).__module__.startswith(_WRAPPERS)
 

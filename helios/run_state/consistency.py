@@ -41,8 +41,8 @@ def check_alike(
     """
     loose, members = discovery.moved()
     orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
-    told = gather((orders, _marks_of(discovery, loose), too_slow))
-    first, *others = told
+    gathered = gather((orders, _marks_of(discovery, loose), too_slow))
+    first, *others = gathered
     for rank, found in enumerate(others, 1):
         _compare_orders(rank, found[0], first[0])
         _compare_marks(rank, found[1], first[1], ignored)

@@ -21,7 +21,7 @@ from helios.core.wrappers import BareNames
 from helios.errors import StateError
 from helios.run_state import unsupported_values
 from helios.run_state.changes import PlainValues
-from helios.run_state.extra_states import tells_extra
+from helios.run_state.extra_states import has_extra_state
 from helios.run_state.module_state import is_loaded_by_torch, method_of, state_of
 from helios.run_state.plain_values import Identities
 from helios.run_state.registered_hooks import is_known
@@ -200,7 +200,7 @@ def _pieces_of(module: nn.Module) -> Iterator[_Piece]:
         for key, tensor in (*table["_parameters"].items(), *buffers.items()):
             if isinstance(tensor, Tensor) and not is_lazy(tensor):
                 yield _Piece(bare.of(f"{prefix}{key}"), part, tensor, is_translated)
-        if tells_extra(part):
+        if has_extra_state(part):
             state = part.get_extra_state()
             yield _Piece(bare.of(f"{prefix}{EXTRA}"), part, state, is_translated)
 

@@ -54,10 +54,10 @@ def leave_to_extra_states(
 
 def _tellers(found: WalkResult) -> Iterator[tuple[str, nn.Module]]:
     for parent, part in found.containers.items():
-        if isinstance(part, nn.Module) and tells_extra(part):
+        if isinstance(part, nn.Module) and has_extra_state(part):
             yield parent, part
 
 
-def tells_extra(module: nn.Module) -> bool:
+def has_extra_state(module: nn.Module) -> bool:
     """Return whether a module has an extra state."""
     return type(module).get_extra_state is not nn.Module.get_extra_state

@@ -304,7 +304,11 @@ def _check_functions(path: str, optimizer: Optimizer, plan: _Tensors, found: Wal
     if order[: len(now)] == now:
         return
     for name, part in found.objects.items():
-        if isinstance(part, LRScheduler) and part.optimizer is optimizer and _tells_groups(part):
+        if (
+            isinstance(part, LRScheduler)
+            and part.optimizer is optimizer
+            and _has_functions_by_group(part)
+        ):
             raise StateError(
                 f"The groups of {path} must be in the order in which they were saved, since "
                 f"{name} has a function for each of them, but their order is different now. Build "
@@ -312,11 +316,11 @@ def _check_functions(path: str, optimizer: Optimizer, plan: _Tensors, found: Wal
             )
 
 
-def _tells_groups(scheduler: LRScheduler) -> bool:
+def _has_functions_by_group(scheduler: LRScheduler) -> bool:
     attributes = vars(scheduler)
     functions = attributes.get("lr_lambdas", ())
     return len(set(map(id, functions))) > 1 or any(
-        map(_tells_groups, attributes.get("_schedulers", ()))
+        map(_has_functions_by_group, attributes.get("_schedulers", ()))
     )
 
 

@@ -20,7 +20,7 @@ from helios.core.generators import is_generator
 from helios.core.wrappers import unwrap
 from helios.errors import StateError
 from helios.protocols import Stateful
-from helios.run_state.attribute_rules import is_of_the_house, left_out, tells_too_little
+from helios.run_state.attribute_rules import is_of_the_house, left_out, may_hold_more
 from helios.run_state.object_names import KeyedByObjects, Names, has_odd_keys
 from helios.run_state.plain_values import ATOMS, is_flat
 from helios.run_state.walk_result import Rules, Slot, WalkResult, keyed_members
@@ -313,7 +313,7 @@ class _Walker:
                 continue
             if isinstance(part, nn.ModuleDict):
                 self.found.orders[f"{place}/"] = list(part)
-            if not tells_too_little(part):
+            if not may_hold_more(part):
                 continue
             seen.add(id(part))
             parent = f"{place}/"

@@ -73,8 +73,8 @@ class Encoder:
         # The object is kept with its code, because an id is unique only while the object exists.
         self._memo: dict[int, tuple[Any, Any]] = {}
         self._open: set[int] = set()
-        self._sharing = SharedStorages(self._fill_array, self._fill_view)
-        self._metering = Metering(meters or {}, lambda: self._sharing.num_arrays)
+        self._shared = SharedStorages(self._fill_array, self._fill_view)
+        self._metering = Metering(meters or {}, lambda: self._shared.num_arrays)
         self.has_live_objects = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
             list: self._encode_list,
@@ -108,7 +108,7 @@ class Encoder:
                 f"{self._path[0]} cannot be saved: it is nested too deeply. Flatten it, or name "
                 "the attribute in `unsaved`."
             ) from None
-        self._metering.finish(self._sharing.fit)
+        self._metering.finish(self._shared.fit)
         return code
 
     def _encode(self, value: Any) -> Any:
@@ -214,7 +214,7 @@ class Encoder:
         if value.dtype.hasobject:
             return self._refuse(value)
         code: dict[str, Any] = {TAG: "array"}
-        self._sharing.add_array(self._where(), value, code)
+        self._shared.add_array(self._where(), value, code)
         return code
 
     def _fill_array(self, code: dict[str, Any], array: np.ndarray[Any, Any]) -> None:
@@ -245,7 +245,7 @@ class Encoder:
     @property
     def groups(self) -> list[list[torch.Tensor]]:
         """The tensors of the code, grouped by their storages."""
-        return self._sharing.groups
+        return self._shared.groups
 
     def _encode_tensor(self, value: torch.Tensor) -> torch.Tensor:
         code = value.detach()
@@ -257,7 +257,7 @@ class Encoder:
             code.requires_grad_(value.requires_grad)
         # Empty storages all have the address 0, but share nothing.
         if has_storage and code.untyped_storage().nbytes():
-            self._sharing.add_tensor(self._where(), code)
+            self._shared.add_tensor(self._where(), code)
         return code
 
     def _encode_other(self, value: Any) -> Any:

@@ -95,7 +95,11 @@ def test_a_script_trains_on_processes_of_its_own_and_goes_on_as_if_alone(tmp_pat
     # Once for each call, in one process.
     assert len(set(prepared.read_text().split())) == 1
     assert len(prepared.read_text().split()) == 4
-    for text in ("promise: elastic", "processes: 2 processes, 3 replicas", "Training has ended"):
+    for text in (
+        "reproducibility: elastic",
+        "processes: 2 processes, 3 replicas",
+        "Training has ended",
+    ):
         assert log.count(text) == 1, log
     assert "rank 1" not in log
 

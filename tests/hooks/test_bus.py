@@ -61,7 +61,7 @@ def test_an_event_is_told_in_the_order_of_its_row(event: str) -> None:
     }
     expected = [name for receiver in EVENTS[event].receivers for name in names[receiver]]
     assert log == [(name, event, *args) for name in expected]
-    assert event in bus.heard
+    assert event in bus.active
     assert last in plugins
     assert first in plugins
 
@@ -82,7 +82,7 @@ def test_a_monitor_hears_the_end_of_a_validation_after_the_model_and_its_start_b
 def test_silent_base_methods_are_never_called() -> None:
     """DESIGN section 7: an event that nobody hears costs nothing."""
     bus = Bus(plugins=[Quiet("quiet")], model=QuietModel("quiet"))
-    assert bus.heard.keys() == {
+    assert bus.active.keys() == {
         "on_training_batch_start",
         "on_training_batch_end",
         "on_validation_start",
@@ -90,7 +90,7 @@ def test_silent_base_methods_are_never_called() -> None:
         "on_testing_start",
         *(name for name, event in EVENTS.items() if event.verb is Verb.CALL),
     } - {"prepare_data", "setup"}
-    assert bus.hearers("on_training_start") == []
+    assert bus.names_of_receivers("on_training_start") == []
     bus.emit("on_training_start")
     assert bus.ask("should_training_stop") is False
     batch = object()
@@ -99,7 +99,7 @@ def test_silent_base_methods_are_never_called() -> None:
 
 def test_a_bus_without_anybody_is_legal() -> None:
     bus = Bus()
-    assert not bus.heard
+    assert not bus.active
     bus.emit("on_training_start")
     bus.emit_to_all("teardown")
 
@@ -124,7 +124,7 @@ def test_an_attribute_of_none_is_no_method() -> None:
     plugin = Quiet("quiet")
     plugin.on_fit_start = None  # type: ignore[attr-defined]
     assert overridden(plugin, EVENTS["on_fit_start"]) is None
-    assert "on_fit_start" not in Bus(plugins=[plugin]).heard
+    assert "on_fit_start" not in Bus(plugins=[plugin]).active
 
 
 def test_a_class_that_overrides_a_silent_method_is_heard_and_its_heirs_too() -> None:
@@ -358,21 +358,21 @@ def test_an_unheard_event_calls_nothing() -> None:
     finally:
         sys.setprofile(None)
     assert calls == []
-    assert "on_backward_start" not in bus.heard
+    assert "on_backward_start" not in bus.active
 
 
-def test_an_event_that_is_not_in_the_table_cannot_be_told() -> None:
+def test_an_event_that_is_not_in_the_table_cannot_be_called() -> None:
     bus = Bus()
-    for tell in (bus.emit, bus.ask, bus.emit_to_all, bus.hearers):
+    for call in (bus.emit, bus.ask, bus.emit_to_all, bus.names_of_receivers):
         with pytest.raises(KeyError):
-            tell("on_nothing")
+            call("on_nothing")
     with pytest.raises(KeyError):
         bus.transform("process_nothing", 1)
 
 
-def test_what_is_looked_up_among_the_heard_events_is_in_the_table() -> None:
+def test_what_is_looked_up_among_the_active_events_is_in_the_table() -> None:
     """A lookup is silent for a name that is misspelt."""
-    pattern = re.compile(r'"(\w+)" (?:not )?in [\w.]*\bheard\b')
+    pattern = re.compile(r'"(\w+)" (?:not )?in [\w.]*\bactive\b')
     names = {name for text in source_files().values() for name in pattern.findall(text)}
     assert len(names) > 10, "The search finds nothing."
     assert names <= EVENTS.keys()
@@ -385,7 +385,7 @@ def test_a_method_that_is_called_has_one_owner_and_gives_back_its_result() -> No
 
     bus = Bus(plugins=[Quiet("quiet")], model=Working("working"))
     assert bus.call("train_step", 1, 2) == 3
-    assert bus.hearers("train_step") == ["Working"]
+    assert bus.names_of_receivers("train_step") == ["Working"]
     with pytest.raises(ValueError, match="not enough values to unpack"):
         Bus().call("train_step", 1, 2)
 
@@ -393,8 +393,8 @@ def test_a_method_that_is_called_has_one_owner_and_gives_back_its_result() -> No
 def test_setup_and_prepare_data_are_called_by_those_who_build() -> None:
     """They come before everything is there, so no bus tells them."""
     bus = Bus(plugins=[Quiet("quiet")], model=QuietModel("quiet"))
-    assert "setup" not in bus.heard
-    assert "prepare_data" not in bus.heard
+    assert "setup" not in bus.active
+    assert "prepare_data" not in bus.active
 
 
 def test_hearers_are_named_in_the_order_of_the_calls() -> None:
@@ -406,7 +406,7 @@ def test_hearers_are_named_in_the_order_of_the_calls() -> None:
     plugins = [Loud("monitor"), Quiet("quiet"), Loud("plain")]
     engine = Listener("engine", [])
     bus = Bus(plugins=plugins, monitors=plugins[:1], model=QuietModel("quiet"), engine=engine)
-    assert bus.hearers("on_validation_end") == [
+    assert bus.names_of_receivers("on_validation_end") == [
         "plugin 'plain' (Loud)",
         "QuietModel",
         "plugin 'monitor' (Loud)",
@@ -475,8 +475,8 @@ def test_methods_that_an_object_finds_by_getattr_receive_events() -> None:
             raise AttributeError(name)
 
     bus = Bus(plugins=[Proxy("proxy")])
-    assert "on_training_start" in bus.heard
-    assert "on_fit_start" not in bus.heard, "a base method that does nothing, of the inner plugin"
+    assert "on_training_start" in bus.active
+    assert "on_fit_start" not in bus.active, "a base method that does nothing, of the inner plugin"
 
 
 def test_a_method_that_is_assigned_to_an_object_receives_events() -> None:

@@ -79,8 +79,8 @@ def update(turns: Turns) -> None:
     """Go through what surrounds an update."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     turns.end_backward(NoGradients(), optimizer, {}, ends_window=True, updates=True)
-    if turns.is_telling:
-        turns.hear()
+    if turns.has_message:
+        turns.receive()
 
 
 def draw() -> Draw:

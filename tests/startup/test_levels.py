@@ -132,12 +132,15 @@ def test_a_state_that_is_kept_rests_on_a_word_that_was_tried(
 ) -> None:
     word = "claimed by Ordered, tried at the first start"
     fit(tmp_path)
-    assert f"promise: restart ({word}; the training loader has a state" in capsys.readouterr().err
+    assert (
+        f"reproducibility: restart ({word}; the training loader has a state"
+        in capsys.readouterr().err
+    )
     assert [(each["level"], each["claims"]) for each in sidecars(tmp_path)] == [
         ("restart", [word])
     ] * 2
     fit(tmp_path, total_steps=6)
-    assert f"promise: restart ({word}; " in capsys.readouterr().err
+    assert f"reproducibility: restart ({word}; " in capsys.readouterr().err
     assert sidecars(tmp_path)[-1]["claims"] == [word]
     assert main(["ls", "--json", str(tmp_path)]) == 0
     (listed,) = json.loads(capsys.readouterr().out)["folders"]
@@ -156,7 +159,7 @@ def test_a_state_that_could_not_be_tried_is_claimed(
 
     fit(tmp_path, Open)
     where = "test_a_state_that_could_not_be_tried_is_claimed.<locals>.Open"
-    assert f"promise: restart (claimed by {where}; " in capsys.readouterr().err
+    assert f"reproducibility: restart (claimed by {where}; " in capsys.readouterr().err
     assert sidecars(tmp_path)[0]["claims"] == [f"claimed by {where}"]
 
 
@@ -165,7 +168,7 @@ def test_a_state_that_is_not_kept_makes_the_level_incomplete_everywhere(
 ) -> None:
     fit(tmp_path, Buffered)
     shown = capsys.readouterr().err
-    assert f"promise: incomplete (lacks {LOST})" in shown
+    assert f"reproducibility: incomplete (lacks {LOST})" in shown
     assert "WARNING - The state of Buffered does not bring back the next batch" in shown
     first, second = sidecars(tmp_path)
     for sidecar in (first, second):
@@ -192,7 +195,7 @@ def test_fit_warns_once_when_it_loads_an_incomplete_checkpoint(
     assert f"The checkpoint of iteration 4 is incomplete: it lacks {LOST}." in told
     assert "In the resumed run, setup() creates it anew" in told
     assert 'on_incomplete="raise"' in told
-    assert f"promise: incomplete (lacks {LOST})" in shown
+    assert f"reproducibility: incomplete (lacks {LOST})" in shown
     newest = sidecars(tmp_path)[-1]
     assert newest["level"] == "incomplete", "it was tried at the first start, and is lost still"
     assert "resumed without: data: Buffered" in newest["changes"]
@@ -257,12 +260,12 @@ def test_what_a_model_loses_is_in_the_sidecar_and_warned_of_at_the_load(
     fit(tmp_path, model=Losing())
     for each in sidecars(tmp_path):
         assert (each["level"], list(each["missing"])) == ("incomplete", ["lost"])
-    assert "promise: restart (" in capsys.readouterr().err
+    assert "reproducibility: restart (" in capsys.readouterr().err
     fit(tmp_path, model=Losing(), total_steps=6)
     shown = capsys.readouterr().err
     assert shown.count("The checkpoint of iteration 4 is incomplete: it lacks lost (") == 1
     assert "Training changed lost" not in shown, "it was named at the load"
-    assert "promise: incomplete (lacks lost (" in shown
+    assert "reproducibility: incomplete (lacks lost (" in shown
     assert "resumed without: lost" in sidecars(tmp_path)[-1]["changes"]
 
 
@@ -366,7 +369,7 @@ def test_inductor_lowers_the_level_without_a_warning(
     model.backend, model.is_in_place = backend, is_in_place
     fit(tmp_path, model=model)
     shown = capsys.readouterr().err
-    assert f"promise: {level} (" in shown
+    assert f"reproducibility: {level} (" in shown
     assert "WARNING" not in shown
     assert {each["level"] for each in sidecars(tmp_path)} == {level}
 

@@ -17,25 +17,30 @@ from helios.engines.engine import Engine
 from helios.errors import ArgumentError, RunMismatchError, UsageError
 from helios.launch.launcher import Launch, LaunchKind
 from helios.startup.checkpoint_search.resume_point import find_stored
-from helios.startup.launching.process_plan import Place, Stored, choose_processes, choose_replicas
+from helios.startup.launching.process_plan import (
+    Stored,
+    ThisProcess,
+    choose_processes,
+    choose_replicas,
+)
 from helios.startup.options.trainer_options import TrainerOptions
 from tests.startup.test_arguments import make, set_gpus
 from tests.support.runs import IndexModule, Setting, SmallModel, train
 
-_ALONE = Place(Launch(), DistributedInfo(), is_given=False)
+_ALONE = ThisProcess(Launch(), DistributedInfo(), is_given=False)
 _PATH = Path("run_epoch_1_iter_1.pth")
 
 
-def started(kind: LaunchKind, count: int, local_rank: int = 0) -> Place:
+def started(kind: LaunchKind, count: int, local_rank: int = 0) -> ThisProcess:
     launch = Launch(kind, local_rank, count, local_rank, count)
-    return Place(launch, launch.info, is_given=True)
+    return ThisProcess(launch, launch.info, is_given=True)
 
 
 def stored(count: int | None) -> Stored | None:
     return None if count is None else Stored(count, _PATH)
 
 
-def _count(options: TrainerOptions, place: Place) -> int:
+def _count(options: TrainerOptions, place: ThisProcess) -> int:
     return choose_processes(options.processes, options.engine, place, None)
 
 
@@ -92,7 +97,7 @@ def test_a_launcher_decides_the_number_of_processes(
 
 
 @pytest.mark.parametrize("place", [started(LaunchKind.TORCHRUN, 3), started(LaunchKind.SRUN, 1)])
-def test_another_number_than_the_launchers_is_refused(place: Place) -> None:
+def test_another_number_than_the_launchers_is_refused(place: ThisProcess) -> None:
     with pytest.raises(ArgumentError, match=rf"{place.launch.kind.value} has started .* nproc is"):
         _count(make(nproc=2), place)
 
@@ -114,7 +119,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_more_processes_than_replicas_are_refused(
-    options: dict[str, Any], kept: int | None, place: Place, words: str
+    options: dict[str, Any], kept: int | None, place: ThisProcess, words: str
 ) -> None:
     arguments = make(**options)
     with pytest.raises(UsageError, match=rf"A run of 2 replicas .*{words}"):

@@ -18,7 +18,7 @@ from helios.checkpoint.reproducibility import Level
 from helios.errors import UsageError
 from helios.loops.yielding import YieldLoop
 from helios.plugins import Plugin
-from helios.startup.reporting.reproducibility_level import Promise
+from helios.startup.reporting.reproducibility_level import Reproducibility
 from helios.state import TrainingState
 from tests.distributed.train_script import Module, Net, Points, parse
 
@@ -78,8 +78,12 @@ def levels(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("num_replicas", "level", "text"),
     [
-        (1, "restart", "1 process, 1 replica\npromise: restart (one replica: there is nothing"),
-        (3, "elastic", "1 process, 3 replicas\npromise: elastic (any number of processes"),
+        (
+            1,
+            "restart",
+            "1 process, 1 replica\nreproducibility: restart (one replica: there is nothing",
+        ),
+        (3, "elastic", "1 process, 3 replicas\nreproducibility: elastic (any number of processes"),
     ],
 )
 def test_several_replicas_make_a_run_elastic(
@@ -103,9 +107,9 @@ def test_what_a_step_changes_lowers_the_level_at_once_and_is_named_later(
     """DESIGN section 5, "Replicas": also in the sidecar, whose banner was shown before."""
     fit(tmp_path, model=Counting, num_replicas=2)
     assert levels(tmp_path) == ["restart", "restart"]
-    assert "promise: elastic" in capsys.readouterr().err
+    assert "reproducibility: elastic" in capsys.readouterr().err
     fit(tmp_path, model=Counting, total_steps=3)
-    assert "promise: restart (train_step changes count)" in capsys.readouterr().err
+    assert "reproducibility: restart (train_step changes count)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "value"), [("is_manual", True), ("obstacles", ["a thing"])])
@@ -113,9 +117,9 @@ def test_what_a_training_finds_lowers_elastic_only(name: str, value: object) -> 
     clean = Record(training_state={}, cursor={}, model={}, rng={}, num_replicas=2)
     pairs = ((Level.ELASTIC, Level.RESTART), (Level.ORDER, Level.ORDER), (Level.NONE, Level.NONE))
     for level, lowered in pairs:
-        promise = Promise(level, "")
-        assert promise.level_after(clean) == level
-        assert promise.level_after(dataclasses.replace(clean, **{name: value})) == lowered
+        reproducibility = Reproducibility(level, "")
+        assert reproducibility.level_after(clean) == level
+        assert reproducibility.level_after(dataclasses.replace(clean, **{name: value})) == lowered
 
 
 def test_synchronised_batch_norm_needs_a_process_for_each_replica(tmp_path: Path) -> None:

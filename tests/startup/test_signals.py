@@ -60,7 +60,7 @@ def test_what_came_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert [listener.ask(saves=True) for _ in range(2)] == ["SIGUSR1 was received"] * 2
-        listener.tell_of_late_ones()
+        listener.warn_of_late_signals()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
@@ -71,7 +71,7 @@ def test_what_came_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_signal_behind_the_last_poll_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with listening(Signals()) as listener:
         os.kill(os.getpid(), signal.SIGTERM)
-        listener.tell_of_late_ones()
+        listener.warn_of_late_signals()
     assert caplog.messages == ["SIGTERM came too late to interrupt the training."]
 
 
@@ -167,5 +167,5 @@ def test_exit_codes_tell_what_may_just_be_started_again() -> None:
 def test_a_listener_without_signals_hears_nothing() -> None:
     listener = Listener()
     listener.note_safe_point()
-    listener.tell_of_late_ones()
+    listener.warn_of_late_signals()
     assert listener.ask(saves=True) == ""

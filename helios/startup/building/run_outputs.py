@@ -26,7 +26,7 @@ from helios.startup.checkpoint_search.resume_point import Start
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.options.logging_options import LoggingOptions
 from helios.startup.reporting.banner import machine
-from helios.startup.reporting.reproducibility_level import Promise, find_compiled
+from helios.startup.reporting.reproducibility_level import Reproducibility, find_compiled
 from helios.startup.reporting.score_log import ScoreLog
 from helios.state import TrainingState
 from helios.terminal import root_logger as log
@@ -102,7 +102,7 @@ class FitRecorder:
         name: the name of the run.
         model: appends to checkpoint names and holds the metrics.
         start: the run's folder and history.
-        promise: the level of reproducibility that the run reaches.
+        reproducibility: the level of reproducibility that the run reaches.
         engine: the engine, with the replicas; rank 0 writes.
         schedule: determines whether checkpoints are written.
         definition: what defines the run and what ends it.
@@ -114,7 +114,7 @@ class FitRecorder:
         model: Model,
         start: Start,
         *,
-        promise: Promise,
+        reproducibility: Reproducibility,
         engine: Engine,
         schedule: Schedule,
         definition: dict[str, Any],
@@ -123,7 +123,7 @@ class FitRecorder:
         self._schedule = schedule
         self._model = model
         self._start = start
-        self._promise = promise
+        self._reproducibility = reproducibility
         self._replicas = engine.replicas
         self._definition = definition
         self._machine = machine(engine)
@@ -202,7 +202,9 @@ class FitRecorder:
         sidecar = Sidecar.of(
             record,
             run_name=self._name,
-            level=self._promise.level_after(record, is_compiled=bool(find_compiled(self._model))),
+            level=self._reproducibility.level_after(
+                record, is_compiled=bool(find_compiled(self._model))
+            ),
             # Scores of an earlier validation do not belong to these weights.
             metrics=as_numbers(self._model.metrics) if record.has_validated else {},
             changes=self._start.changes,

@@ -22,9 +22,9 @@ from helios.startup.checkpoint_search.resume_point import find_stored
 from helios.startup.checkpoint_search.run_folder import require_writable
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import (
-    Place,
     Plan,
     Stored,
+    ThisProcess,
     choose_processes,
     choose_replicas,
 )
@@ -54,23 +54,23 @@ def _listening(call: Call) -> Iterator[None]:
         yield
         return
     try:
-        with listening(call.options.signals) as call.standing.listener:
+        with listening(call.options.signals) as call.runtime.listener:
             yield
     finally:
-        call.standing.listener = Listener()
+        call.runtime.listener = Listener()
 
 
 def _carry_out(call: Call) -> Any:
-    place = Place.find()
-    if place.is_given:
-        return _take_part(call, place)
+    process = ThisProcess.find()
+    if process.is_given:
+        return _take_part(call, process)
     if call.phase is Phase.PREDICTION:
         # Every process would predict everything.
-        return _run_here(call, Plan(0, 1), place)
+        return _run_here(call, Plan(0, 1), process)
     stored = _find_stored(call)
-    plan = _plan(call, place, stored)
+    plan = _plan(call, process, stored)
     if plan.num_processes == 1:
-        return _run_here(call, plan, place)
+        return _run_here(call, plan, process)
     return LauncherRun(call, plan).execute()
 
 
@@ -85,34 +85,34 @@ def _find_stored(call: Call) -> Stored | None:
     return stored
 
 
-def _plan(call: Call, place: Place, stored: Stored | None) -> Plan:
+def _plan(call: Call, process: ThisProcess, stored: Stored | None) -> Plan:
     options = call.options.processes
-    num_processes = choose_processes(options, call.options.engine, place, stored)
-    num_replicas = choose_replicas(options, place, stored, num_processes)
-    return Plan(num_replicas, num_processes, place.info)
+    num_processes = choose_processes(options, call.options.engine, process, stored)
+    num_replicas = choose_replicas(options, process, stored, num_processes)
+    return Plan(num_replicas, num_processes, process.info)
 
 
-def _take_part(call: Call, place: Place) -> Any:
+def _take_part(call: Call, process: ThisProcess) -> Any:
     """Run a call as one of the processes that a launcher has started."""
-    if place.outlives_launcher:
+    if process.outlives_launcher:
         end_with_launcher()
-    with place.joined(place.device_for(call.options.engine)):
+    with process.joined(process.device_for(call.options.engine)):
         if call.phase is Phase.PREDICTION:
-            return _run_here(call, Plan(0, place.info.world_size, place.info), place)
-        team = Plan(0, place.info.world_size, place.info).make_team()
+            return _run_here(call, Plan(0, process.info.world_size, process.info), process)
+        team = Plan(0, process.info.world_size, process.info).make_team()
         stored = on_first(team, lambda: _find_stored(call))
         team.close()
-        return _run_here(call, _plan(call, place, stored), place)
+        return _run_here(call, _plan(call, process, stored), process)
 
 
-def _make_run(call: Call, plan: Plan, place: Place) -> Run:
+def _make_run(call: Call, plan: Plan, process: ThisProcess) -> Run:
     kind = FitRun if call.phase is Phase.TRAINING else EvaluationRun
-    call.standing.info = plan.info
-    return kind(call, plan, place.device_for(call.options.engine))
+    call.runtime.info = plan.info
+    return kind(call, plan, process.device_for(call.options.engine))
 
 
-def _run_here(call: Call, plan: Plan, place: Place) -> Any:
-    return _make_run(call, plan, place).execute()
+def _run_here(call: Call, plan: Plan, process: ThisProcess) -> Any:
+    return _make_run(call, plan, process).execute()
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class Outcome:
 
 def run_call(rank: int, call: Call, num_replicas: int) -> Outcome:
     """Run a call in a process that :class:`LauncherRun` has started."""
-    place = Place.find()
-    plan = Plan(num_replicas, place.info.world_size, place.info, has_prepared=True)
-    run = _make_run(call, plan, place)
+    process = ThisProcess.find()
+    plan = Plan(num_replicas, process.info.world_size, process.info, has_prepared=True)
+    run = _make_run(call, plan, process)
     run.collects = True
     with only_call(), call.plugins.used(), _listening(call):
         value = run.execute()
@@ -170,7 +170,7 @@ class LauncherRun(Run):
         outcome = self._spawn()
         call.handed = None
         if outcome.state is not None:
-            with call.standing.footprint.taking(call.owners):
+            with call.runtime.footprint.taking(call.owners):
                 self._restore(pickle.loads(outcome.state))
         return outcome.value
 
@@ -182,20 +182,20 @@ class LauncherRun(Run):
         return trained
 
     def _spawn(self) -> Outcome:
-        call, standing, count = self.call, self.call.standing, self._launch.num_processes
+        call, runtime, count = self.call, self.call.runtime, self._launch.num_processes
         # From here on, the ranks supervise themselves.
-        standing.listener.note_safe_point()
-        standing.queue = standing.queue or LaunchQueue()
+        runtime.listener.note_safe_point()
+        runtime.queue = runtime.queue or LaunchQueue()
         own = self.options.engine
         gpus = own.gpu_ids if own.engine is None else []
-        with standing.footprint.removed(call.owners):
+        with runtime.footprint.removed(call.owners):
             outcomes = spawn(
                 run_call,
                 count,
                 (call, self._launch.num_replicas),
                 devices=gpus[:count] or None,
-                queue=standing.queue,
-                signals=standing.listener.receiver,
+                queue=runtime.queue,
+                signals=runtime.listener.receiver,
             )
         first: Outcome = outcomes[0]
         return first

@@ -42,7 +42,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Place:
+class ThisProcess:
     """How this process was started, and its rank, before a call of the trainer.
 
     Attributes:
@@ -56,7 +56,7 @@ class Place:
     is_given: bool
 
     @classmethod
-    def find(cls) -> Place:
+    def find(cls) -> ThisProcess:
         """Detect it; a process group that the script has joined counts as a launcher."""
         launch = Launch.read()
         if is_dist_active():
@@ -134,7 +134,7 @@ class Plan:
 
 
 def choose_processes(
-    options: ProcessOptions, engine: EngineOptions, place: Place, stored: Stored | None
+    options: ProcessOptions, engine: EngineOptions, process: ThisProcess, stored: Stored | None
 ) -> int:
     """Return the number of processes, P.
 
@@ -142,19 +142,19 @@ def choose_processes(
         ArgumentError: if ``nproc`` contradicts the launcher or the GPUs.
     """
     nproc = options.nproc
-    if place.is_given:
-        if nproc not in (None, place.info.world_size):
+    if process.is_given:
+        if nproc not in (None, process.info.world_size):
             raise ArgumentError(
                 f"Trainer(nproc=...) must be None or the number of processes that exist, but "
-                f"{place.text}, and nproc is {nproc}. Omit it."
+                f"{process.text}, and nproc is {nproc}. Omit it."
             )
-        if engine.gpus is not None and len(engine.gpus) < place.info.local_world_size:
+        if engine.gpus is not None and len(engine.gpus) < process.info.local_world_size:
             raise ArgumentError(
                 "Trainer(gpus=...) must name a GPU for each process of this machine, of which "
-                f"there are {place.info.local_world_size}, got {engine.gpus}. Name more, or "
+                f"there are {process.info.local_world_size}, got {engine.gpus}. Name more, or "
                 "start fewer processes."
             )
-        return place.info.world_size
+        return process.info.world_size
     num_gpus = len(engine.gpu_ids)
     if nproc is not None:
         _check_gpus(engine, nproc)
@@ -184,7 +184,7 @@ def _check_gpus(engine: EngineOptions, nproc: int) -> None:
 
 
 def choose_replicas(
-    options: ProcessOptions, place: Place, stored: Stored | None, num_processes: int
+    options: ProcessOptions, process: ThisProcess, stored: Stored | None, num_processes: int
 ) -> int:
     """Return the number of replicas, V.
 
@@ -204,7 +204,7 @@ def choose_replicas(
     if count is None:
         return num_processes
     if num_processes > count:
-        who = place.text if place.is_given else f"Trainer(nproc={num_processes}) requests more"
+        who = process.text if process.is_given else f"Trainer(nproc={num_processes}) requests more"
         where = f"num_replicas is {count}" if stored is None else f"as started: {stored.path}"
         raise UsageError(
             f"A run of {_count(count, 'replica')} ({where}) can use at most "

@@ -70,7 +70,10 @@ def describe_setup(hooks: Bus, sources: Mapping[Phase, list[Source]]) -> dict[st
         sources: the data of each phase.
     """
     asked = [name for name, event in EVENTS.items() if event.verb is Verb.ASK]
-    table = {f"what answers {name}": ", ".join(hooks.hearers(name)) or _NOTHING for name in asked}
+    table = {
+        f"what answers {name}": ", ".join(hooks.names_of_receivers(name)) or _NOTHING
+        for name in asked
+    }
     for phase, found in sources.items():
         for index, source in enumerate(found):
             description = {

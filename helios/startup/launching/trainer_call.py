@@ -105,7 +105,7 @@ def _replace(owner: Any, attributes: dict[str, Any]) -> None:
 
 
 @dataclasses.dataclass
-class Standing:
+class RuntimeState:
     """The runtime state of a trainer; parts that belong to this process are not sent to others.
 
     Attributes:
@@ -126,7 +126,7 @@ class Standing:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a rank."""
-        fresh = Standing(info=self.info)
+        fresh = RuntimeState(info=self.info)
         return vars(fresh) | {"queue": self.queue}
 
 
@@ -141,7 +141,7 @@ class Call:
         roots: the loops.
         model: the user's model.
         datamodule: the user's data.
-        standing: the runtime state of the trainer.
+        runtime: the runtime state of the trainer.
         passed_through: types of exceptions that are not logged.
         is_trained: whether this trainer has just trained the model, in this process.
         handed: the state of a trained model, for ranks that set it up again.
@@ -153,14 +153,14 @@ class Call:
     roots: Roots
     model: Model
     datamodule: DataModule
-    standing: Standing
+    runtime: RuntimeState
     passed_through: tuple[type[BaseException], ...] = ()
     is_trained: bool = dataclasses.field(init=False)
     handed: Trained | None = None
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING
-        self.is_trained = is_evaluation and self.standing.fitted_model is self.model
+        self.is_trained = is_evaluation and self.runtime.fitted_model is self.model
 
     @property
     def loop(self) -> Loop:
@@ -175,4 +175,4 @@ class Call:
 
     def show(self, session: Session | None) -> None:
         """Set the trainer's session."""
-        self.standing.session = session
+        self.runtime.session = session

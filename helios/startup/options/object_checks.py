@@ -94,11 +94,11 @@ def warn_of_unknown_hooks(owner: object) -> None:
     These are all ``on_*`` and ``process_*``, and names that other trainers call or that are spelled
     almost like one of ours. Private names, and overrides of other methods, are left alone.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
     for name in _own_methods(owner):
         text = _describe_unknown(name)
-        if name not in told and text:
-            told.add(name)
+        if name not in reported and text:
+            reported.add(name)
             _LOGGER.warning("%s.%s is never called by Helios%s", type(owner).__name__, name, text)
 
 

@@ -116,5 +116,5 @@ def log_order(plugins: Mapping[str, Plugin], hooks: Bus) -> None:
             "Called after the model at the ends of validations and epochs: %s.", ", ".join(monitors)
         )
     for event in EVENTS:
-        if event in hooks.heard:
-            _LOGGER.debug("%s: %s.", event, ", ".join(hooks.hearers(event)))
+        if event in hooks.active:
+            _LOGGER.debug("%s: %s.", event, ", ".join(hooks.names_of_receivers(event)))

@@ -27,7 +27,7 @@ _MANUAL = "train_step returns None, and so steps by itself"
 
 
 @dataclass(frozen=True)
-class Promise:
+class Reproducibility:
     """What may change between the start and the resumed run without changing a bit.
 
     Attributes:
@@ -64,7 +64,7 @@ class Promise:
         return level.at_most(Level.INCOMPLETE) if record.missing else level
 
 
-def find_promise(
+def find_reproducibility(
     numerics: NumericsOptions,
     engine: Engine,
     source: Source,
@@ -73,7 +73,7 @@ def find_promise(
     loop: Loop,
     record: Record | None,
     claim: Claim,
-) -> Promise:
+) -> Reproducibility:
     """Find the level that a training reaches.
 
     Args:
@@ -91,7 +91,7 @@ def find_promise(
     bound = list(_find_bound(engine.replicas, model, loop, record))
     level, text = _find_level(numerics, engine, source, find_compiled(model), bound)
     missing = claim.missing if record is None else {**record.missing, **claim.missing}
-    return Promise(level, text, missing, claim.words)
+    return Reproducibility(level, text, missing, claim.words)
 
 
 def _find_level(

@@ -30,7 +30,7 @@ from helios.startup.launching.trainer_call import Call
 from helios.startup.options.plugin_table import log_order
 from helios.startup.reporting import banner
 from helios.startup.reporting.loader_claims import Claim, judge
-from helios.startup.reporting.reproducibility_level import find_promise
+from helios.startup.reporting.reproducibility_level import find_reproducibility
 from helios.startup.runs.base_run import Run
 from helios.state import Phase, TrainingState
 
@@ -78,7 +78,7 @@ class FitRun(Run):
         self._has_begun = True
         self.hooks.emit("on_fit_start")
         reason = self.loop.run()
-        self.call.standing.listener.note_safe_point()
+        self.call.runtime.listener.note_safe_point()
         self.display.close()
         is_interrupted = self.session is not None and self.session.is_interrupted
         if self._recorder is not None:
@@ -90,7 +90,7 @@ class FitRun(Run):
                 self._describe_rescue(),
             )
             return False
-        self.call.standing.listener.tell_of_late_ones()
+        self.call.runtime.listener.warn_of_late_signals()
         _LOGGER.info("Training has ended: %s.", reason)
         return True
 
@@ -185,13 +185,13 @@ class FitRun(Run):
             missing=claim.missing,
             claims=claim.words,
             refuses_incomplete=self.options.checkpoints.on_incomplete == "raise",
-            note_last_safe_point=self.call.standing.listener.note_safe_point,
-            outside=partial(self.call.standing.listener.ask, saves=self._can_save),
+            note_last_safe_point=self.call.runtime.listener.note_safe_point,
+            outside=partial(self.call.runtime.listener.ask, saves=self._can_save),
         )
 
     def _make_recorder(self, source: Source, claim: Claim) -> run_outputs.FitRecorder:
         """Log the banner, with the level that the run reaches, and return the recorder."""
-        promise = find_promise(
+        reproducibility = find_reproducibility(
             self.options.numerics,
             self.engine,
             source,
@@ -204,7 +204,7 @@ class FitRun(Run):
             self._name,
             self.model,
             self._start,
-            promise=promise,
+            reproducibility=reproducibility,
             engine=self.engine,
             schedule=self.options.schedule,
             definition=self._identify(source)
@@ -219,7 +219,7 @@ class FitRun(Run):
                 {
                     "run": self._name,
                     "processes": describe_processes(self.replicas),
-                    "promise": str(promise),
+                    "reproducibility": str(reproducibility),
                 },
                 where=None if loaded is None else loaded.path.name,
             )
@@ -246,7 +246,7 @@ class FitRun(Run):
         return source
 
     def _load(self, session: Session, record: Record) -> None:
-        record = self._detach(record, is_shown="on_load_checkpoint" in session.hooks.heard)
+        record = self._detach(record, is_shown="on_load_checkpoint" in session.hooks.active)
         state = TrainingState(**record.training_state)
         source = session.training_source
         cursor = find_cursor(record, source.description, session.replicas)

@@ -96,7 +96,7 @@ class Listener:
 
     def __init__(self, receiver: SignalReceiver | None = None) -> None:
         self.receiver = receiver
-        self._has_told = False
+        self._has_warned = False
 
     def ask(self, *, saves: bool) -> str:
         """Return why the run is to be interrupted; empty if no signal was received.
@@ -107,8 +107,8 @@ class Listener:
         if self.receiver is None or not self.receiver.noted:
             return ""
         reason = f"{self.receiver.first} was received"
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             how = "saves and ends" if saves else "ends, without saving,"
             _LOGGER.warning("%s: the training %s at the next safe point.", reason, how)
         return reason
@@ -118,9 +118,9 @@ class Listener:
         if self.receiver is not None:
             self.receiver.wait_without_end()
 
-    def tell_of_late_ones(self) -> None:
+    def warn_of_late_signals(self) -> None:
         """Log at the regular end that a signal came too late to interrupt anything."""
-        if self.receiver is not None and self.receiver.first and not self._has_told:
+        if self.receiver is not None and self.receiver.first and not self._has_warned:
             _LOGGER.warning("%s came too late to interrupt the training.", self.receiver.first)
 
 
