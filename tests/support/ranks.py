@@ -35,7 +35,7 @@ _PRELOADED = [
     "helios.trainer",
     "tests.support.runs",
 ]
-_LEAVING_SECONDS = 2.0
+_LEAVING_SECONDS = 10.0
 _DYING_SECONDS = 2.0
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(_PRELOADED)
@@ -96,7 +96,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
             receivers = [receiver for receiver, _ in pipes]
             reports = _collect(dict(zip(receivers, ranks, strict=True)), deadline)
             for process in ranks:
-                process.join(max(0.0, deadline - time.monotonic()))
+                process.join(_LEAVING_SECONDS)
         finally:
             for process in ranks:
                 _end(process)
@@ -175,6 +175,8 @@ def _serve(seat: _Seat, work: bytes, environment: dict[str, str], sender: Connec
         sender.send_bytes(pickle.dumps(_Report(time.monotonic(), error=error)))
         os._exit(1)  # Destructors of a broken group may wait for ranks that are gone.
     sender.send_bytes(payload)
+    # In PyTorch 2.6 this waits for ever now and then, and holds the interpreter: we are ended then.
+    dist.destroy_process_group()
 
 
 def _take_part(seat: _Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -188,10 +190,6 @@ def _take_part(seat: _Seat, fn: Callable[..., Any], args: tuple[Any, ...]) -> An
     dist.barrier()  # A rank that leaves while another one still connects would fail that one.
     result = fn(seat.rank, *args)
     dist.barrier()
-    # In PyTorch 2.6 the end of a group waits for ever now and then; the process ends in any case.
-    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    leaving.start()
-    leaving.join(_LEAVING_SECONDS)
     return result
 
 
