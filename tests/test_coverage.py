@@ -7,6 +7,7 @@ machine that runs the default tier, so it may not be cited.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def citation_faults(page: str, root: Path) -> list[str]:
 
 def fault_of(text: str, name: str) -> str:
     """Say why a file's test is not there or does not run; empty where it runs."""
-    tree = ast.parse(text)
+    tree = _parse(text)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
         return "does not exist."
@@ -82,6 +83,12 @@ def fault_of(text: str, name: str) -> str:
     if any(_leaves(function) for function in (test, *used)):
         return "may skip itself."
     return ""
+
+
+@functools.cache
+def _parse(text: str) -> ast.Module:
+    """Parse a file once: hundreds of its tests may be cited."""
+    return ast.parse(text)
 
 
 def _barring_marks(expression: ast.expr, assigned: dict[str, ast.expr]) -> set[str]:
