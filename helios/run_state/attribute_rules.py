@@ -58,12 +58,13 @@ def left_out(part: object) -> list[tuple[str, Any]]:
 def _left_out_of_module(module: nn.Module) -> list[tuple[str, Any]]:
     table = vars(module)
     parameters, buffers = table["_parameters"], table["_buffers"]
-    hidden = table["_non_persistent_buffers_set"] & buffers.keys()
-    own = sorted(table.keys() - _OF_MODULES)
+    hidden = table["_non_persistent_buffers_set"]
+    own = sorted([key for key in table if key not in _OF_MODULES])
     if any(name.endswith(("_orig", "_v")) for name in parameters):
         # Pruning and the older norms compute this weight from saved ones.
         own = [key for key in own if not {f"{key}_orig", f"{key}_v"} & parameters.keys()]
-    return [*((key, buffers[key]) for key in sorted(hidden)), *((key, table[key]) for key in own)]
+    values = [(key, table[key]) for key in own]
+    return [*((key, buffers[key]) for key in sorted(hidden & buffers.keys())), *values]
 
 
 _HOUSE = (

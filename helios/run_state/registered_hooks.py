@@ -31,7 +31,8 @@ def hooks_of(found: WalkResult) -> dict[str, frozenset[int]]:
         if isinstance(part, nn.Module):
             network = found.networks.of(part)
             for name, module in network.modules:
-                _note(hooks, (path, name), vars(module), _OF_MODULES)
+                if any(map(vars(module).get, _OF_MODULES)):
+                    _note(hooks, (path, name), vars(module), _OF_MODULES)
             for name, tensor in network.parameters:
                 if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # noqa: SLF001
                     tables = {key: getattr(tensor, key) for key in _OF_TENSORS}

@@ -43,15 +43,21 @@ class Ties:
 
 def ties_of(found: WalkResult, parameters: Parameters) -> Ties:
     """Return the current ties of tensors of all networks and of parameters outside of them."""
-    first: dict[Any, tuple[str, Tensor]] = {}
+    first: dict[int, list[tuple[str, Tensor]]] = {}
     tied: dict[str, _Tie] = {}
     places = _places(found)
     for name, place in places.items():
-        known = first.setdefault(_key(place.tensor), (name, place.tensor))
-        if known[0] != name:
+        group = first.setdefault(_address(place.tensor), [])
+        known = next((entry for entry in group if _is_same(entry[1], place.tensor)), None)
+        if known is None:
+            group.append((name, place.tensor))
+        else:
             tied[name] = known[0], known[1] is place.tensor
-    keys = {_key(tensor): (name, tensor) for name, tensor in parameters.loose.items()} | first
-    dense = [(key[0], *entry) for key, entry in keys.items() if isinstance(key, tuple)]
+    for name, tensor in parameters.loose.items():
+        group = first.setdefault(_address(tensor), [])
+        if not any(_is_same(known, tensor) for _, known in group):
+            group.append((name, tensor))
+    dense = [(place, *entry) for place, group in first.items() if place > 0 for entry in group]
     return Ties(frozenset(places), tied, *_overlapping(dense))
 
 
@@ -129,10 +135,19 @@ def _put(place: NamedTensor, tensor: Tensor) -> None:
         place.module._buffers[place.key] = tensor  # noqa: SLF001 - setattr would refuse a parameter
 
 
-def _key(tensor: Tensor) -> Any:
+def _address(tensor: Tensor) -> int:
+    """Return the address of the first element; a negative number of its own if there is none."""
     if is_lazy(tensor) or not has_plain_bytes(tensor) or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+        return -id(tensor)
+    return tensor.data_ptr()
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors with the same first element have exactly the same elements."""
+    return one is other or (
+        (one.device, one.dtype, one.shape) == (other.device, other.dtype, other.shape)
+        and one.stride() == other.stride()
+    )
 
 
 def _text(tie: _Tie | None) -> str:
