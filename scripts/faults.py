@@ -2028,14 +2028,16 @@ FAULTS = (
 
 
 def _copy(target: Path) -> None:
-    skipped = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info")
+    # With the bytecode, or each of them would compile everything anew.
+    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "*.egg-info")
     shutil.copytree(ROOT, target, ignore=skipped)
 
 
 def _outcome(tree: Path, test: str) -> str:
     """Return how the test ends in `tree`: PASSED, FAILED, or a text that begins with NOT RUN."""
     # The copy comes first on the path, before the installed package.
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
     command += ["-m", "not full and not gpu"]
     try:
