@@ -134,6 +134,26 @@ def test_memory_that_training_shares_or_parts_is_shared_as_it_was(
     assert not said
 
 
+def _three_buffers() -> Owner:
+    net = nn.Module()
+    for name in ("first", "second", "third"):
+        net.register_buffer(name, torch.ones(2))
+    net.register_buffer("second", net.first)
+    return Owner(net=net)
+
+
+def test_a_buffer_shares_the_memory_of_one_that_was_parted_from_another(tmp_path: Path) -> None:
+    owner = _three_buffers()
+    discovery = started(owner)
+    owner.net.second = torch.full((2,), 2.0)
+    owner.net.third = owner.net.second
+    state = through_a_file(discovery.capture(), tmp_path / "state")
+    again = resumed(_three_buffers, state)
+    assert again.net.third is again.net.second
+    again.net.second.add_(1)
+    assert [part.tolist() for part in again.net.buffers()] == [[1.0, 1.0], [3.0, 3.0]]
+
+
 class Untying(Regression):
     """Gives its second layer a weight of its own in the middle of the training."""
 
