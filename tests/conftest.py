@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -20,6 +21,21 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Let helpers see which tier runs."""
     tier.choose(config.option.markexpr)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, in the default tier, cases of tests that are marked as sampled."""
+    if tier.is_full():
+        return
+    kept = tier.sample(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what lives as long as the process: the modules that were imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -76,3 +76,25 @@ def test_the_tier_follows_from_the_markers(
     monkeypatch.setattr(os, "environ", {})
     tier.choose(markers)
     assert tier.is_full() is is_full
+
+
+@pytest.mark.parametrize(("every", "expected"), [(2, {0, 3, 4, 7, 8, 11}), (3, {0, 5, 7, 9})])
+def test_the_default_tier_has_one_case_in_so_many_of_a_sampled_test(
+    every: int, expected: set[int]
+) -> None:
+    mark = pytest.mark.sampled(every).mark
+    cases = [_Case(f"file::test[{number}]", mark) for number in range(12)]
+    others = [_Case("file::other[0]", mark), _Case("file::unmarked[0]"), _Case("file::last")]
+    kept = tier.sample([*others, *cases])  # type: ignore[list-item]
+    assert kept == {*others, *(cases[number] for number in expected)}
+
+
+class _Case:
+    """A test as pytest has it."""
+
+    def __init__(self, nodeid: str, mark: pytest.Mark | None = None) -> None:
+        self.nodeid = nodeid
+        self._mark = mark
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self._mark if name == "sampled" else None

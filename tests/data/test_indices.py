@@ -80,6 +80,7 @@ def _num_samples(batch: Any) -> int:
     return 1 if isinstance(batch, int) else len(batch)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("case", _ORDERS)
 def test_the_indices_are_those_that_are_fetched(case: str, num_workers: int) -> None:

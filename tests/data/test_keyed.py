@@ -41,6 +41,7 @@ def pull(deal: ShardingPlan, place: Position) -> list[Keyed]:
     return list(deal.walk(place, deque()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("length", [1, 4, 9, 4_097, 8_191, 70_001])
 def test_lists_are_those_of_the_order_cut_by_the_batch_size(length: int, drop_last: bool) -> None:

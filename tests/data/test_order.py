@@ -237,6 +237,7 @@ def test_a_state_that_is_asked_for_is_the_present_one_and_nothing_is_kept() -> N
     assert source.state_dict()["state"] == {"first": [5]}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("cut", [0, 1, 5])
 def test_a_pass_that_is_cut_leaves_the_sampler_where_it_was_left(

@@ -20,6 +20,7 @@ SMALL = range(7, 65)
 REPRESENTATIVE = (7, 8, 16, 17, 33, 64)
 LARGE = (65_537, 1_000_000)
 SMALLEST_P = 1e-4
+FULL = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +88,9 @@ def assert_bijection(length, seed):
     assert np.array_equal(tested.decipher(samples), positions)
 
 
-def test_network_is_a_bijection_for_every_length_to_2000():
-    for length in range(1, 2001):
+@pytest.mark.parametrize("lengths", [range(1, 600), pytest.param(range(600, 2001), marks=FULL)])
+def test_network_is_a_bijection_for_every_length_to_2000(lengths):
+    for length in lengths:
         assert_bijection(length, seed=length)
 
 
@@ -158,7 +160,7 @@ def test_order_of_every_short_range_is_uniform_over_all_keys(length):
 
 
 def test_order_of_the_longest_sorted_ranges_is_uniform():
-    assert corrected_p(public_samples(65_536, num_keys=2_000), 65_536) > SMALLEST_P
+    assert corrected_p(public_samples(65_536, num_keys=1_500), 65_536) > SMALLEST_P
 
 
 @pytest.mark.full

@@ -23,6 +23,7 @@ from tests.data.test_order import Lazy, Remembering, Reusing
 LENGTHS = (1, 2, 5, 6, 12, 23)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(("num_processes", "num_replicas"), SPLITS)
@@ -94,6 +95,7 @@ def _fit(case: str, num_replicas: int) -> dict[str, Any]:
     return options
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pads", [True, False])
 @pytest.mark.parametrize("case", _ORDERS)
 def test_a_pass_goes_on_exactly_from_every_place(case: str, pads: bool) -> None:

@@ -56,6 +56,7 @@ def test_what_is_drawn_follows_from_epoch_batch_and_replica(num_replicas: int) -
                     assert found[:, 4:].tolist() == [draw()] * len(found)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pads", [True, False])
 @pytest.mark.parametrize("workers", _WORKERS)
 def test_workers_change_nothing(workers: dict[str, Any], pads: bool) -> None:
@@ -70,6 +71,7 @@ def test_workers_change_nothing(workers: dict[str, Any], pads: bool) -> None:
         there.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 5])
 def test_a_process_without_any_batch_takes_part_in_the_evaluation(

@@ -124,6 +124,7 @@ def _train_with_each(
     return [_train(rank, num_replicas, window, size, "") for size in sizes]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_replicas", "num_processes"), [(2, 2), (3, 2), (3, 3), (4, 2), (5, 3), (4, 4)]
 )

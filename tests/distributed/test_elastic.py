@@ -132,6 +132,7 @@ def test_any_number_of_processes_gives_the_same_bits(
     assert replicas == set(range(num_replicas))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", ["epoch", "iteration"])
 def test_workers_and_epochs_change_no_bit_either(tmp_path: Path, unit: str) -> None:
     steps = 3 if unit == "epoch" else 12

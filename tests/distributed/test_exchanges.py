@@ -97,6 +97,7 @@ def count(rank: int, num_processes: int, make: type[Net], events: tuple[str, ...
     return Counter({name: number / (LAST - FIRST + 1) for name, number in counts.items()})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_processes", [2, 3])
 @pytest.mark.parametrize(
     ("events", "expected"),
@@ -250,6 +251,7 @@ def _stop_late(rank: int, num_replicas: int, way: str) -> tuple[int, list[list[s
     return clock.last, seen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["subclass", "method", "connected in mid-run", "engine"])
 @pytest.mark.parametrize(("num_replicas", "num_processes"), [(1, 1), (2, 1), (2, 2), (3, 2)])
 def test_what_the_code_of_users_asks_for_counts_at_the_next_boundary(
@@ -358,6 +360,7 @@ def _carry(rank: int, num_processes: int, size: int, has_gradients: bool) -> Any
     return message.rows.tolist(), message.content.tolist(), bits(leaf)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize(
     ("size", "has_gradients"), [(4, True), (200_000, True), (0, True), (4, False)]

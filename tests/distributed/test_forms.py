@@ -16,6 +16,7 @@ def _train(rank: int, folder: Path, *plugins: Plugin) -> str:
     return train_to_end(folder, Changing(), 2, *plugins)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_what_training_makes_of_tensors_resumes_on_other_processes(
     num_processes: int, tmp_path: Path

@@ -92,6 +92,7 @@ def _train(rank: int, folder: Path, kind: str, num_steps: int | None) -> str:
     return json.dumps([own, weights])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_many_processes_go_on_each_with_its_own(tmp_path: Path, kind: str) -> None:
     whole = run_ranks(_train, 3, tmp_path / "whole", kind, None)

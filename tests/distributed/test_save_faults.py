@@ -167,6 +167,7 @@ def find(whole: Whole, number: int, name: str) -> int:
     return next(o.number for o in whole.saves[number] if str(o) == name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "number", "name", "kind"),
     [

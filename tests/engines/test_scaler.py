@@ -274,6 +274,7 @@ def test_one_infinity_leaves_out_the_update_of_its_window() -> None:
     assert [step[3] for step in counts.steps] == [True, False, True, True, False, True]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "setting",
     [

@@ -906,6 +906,7 @@ _RUNS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _RUNS)
 def test_hooks_with_state_and_a_processor_resume_everywhere(name: str, tmp_path: Path) -> None:
     """The promise: contexts that steer a training have the bits of an undisturbed run."""

@@ -71,6 +71,7 @@ def newest(root: Path) -> dict[str, Any]:
     return loading.load(path).payload
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_release_goes_on_with_its_bits_and_is_exact_from_there(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]

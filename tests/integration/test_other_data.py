@@ -171,6 +171,7 @@ def test_a_data_set_that_grows_is_counted_anew_each_epoch(
         assert number == 0 or max(epoch) >= _LENGTH
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_data_set_that_has_grown_again_resumes_to_the_same_bits(
     num_replicas: int, tmp_path: Path

@@ -8,6 +8,7 @@ from tests.support import replica_logs
 from tests.support.replica_logs import FOLDER, MOST, PER_REPLICA, SUBJECTS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_processes", range(1, MOST + 1))
 def test_rank_0_tells_what_the_golden_log_has(num_processes: int) -> None:
     for name, subject in SUBJECTS.items():

@@ -51,6 +51,7 @@ _STEPS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", _STEPS)
 def test_a_run_by_steps_resumes_everywhere(name: str, tmp_path: Path) -> None:
     _check(Setting(**_STEPS[name]), tmp_path, is_whole=name == "plain")
@@ -80,6 +81,7 @@ _INSIDE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", _INSIDE)
 def test_every_safe_point_inside_an_epoch_resumes(name: str, tmp_path: Path) -> None:
     _check(Setting(**{**_EPOCHS, **_INSIDE[name]}, requests=True), tmp_path)
@@ -93,6 +95,7 @@ _WORKERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", _WORKERS)
 def test_workers_change_no_bit(name: str, tmp_path: Path) -> None:
     setting, changed = _WORKERS[name]

@@ -229,6 +229,7 @@ _OTHERS = (*DISK_ERRORS, *faults.OTHERS)
 _TYPES = dict.fromkeys(DISK_ERRORS, OSError) | faults.OTHERS
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", _OTHERS)
 @pytest.mark.parametrize("mode", _MODES)
 def test_an_error_that_is_not_to_be_borne_ends_the_training_at_the_next_safe_point(

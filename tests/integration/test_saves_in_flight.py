@@ -213,6 +213,7 @@ def _bytes_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes() if tensor.layout is torch.strided else 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("kind", ["", "EIO", "MemoryError"])
 def test_no_way_out_of_fit_leaves_a_thread_a_file_or_the_copy_of_the_state(

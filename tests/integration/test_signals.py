@@ -34,6 +34,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bits]:
     return {name: undisturbed(folder / name, setting) for name, setting in SETTINGS.items()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "event", "iteration", "saved"),
     [

@@ -18,6 +18,7 @@ RESUMES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("script", "num_processes"), RUNS)
 def test_a_frozen_script_gives_its_bits_from_the_start(
     script: str, num_processes: int, tmp_path: Path
@@ -25,6 +26,7 @@ def test_a_frozen_script_gives_its_bits_from_the_start(
     assert today.run(script, tmp_path, num_processes) == today.load(script)["whole"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("script", "path", "num_processes"), RESUMES)
 def test_a_frozen_checkpoint_resumes_to_its_bits(
     script: str, path: Path, num_processes: int, tmp_path: Path

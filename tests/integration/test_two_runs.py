@@ -137,6 +137,7 @@ def call_other_trainer(method: str, folder: Path, setting: Setting) -> Any:
     return getattr(trainer, method)(SmallModel(setting), IndexModule(setting))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("place", ["run", "other"])
 def test_a_call_of_another_trainer_inside_of_a_fit_leaves_that_fit_as_it_was(

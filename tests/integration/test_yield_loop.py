@@ -108,6 +108,7 @@ def _train(
     return record(folder, Gan(), data, *plugins, prepare=_connect, **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("unit", "accumulation", "precision"),
     [

@@ -202,6 +202,7 @@ def _evaluate(rank: int, num_processes: int, num_replicas: int, length: int, kin
         return dict(scores), list(scores), model.calls
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [ValidationLoop, TestingLoop])
 @pytest.mark.parametrize(("num_replicas", "length"), [(3, 11), (4, 7), (5, 12), (4, 2)])
 def test_scores_are_the_same_on_any_number_of_processes(

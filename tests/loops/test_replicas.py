@@ -170,6 +170,7 @@ def train(rank: int, num_processes: int, num_replicas: int, unit: Any, accumulat
 _CASES = [(2, ITERATION, 1), (3, ITERATION, 2), (4, EPOCH, 1), (5, EPOCH, 2)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_replicas", "unit", "accumulation"), _CASES)
 def test_any_number_of_processes_trains_to_the_same_bits(
     num_replicas: int, unit: Any, accumulation: int
@@ -886,6 +887,7 @@ def _ask(rank: int, num_processes: int, who: int, what: str) -> tuple[Any, ...]:
         )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize("what", ["stop", "interrupt", "poll"])
 def test_what_one_process_asks_for_ends_the_run_on_all(what: str, num_processes: int) -> None:
@@ -997,6 +999,7 @@ def _even_out(rank: int, lengths: list[int], knows_end: bool) -> tuple[Any, ...]
         return found, inner.is_closed, next(batches, "nothing") if num_processes == 1 else None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("knows_end", [True, False])
 @pytest.mark.parametrize("lengths", [[3], [2, 4], [4, 2], [3, 3], [5, 4, 2], [0, 3]])
 def test_the_first_process_whose_data_ends_ends_the_pass(

@@ -261,6 +261,7 @@ class WithNetwork(Regression):
         return torch.optim.SGD(learning, lr=0.02, momentum=0.9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_resumes_without_a_warning(name: str, tmp_path: Path) -> None:

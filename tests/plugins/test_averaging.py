@@ -250,6 +250,7 @@ _RESUMED: dict[str, tuple[dict[str, Any], Callable[[], list[Plugin]]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _RESUMED)
 def test_a_run_with_an_average_resumes_everywhere(name: str, tmp_path: Path) -> None:
     options, make = _RESUMED[name]
@@ -969,6 +970,7 @@ def _use_old_names(path: Path) -> None:
     path.with_suffix(".json").unlink()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("first", "second", "is_old"),
     [

@@ -224,6 +224,7 @@ _ALL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _ALL)
 def test_a_run_with_three_plugins_that_have_state_resumes_everywhere(
     name: str, tmp_path: Path

@@ -148,6 +148,7 @@ def test_a_limit_without_skips_is_warned_of(caplog: pytest.LogCaptureFixture) ->
 # --- raise ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("checks", ["loss", "gradients", "both"])
 @pytest.mark.parametrize(
     "setting",
@@ -300,6 +301,7 @@ _SKIPPING = [
 _IDS = ["one", "window", "epoch", "workers"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", _SKIPPING, ids=_IDS)
 def test_a_run_that_skips_resumes_exactly_everywhere(setting: Setting, tmp_path: Path) -> None:
     skipped: list[int] = []

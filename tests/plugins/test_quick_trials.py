@@ -181,6 +181,7 @@ _CHANGES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "after", "done"), _CHANGES)
 def test_a_changed_limit_stops_a_resume_and_the_epoch_goes_on_where_it_stood_if_allowed(
     before: int | None, after: int | None, done: int, tmp_path: Path
@@ -519,6 +520,7 @@ def _run(
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 @pytest.mark.parametrize("data", [IndexModule, NastyData, ForeignData])
 @pytest.mark.parametrize("kind", [Plain, Evaluating, Nasty, Own])

@@ -220,6 +220,7 @@ def test_the_same_command_goes_on_after_an_interruption(
     assert "Nothing to do" in capfd.readouterr().err
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _SETTINGS)
 def test_a_run_of_short_launches_is_the_undisturbed_one(name: str, tmp_path: Path) -> None:
     """Every start makes one step: interrupted at each safe point, many times in a row."""
@@ -235,6 +236,7 @@ def _launch(limit: float, event: str = "on_training_batch_start") -> list[Plugin
     return [clock, TimeLimit(limit, clock=clock)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["steps", "accumulated steps", "epochs"])
 @pytest.mark.parametrize("limit", [2, 5])
 def test_a_run_of_longer_launches_is_the_undisturbed_one(
@@ -289,6 +291,7 @@ def test_a_step_is_made_in_every_launch(tmp_path: Path) -> None:
         assert not outcome.has_ended
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["steps", "accumulated steps", "epochs", "manual epochs"])
 def test_a_limit_of_the_run_ends_it_at_the_same_step(name: str, tmp_path: Path) -> None:
     """Restarted anywhere, with a clock that stands elsewhere."""
@@ -438,6 +441,7 @@ def _assert_interruptible(
     assert interrupted
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("event", _INSIDE)
 @pytest.mark.parametrize("name", ["steps", "epochs"])
 def test_a_run_may_be_interrupted_inside_of_an_epoch(name: str, event: str, tmp_path: Path) -> None:
@@ -446,6 +450,7 @@ def test_a_run_may_be_interrupted_inside_of_an_epoch(name: str, event: str, tmp_
     _assert_interruptible(tmp_path, name, event, numbers)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["epochs", "accumulated epochs", "manual epochs"])
 @pytest.mark.parametrize("event", ["on_training_epoch_start", "on_training_epoch_end"])
 def test_a_run_may_be_interrupted_between_epochs(name: str, event: str, tmp_path: Path) -> None:

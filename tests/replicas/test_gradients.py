@@ -150,6 +150,7 @@ def _sum_on_ranks(rank: int, num_processes: int) -> dict[tuple[int, int], list[F
         }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_processes", [2, 3, 4, 5, 6])
 def test_any_number_of_processes_finds_the_same_sum(num_processes: int) -> None:
     for found in run_ranks(_sum_on_ranks, num_processes, num_processes):
@@ -350,6 +351,7 @@ def count_buffers() -> int:
     return sum(type(part) is FlatBuffer for part in gc.get_objects())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 7, 8, 16, 33])
 def test_few_buffers_are_alive(num_replicas: int) -> None:
     """Leaves are added at once, and buffers are used again: not one for each replica."""

@@ -78,6 +78,7 @@ def is_mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists what is mapped")
 @pytest.mark.parametrize("kind", [Keeper, OwnKeeper])
 @pytest.mark.parametrize("is_curious", [False, True])

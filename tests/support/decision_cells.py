@@ -237,7 +237,7 @@ def cells_of(num_replicas: int, num_processes: int) -> list[Cell]:
 
 def slice_of(num_replicas: int, num_processes: int) -> list[Cell]:
     """Return the cells that the default tier plays."""
-    every = 7 if num_processes == 1 else 24 if num_replicas == 2 else 12
+    every = 7 if num_processes == 1 else 40 if num_replicas == 2 else 20
     # An odd stride over the trainings of a number of replicas, which are two or four.
     return [
         cell

@@ -1,12 +1,18 @@
 """Which tier of the tests runs: the default one, or ``scripts/test --all``.
 
-The default tier restarts from a part of the checkpoints that the full one restarts from. Tests that
-are run by hand without ``-m`` belong to the full tier.
+The default tier restarts from a part of the checkpoints that the full one restarts from, and runs a
+part of the cases of tests that are marked ``sampled``. Tests that are run by hand without ``-m``
+belong to the full tier.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
 
 _VARIABLE = "HELIOS_TESTS_DEFAULT_TIER"
 
@@ -24,3 +30,22 @@ def choose(markers: str) -> None:
 def is_full() -> bool:
     """Return whether everything is to be played."""
     return _VARIABLE not in os.environ
+
+
+def sample(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests of the default tier: of those marked ``sampled(every)``, one case in every.
+
+    The stride shifts, so that it takes its turns with the values of a parameter whose number it
+    divides. The first case of a test is always among them.
+    """
+    kept: set[pytest.Item] = set()
+    numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None:
+            (every,) = mark.args
+            number = next(numbers[item.nodeid.partition("[")[0]])
+            if (number + number // every) % every:
+                continue
+        kept.add(item)
+    return kept
