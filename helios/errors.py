@@ -9,6 +9,7 @@ works. A message says what was wrong, what was found and what to do::
     ├── DuplicateError (KeyError)             a name is already in use
     ├── UsageError (RuntimeError)             an invalid call, or an invalid result of user code
     │   └── LossNotProvidedError              a step returned no loss, but one is needed
+    ├── LedgerError (RuntimeError)            a ledger is missing, damaged or of another format
     ├── MovedModuleError (ModuleNotFoundError) a module of helios-ml that has been replaced
     ├── RankError (RuntimeError)              another process of the training failed or exited
     ├── SaveError (OSError)                   the last checkpoint of a run could not be written
@@ -49,6 +50,10 @@ class UsageError(HeliosError, RuntimeError):
 
 class LossNotProvidedError(UsageError):
     """A training step returned no loss, but backward needs one."""
+
+
+class LedgerError(HeliosError, RuntimeError):
+    """A ledger is missing, damaged or of another format."""
 
 
 class MovedModuleError(HeliosError, ModuleNotFoundError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from helios.state import TrainingState
@@ -37,8 +37,42 @@ class Meter(Protocol):
         ...
 
 
+class Ledger(Protocol):
+    """Notes what each iteration was; see :mod:`helios.ledger.writer`."""
+
+    marks: list[dict[str, tuple[float, float]]]
+
+    def see(self, batches: Sequence[Any], indices: Sequence[Any] | None) -> None:
+        """Make the fingerprints of the batches of an iteration."""
+        ...
+
+    def find_optimizers(self) -> None:
+        """Search for the optimizers again."""
+        ...
+
+    def write(
+        self,
+        state: TrainingState,
+        losses: Mapping[str, Any],
+        marks: Mapping[str, tuple[float, float]],
+        *,
+        norm: Any = None,
+    ) -> None:
+        """Write the line of an iteration, at its end."""
+        ...
+
+    def end(self, state: TrainingState) -> None:
+        """Write the last line of a run that has ended."""
+        ...
+
+
 class Recorder(Protocol):
     """Writes the results of a run: checkpoints and scalars."""
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger; ``None`` if the run has none."""
+        ...
 
     def save(self, snapshot: dict[str, Any], meters: Mapping[int, Meter]) -> None:
         """Write a snapshot as a checkpoint, unless it is committed already.

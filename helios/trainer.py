@@ -96,6 +96,8 @@ class Trainer:
             file.
         allow_changes: names of settings that may differ from those in the checkpoint.
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
+        ledger: ``"steps"`` writes a line about each iteration to ``ledger.jsonl`` beside the
+            checkpoints, if there are any; ``"off"`` does not.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -155,6 +157,7 @@ class Trainer:
         resume: str | Path = "auto",
         allow_changes: Sequence[Change] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
+        ledger: Literal["steps", "off"] = "steps",
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
@@ -190,6 +193,7 @@ class Trainer:
                 resume=resume,
                 allow_changes=allow_changes,
                 on_incomplete=on_incomplete,
+                ledger=ledger,
             ),
             signals=as_signals(signals),
             engine=EngineOptions(

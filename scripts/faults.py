@@ -728,18 +728,18 @@ FAULTS = (
     ),
     Fault(
         "a checksum is a plain sum",
-        "helios/run_state/checksums.py",
+        "helios/storage/checksums.py",
         "    return zlib.crc32(whole.reshape(-1).view(np.uint8).data)",
         "    return int(whole.reshape(-1).view(np.uint8).sum())",
-        "tests/run_state/test_checksums.py"
+        "tests/storage/test_checksums.py"
         "::test_exchanged_elements_and_flipped_signs_change_every_checksum",
     ),
     Fault(
         "a checksum on a device does not weigh words",
-        "helios/run_state/checksums.py",
+        "helios/storage/checksums.py",
         " * _weights(places)",
         "",
-        "tests/run_state/test_checksums.py"
+        "tests/storage/test_checksums.py"
         "::test_exchanged_elements_and_flipped_signs_change_every_checksum",
     ),
     Fault(

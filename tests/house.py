@@ -35,6 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "launch": _TOOLS,
     "run_state": _TOOLS,
     "checkpoint": _TOOLS,
+    "ledger": _TOOLS,
     "migration": (*_TOOLS, "checkpoint"),
     "engines": (*_TOOLS, "replicas", "launch"),
     "requests": (*_TOOLS, "replicas"),
@@ -50,10 +51,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "trainer": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "launch", "run_state", "checkpoint"),
-        *("engines", "requests", "model", "plugins", "session", "loops"),
+        *("ledger", "engines", "requests", "model", "plugins", "session", "loops"),
     ),
     "chkpt_migrator": (*_TOOLS, "migration"),
-    "cli": (*_TOOLS, "checkpoint", "chkpt_migrator"),
+    "cli": (*_TOOLS, "checkpoint", "ledger", "chkpt_migrator"),
     "__main__": ("cli",),
 }
 # The trainer and what starts its runs are one room.

@@ -51,6 +51,7 @@ class Record:
         log_path: the log file.
         run_path: the folder of the event files.
         events: lengths of the event files; ``None`` if they are never truncated.
+        ledger: length and hash of the ledger up to here; ``None`` without one.
         migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
         extra: what hooks have added.
     """
@@ -81,6 +82,7 @@ class Record:
     log_path: str | None = field(default=None, metadata=_STAMP)
     run_path: str | None = field(default=None, metadata=_STAMP)
     events: dict[str, Any] | None = field(default_factory=dict, metadata=_STAMP)
+    ledger: dict[str, Any] | None = field(default=None, metadata=_STAMP)
     migrated_from: str | None = field(default=None, metadata=_STAMP)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -142,7 +144,8 @@ _FIELDS = [each for each in fields(Record) if each.name != "extra"]
 _CAPTURED = [each.name for each in _FIELDS if not each.metadata.get("is_stamp")]
 # If a key is missing, nothing was logged there, or nothing was migrated.
 _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} | {
-    "migrated_from": None
+    "ledger": None,
+    "migrated_from": None,
 }
 KEYS = tuple(each.name for each in _FIELDS)
 """The keys of a checkpoint."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,25 @@ class Saver:
     Args:
         folder: the run's folder, with its options.
         pins: whether the state is on CUDA devices.
+        before_commit: called before a checkpoint is committed, in the thread that writes it: what
+            the checkpoint relies on must be on the disk by then.
 
     Attributes:
         newest: the newest committed checkpoint; ``None`` before there is one.
         failure: the error of a save that must end the training; otherwise ``None``.
     """
 
-    def __init__(self, folder: RunFolder, *, pins: bool = False) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        pins: bool = False,
+        before_commit: Callable[[], None] | None = None,
+    ) -> None:
         self.newest: Path | None = None
         self.failure: Exception | None = None
         self._folder = folder
+        self._before_commit = before_commit
         self._buffers = HostBuffers(pins=pins) if folder.options.is_async else None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -138,6 +147,8 @@ class Saver:
 
     def _write(self, draft: Draft) -> None:
         try:
+            if self._before_commit is not None:
+                self._before_commit()
             self.newest = self._folder.commit(draft)
             self._refused = None
         except OSError as error:

@@ -38,9 +38,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "count": (int, type(None)),
     "missing": (dict,),
     "claims": (list,),
+    "ledger": (dict, type(None)),
 }
 # Keys that earlier versions did not write.
-_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": []}
+_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Sidecar:
             are counted, and if unknown.
         missing: what training has changed and the checkpoint lacks: path and reason.
         claims: components that the level takes at their word.
+        ledger: length and hash of the run's ledger up to here; ``None`` without one.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -87,6 +89,7 @@ class Sidecar:
     count: int | None = None
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     claims: list[str] = dataclasses.field(default_factory=list)
+    ledger: dict[str, Any] | None = None
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -124,12 +127,15 @@ class Sidecar:
             count=record.count_units(is_by_epoch=is_by_epoch),
             missing=record.missing,
             claims=record.claims,
+            ledger=record.ledger,
         )
 
     def to_json(self) -> str:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
+        if self.ledger is None:
+            del table["ledger"]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
         plain = json_value(extra | table)
         return json.dumps(plain | {_CHECK: _checksum(plain)}, indent=2, allow_nan=False) + "\n"

@@ -12,13 +12,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from helios.cli import export, inspect, ls, migrate, verify
+from helios.cli import diff, export, inspect, ls, migrate, verify
 from helios.errors import ArgumentError, HeliosError, UsageError
 from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
-_COMMANDS = (ls, inspect, verify, export, migrate)
+_COMMANDS = (ls, inspect, verify, diff, export, migrate)
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, and only export and migrate write files. All
@@ -39,7 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each command stores its ``run`` in the result."""
     parser = argparse.ArgumentParser(
         prog="helios",
-        description="List, inspect, verify and migrate checkpoints of Helios, and export weights.",
+        description="List, inspect, verify and migrate checkpoints of Helios, compare runs, and "
+        "export weights.",
         epilog=_EPILOG,
         formatter_class=_Formatter,
     )

@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from helios.checkpoint.status import Checked, Condition, Depth, Status, examine, survey
 from helios.cli import output
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, LedgerError
+from helios.ledger.book import FILE_NAME
+from helios.ledger.verification import LedgerStatus, verify
 
 NAME = "verify"
-SUMMARY = "compare checkpoints with their digests"
+SUMMARY = "verify every byte of checkpoints and ledgers"
 DESCRIPTION = """\
 Read checkpoints completely and compare them with the digests in their sidecars,
 or with the checksums of their containers if there is no digest. Folders are
 searched recursively, except for files that were put aside: damaged files, and
-folders named before-*.
+folders named before-*. The ledger of a folder is read, too: every line must
+follow from the one before it, and every checkpoint must belong to it.
 
 Exit code 0: all are good. 1: at least one is not. 2: wrong usage, or a folder
 without checkpoints.
@@ -42,26 +46,61 @@ def run(namespace: argparse.Namespace) -> int:
     """
     given = Path(namespace.path)
     root = given if given.is_dir() else output.existing_file(namespace.path)
-    found = []
-    for status in _examine(root):
-        found.append(status)
+    found: list[Status] = []
+    ledgers: list[LedgerStatus] = []
+    for part in _examine(root):
+        if isinstance(part, LedgerStatus):
+            ledgers.append(part)
+        else:
+            found.append(part)
         if not namespace.json:
-            output.print_lines(_line(status))
+            lines = _ledger_lines(part) if isinstance(part, LedgerStatus) else [_line(part)]
+            output.print_lines(*lines)
     if not found:
         raise ArgumentError(f"There must be a checkpoint to verify, got none in {root}.")
-    is_good = all(status.is_good for status in found)
+    is_good = all(status.is_good for status in found) and all(each.is_good for each in ledgers)
     if namespace.json:
         documents = [output.status_document(status) for status in found]
-        output.print_json({"root": str(root), "is_good": is_good, "files": documents})
+        document = {"root": str(root), "is_good": is_good, "files": documents}
+        output.print_json(document | {"ledgers": [each.as_dict() for each in ledgers]})
     return 0 if is_good else 1
 
 
-def _examine(root: Path) -> Iterator[Status]:
+def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
     if not root.is_dir():
         yield examine(root, Depth.BYTES)
         return
     for folder in survey(root, Depth.BYTES, with_moved_aside=False):
-        yield from (part for part in folder.files if part.condition is not Condition.ASIDE)
+        files = [part for part in folder.files if part.condition is not Condition.ASIDE]
+        yield from files
+        marks = {
+            part.path.name: part.sidecar.ledger
+            for part in files
+            if part.sidecar is not None and part.sidecar.ledger is not None
+        }
+        newest = files[-1].sidecar if files else None
+        has_ended = newest is not None and newest.finished is not None
+        if marks or (folder.path / FILE_NAME).exists():
+            yield _verify_ledger(folder.path, marks, has_ended=has_ended)
+
+
+def _verify_ledger(
+    folder: Path, marks: dict[str, dict[str, Any]], *, has_ended: bool
+) -> LedgerStatus:
+    try:
+        return verify(folder / FILE_NAME, marks, has_ended=has_ended)
+    except LedgerError as error:
+        return LedgerStatus(folder / FILE_NAME, findings=[str(error)])
+
+
+def _ledger_lines(verdict: LedgerStatus) -> list[str]:
+    if not verdict.is_good:
+        return [f"bad         {verdict.path}: {finding}" for finding in verdict.findings]
+    end = "the run has ended" if verdict.has_ended else "the run has not ended"
+    return [
+        f"good        {verdict.path} ({verdict.num_iterations} iterations, hash {verdict.hash}; "
+        f"{end})"
+    ]
 
 
 def _line(status: Status) -> str:

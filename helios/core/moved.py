@@ -112,7 +112,7 @@ _NEW_NAMES = {
         "trial": "data.loader_state_check",
     },
     "run_state": {
-        "bits": "run_state.checksums",
+        "bits": "storage.checksums",
         "blocks": "run_state.shared_views",
         "classes": "run_state.class_attributes",
         "costs": "run_state.save_costs",

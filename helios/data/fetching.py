@@ -19,7 +19,7 @@ from helios.data.loader import KeyedLoader, end_workers
 from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.shard import NO_BATCH
-from helios.data.sharding_plan import ReplicaIndices, ShardingPlan
+from helios.data.sharding_plan import ReplicaIndices, ShardedIteration, ShardingPlan
 
 
 def begin_pass(
@@ -117,6 +117,7 @@ class _LocalBatches(_DealtBatches):
             self.close()
             raise StopIteration
         hands, self.num_samples = turn
+        self.indices = hands
         self._following = following = next(self._turns, None)
         self.is_last = self._is_done = following is None
         number = self._batch
@@ -145,19 +146,19 @@ class _WorkerBatches(_DealtBatches):
     ) -> None:
         super().__init__(deal, position, watch)
         self._lives_on = loader.persistent_workers
-        self._ledger: deque[tuple[int, int, bool]] = deque()
+        self._under_way: deque[ShardedIteration] = deque()
         self._batches: Iterator[Any] = iter(())
-        self._batches = loader.start(position, partial(deal.walk, position, self._ledger))
-        # PyTorch reads ahead by at least one batch, so an empty ledger always means the end.
-        self._is_done = not self._ledger
+        self._batches = loader.start(position, partial(deal.walk, position, self._under_way))
+        # PyTorch reads ahead by at least one batch, so an empty list always means the end.
+        self._is_done = not self._under_way
 
     def __next__(self) -> Any:
-        if self._watch is None or not self._ledger:
+        if self._watch is None or not self._under_way:
             self.close()
             raise StopIteration
-        num_batches, self.num_samples, is_last = self._ledger.popleft()
+        (self.indices, self.num_samples), is_last = self._under_way.popleft()
         try:
-            found = [next(self._batches) for _ in range(num_batches)]
+            found = [next(self._batches) for _ in self.indices]
         except StopIteration as error:
             raise make_cut_error(self._batch) from error
         self.is_last = self._is_done = is_last

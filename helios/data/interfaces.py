@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -23,10 +23,13 @@ class BatchIterator(ABC):
         num_samples: positions of the order that all replicas of the run consumed in the last
             iteration; 0 if unknown.
         is_last: whether the last iteration ends the pass.
+        indices: those of the samples of the last iteration, a list for each replica of the process
+            with a batch (a single index if batches are not collated); ``None`` if unknown.
     """
 
     num_samples: int = 0
     is_last: bool = False
+    indices: Sequence[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         return self

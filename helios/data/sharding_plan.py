@@ -36,6 +36,18 @@ class ReplicaIndices(NamedTuple):
     num_samples: int
 
 
+class ShardedIteration(NamedTuple):
+    """An iteration whose batches are being fetched.
+
+    Attributes:
+        turn: its indices.
+        is_last: whether it ends the pass.
+    """
+
+    turn: ReplicaIndices
+    is_last: bool
+
+
 @final
 class ShardingPlan:
     """The iterations of a pass, from any position.
@@ -92,24 +104,22 @@ class ShardingPlan:
             num_items = sum(map(len, window)) if self._is_listed else len(window)
             yield ReplicaIndices(self._hand_out(window, replicas), num_items * self._weight)
 
-    def walk(self, position: Position, ledger: deque[tuple[int, int, bool]]) -> Iterator[Keyed]:
+    def walk(self, position: Position, under_way: deque[ShardedIteration]) -> Iterator[Keyed]:
         """Iterate over the batches of this process, iteration by iteration, each with its key.
 
-        An iteration without a batch for this process has an entry in the ledger only, added by the
-        step that raises ``StopIteration``.
+        An iteration without a batch for this process is only listed as under way, by the step that
+        raises ``StopIteration``.
 
         Args:
             position: where the pass starts.
-            ledger: gets an entry for each iteration before its batches: the number of replicas of
-                the process with a batch, the positions that all replicas of the run consume, and
-                whether it ends the pass.
+            under_way: gets each iteration before its batches.
         """
         keys = [replace(position, replica=replica).fetch_keys() for replica in self.share.block]
         turns, batch = self.turns(position), position.batch
         following = next(turns, None)
         while following is not None:
             turn, following = following, next(turns, None)
-            ledger.append((len(turn.hands), turn.num_samples, following is None))
+            under_way.append(ShardedIteration(turn, following is None))
             for series, indices in zip(keys, turn.hands, strict=False):
                 yield Keyed(series.at(batch), indices)
             batch += 1

@@ -48,9 +48,10 @@ class Clipping:
         """The names of the limits that are set."""
         return [name for name, value in dataclasses.asdict(self).items() if value is not None]
 
-    def apply(self, parameters: Sequence[Tensor]) -> None:
-        """Clip the gradients of parameters, in place."""
+    def apply(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Clip the gradients of parameters, in place; returns their norm if it is limited."""
         if self.clip_norm is not None:
-            clip_grad_norm_(parameters, self.clip_norm)
-        elif self.clip_value is not None:
+            return clip_grad_norm_(parameters, self.clip_norm)
+        if self.clip_value is not None:
             clip_grad_value_(parameters, self.clip_value)
+        return None

@@ -47,6 +47,8 @@ class Engine(ComponentState):
         device: the device of the training.
         sends_early: whether gradients are sent during backward.
         clips: whether :meth:`clip_gradients` does anything.
+        gradient_norm: the norm of the gradients before ``clip_norm`` was last applied; ``None``
+            before that.
         unsaved: names of attributes that training changes and that no checkpoint needs.
 
     Raises:
@@ -57,7 +59,7 @@ class Engine(ComponentState):
 
     _internals: ClassVar[str] = (
         "_bucket_bytes _clipping _gradients _is_scaled _open_micro_batches _precision _replicas "
-        "_scaler clips sends_early"
+        "_scaler clips gradient_norm sends_early"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
@@ -80,6 +82,7 @@ class Engine(ComponentState):
         self._bucket_bytes = bucket_bytes
         self._precision = precision
         self._clipping = Clipping(clip_norm, clip_value)
+        self.gradient_norm: Tensor | None = None
         self.replicas = Replicas()
         self._open_micro_batches = 0
         self._scaler: LossScaler | None = None
@@ -213,7 +216,7 @@ class Engine(ComponentState):
             optimizer: the optimizer of the parameters.
         """
         self.unscale_gradients(optimizer)
-        self._clipping.apply(parameters_of(optimizer))
+        self.gradient_norm = self._clipping.apply(parameters_of(optimizer))
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters, and return whether the step was committed.

@@ -14,6 +14,7 @@ from helios.loops.boundary import CUT, EPOCH, STEP, WINDOW, Boundary
 from helios.loops.evaluation import ValidationLoop
 from helios.loops.loop import Loop, make_stray_stop, require
 from helios.loops.uneven_inputs import EvenBatches
+from helios.protocols import Ledger
 
 _LOGGER = logging.getLogger(__name__)
 _NONE = NoBatches("EpochLoop.batches")
@@ -23,8 +24,8 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _internals: ClassVar[str] = (
-        "_batches _boundary _has_left _is_complete _is_over _kind _num_done _timer batch_loop "
-        "val_loop"
+        "_batches _boundary _has_left _is_complete _is_over _kind _ledger _num_done _timer "
+        "batch_loop val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
@@ -37,6 +38,7 @@ class EpochLoop(Loop):
         self._batches: BatchIterator = _NONE
         self._kind = STEP
         self._timer = AverageTimer()
+        self._ledger: Ledger | None = None
         self._is_over = False
         self._is_complete = False
         self._has_left = False
@@ -76,6 +78,9 @@ class EpochLoop(Loop):
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
         session.turns.begin_epoch()
+        self._ledger = None if session.recorder is None else session.recorder.ledger
+        if self._ledger is not None:
+            self._ledger.find_optimizers()
         session.display.start_epoch(cursor.epoch, total, cursor.batch)
         self._timer.start()
 
@@ -95,6 +100,9 @@ class EpochLoop(Loop):
         state, context, turns = session.state, session.context, session.turns
         batches = self._batches
         found = next(batches)
+        if self._ledger is not None:
+            self._ledger.see(found, batches.indices)
+            turns.carry(self._ledger.marks)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         train = (self.batch_loop or require(self.batch_loop)).enter
         try:
@@ -281,6 +289,10 @@ class EpochLoop(Loop):
         has_stepped = state.is_step_boundary and state.is_step_committed
         if session.display.is_shown:
             session.display.advance(session.model.loss_items, num_samples, has_stepped)
+        if self._ledger is not None:
+            norm, session.engine.gradient_norm = session.engine.gradient_norm, None
+            losses = session.model.loss_items
+            self._ledger.write(state, losses, session.turns.summed_marks, norm=norm)
         session.cursor.batch += 1
         session.cursor.sample += num_samples
         state.dataset_iter += 1

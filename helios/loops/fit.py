@@ -121,7 +121,10 @@ class FitLoop(Loop):
 
     def on_run_end(self) -> str:
         """Emit the end of training; returns the reason, empty after an interruption."""
-        self._session.check_alike()
-        if not self._session.is_interrupted:
-            self._session.hooks.emit("on_training_end")
-        return self._session.agreed.stop_reason
+        session = self._session
+        session.check_alike()
+        if not session.is_interrupted:
+            if session.recorder is not None and session.recorder.ledger is not None:
+                session.recorder.ledger.end(session.state)
+            session.hooks.emit("on_training_end")
+        return session.agreed.stop_reason

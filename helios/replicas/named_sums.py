@@ -15,6 +15,10 @@ from helios.replicas.point_to_point import PointToPoint
 from helios.replicas.reduction_tree import tree_sum
 
 _Scores: TypeAlias = dict[str, tuple[float, float]]
+Marks: TypeAlias = Mapping[str, tuple[float, float]]
+"""Pairs of numbers of a replica that are added with its losses, and not averaged, by name."""
+MARK = "\0"
+"""Begins the names of marks."""
 
 
 def _add_scores(left: _Scores, right: _Scores) -> _Scores:
@@ -35,19 +39,22 @@ def _add_up(tables: list[_Scores]) -> _Scores:
 
 
 def _as_scores(tables: Sequence[Mapping[str, Any]]) -> list[_Scores]:
-    """Return losses as sums with weight 1."""
+    """Return losses as sums with weight 1, and marks as they are."""
     scores: list[_Scores] = []
     for table in tables:
         scores.append({})
         for name, loss in table.items():
-            scores[-1][name] = (float(loss), 1.0)
+            scores[-1][name] = loss if isinstance(loss, tuple) else (float(loss), 1.0)
     return scores
 
 
-def _means(sums: _Scores) -> dict[str, Tensor]:
-    dtype, means = torch.get_default_dtype(), {}
+def _means(sums: _Scores) -> dict[str, Any]:
+    dtype, means = torch.get_default_dtype(), dict[str, Any]()
     for name, (total, weight) in sums.items():
-        means[name] = torch.tensor(total / weight, dtype=dtype)
+        if name.startswith(MARK):
+            means[name] = (total, weight)
+        else:
+            means[name] = torch.tensor(total / weight, dtype=dtype)
     return means
 
 
@@ -124,15 +131,16 @@ class NumberReducer:
         ]
         return _add_up(self._exchange(numbers))
 
-    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the mean of each name over the replicas that have it, in sorted order.
 
         Args:
             tables: losses of each replica of this process by name: numbers, or tensors of one
-                element.
+                element. A pair of numbers whose name begins with :data:`MARK` is only added.
 
         Returns:
-            Tensors without dimensions, of torch's default type, summed in float64.
+            Tensors without dimensions, of torch's default type, summed in float64; the sums of
+            pairs.
         """
         return _means(_add_up(self._exchange(_as_scores(tables))))
 
@@ -144,7 +152,7 @@ class NumberReducer:
         """
         return self._pad(self._as_rows(_as_scores(tables))).flatten()
 
-    def read_losses(self, tables: Sequence[Mapping[str, Any]], rows: Tensor) -> dict[str, Tensor]:
+    def read_losses(self, tables: Sequence[Mapping[str, Any]], rows: Tensor) -> dict[str, Any]:
         """Return what :meth:`mean_losses` returns, from the rows that all processes have written.
 
         Args:

@@ -8,8 +8,9 @@ replica. With a single replica there is one key per iteration, and nothing is co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, final
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from helios.core import rng
 from helios.errors import UsageError
+from helios.replicas.named_sums import Marks
 from helios.replicas.replicas import Replicas
 from helios.replicas.turn_protocols import Collector, ReplicaWatcher, StepWatcher, TrainedModel
 from helios.replicas.window_exchange import Announcer, WindowExchange
@@ -35,6 +37,7 @@ class Turns(ABC):
             collected.
         is_over: whether the last of several replicas has finished this iteration.
         has_message: whether a message is pending that :meth:`receive` reads.
+        summed_marks: those of the iteration, summed over all replicas, after its last turn.
     """
 
     replica: int = 0
@@ -43,6 +46,15 @@ class Turns(ABC):
     begins_window: bool = False
     is_over: bool = False
     has_message: bool = False
+    summed_marks: Marks = MappingProxyType({})
+
+    @abstractmethod
+    def carry(self, marks: Sequence[Marks]) -> None:
+        """Add marks over all replicas, together with the losses of this iteration.
+
+        Args:
+            marks: those of each replica of this process, of the same names in all processes.
+        """
 
     def begin_epoch(self) -> None:
         """Begin an epoch. Hooks may have changed the networks."""
@@ -162,6 +174,10 @@ class LoneTurns(Turns):
         """Set the random numbers of the iteration."""
         rng.reseed(self._keys.at(iteration))
 
+    def carry(self, marks: Sequence[Marks]) -> None:
+        """Keep those of the only replica."""
+        (self.summed_marks,) = marks
+
 
 @final
 class SharedTurns(Turns):
@@ -203,6 +219,10 @@ class SharedTurns(Turns):
     def _turn_to(self, replica: int) -> None:
         self.replica = replica
         self.is_first, self.is_last = replica == self._first, replica == self._last
+
+    def carry(self, marks: Sequence[Marks]) -> None:
+        """Send marks with the losses."""
+        self._exchange.marks = marks
 
     def begin_epoch(self) -> None:
         """Search for buffers again when the next window opens."""
@@ -290,6 +310,7 @@ class SharedTurns(Turns):
             self.receive()
         self._watch.report()
         means = self._exchange.take_means(table)
+        self.summed_marks = self._exchange.summed
         table.clear()
         table.update(means)
 

@@ -37,7 +37,7 @@ class WindowResult:
     """
 
     flags: Sequence[bool]
-    means: dict[str, Tensor] | None
+    means: dict[str, Any] | None
     content: Tensor
 
 
@@ -177,7 +177,7 @@ class Replicas:
             with collective("Replicas.barrier"):
                 dist.barrier(group=control_group())
 
-    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the mean of each loss over the replicas that have it, by name.
 
         Args:

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from helios.errors import UsageError
-from helios.run_state.checksums import bit_sum
 from helios.run_state.discovery import Discovery
+from helios.storage.checksums import bit_sum
 
 Costs: TypeAlias = Mapping[str, Mapping[str, float]]
 """Seconds by owner and path."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -85,3 +85,19 @@ class Networks:
         if known is None:
             known = self._known[id(module)] = module, Network(module)
         return known[1]
+
+
+def name_weights(
+    networks: Mapping[str, nn.Module], loose: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return all parameters by name, those of a network under its path.
+
+    Args:
+        networks: networks by path.
+        loose: parameters outside of networks, by path.
+    """
+    found = dict(loose)
+    for path, module in networks.items():
+        for name, parameter in Network(module).parameters:
+            found[f"{path}.{name}"] = parameter
+    return found

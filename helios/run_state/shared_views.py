@@ -25,12 +25,12 @@ from helios.core.memory import (
     tensor_on,
 )
 from helios.run_state.changes import Changes, PlainValues, place_of
-from helios.run_state.checksums import tensor_sum
 from helios.run_state.module_state import Parameters, storages_of
 from helios.run_state.owner_scan import OwnerScan
 from helios.run_state.plain_values import Storages
 from helios.run_state.tied_tensors import tensors_of_networks, ties_of
 from helios.run_state.walk_result import WalkResult
+from helios.storage.checksums import tensor_sum
 
 _Tensors: TypeAlias = Mapping[str, Tensor]
 _Layout: TypeAlias = dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]

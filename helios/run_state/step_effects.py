@@ -15,13 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from helios.core.generators import state_of_generator
 from helios.protocols import Stateful
-from helios.run_state.checksums import bit_sum
 from helios.run_state.class_attributes import class_marks
 from helios.run_state.owner_scan import OwnerScan
 from helios.run_state.plain_values import Identities
 from helios.run_state.state_dict_coverage import Coverage
 from helios.run_state.value_scan import look_at
 from helios.run_state.walk_result import Slot, WalkResult
+from helios.storage.checksums import bit_sum
 
 
 @final

@@ -25,8 +25,8 @@ from helios.core.memory import (
     storage_of,
 )
 from helios.run_state import unsupported_values
-from helios.run_state.checksums import array_sum, tensor_sum
 from helios.run_state.plain_values import Storages, Target
+from helios.storage.checksums import array_sum, tensor_sum
 from helios.storage.user_types import Alias
 
 # The token before those of a part. No atom is a bytearray, so nothing else looks like it.

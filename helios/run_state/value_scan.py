@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from helios.core.memory import has_plain_bytes
 from helios.run_state import unsupported_values
-from helios.run_state.checksums import array_sum
 from helios.run_state.plain_values import (
     ATOMS,
     FACTORIES,
@@ -55,6 +54,7 @@ from helios.run_state.value_hash import (
     Marks,
     look_at_atom,
 )
+from helios.storage.checksums import array_sum
 
 MAX_DEPTH = 100
 """Maximum depth of plain values: reading and writing files is recursive."""

@@ -16,7 +16,7 @@ from helios.data.keyed import Keyed, KeyedBatchSampler, KeyedDataset
 from helios.data.order import Position, PositionalOrder
 from helios.data.samplers import ResumableRandomSampler, ResumableSequentialSampler
 from helios.data.shard import LONE
-from helios.data.sharding_plan import ShardingPlan
+from helios.data.sharding_plan import ShardedIteration, ShardingPlan
 from helios.data.source import open_source
 from tests.data.datasets import Augmented, Indices, Lone, draw, join
 
@@ -98,17 +98,24 @@ def test_the_key_depends_on_everything_that_names_a_batch() -> None:
     assert Position(run_seed=7, epoch=3).fetch_keys().at(2) == rng.key(7, "fetch", 3, 2, 0)
 
 
-def test_the_ledger_tells_of_each_batch_though_torch_reads_ahead() -> None:
+def test_each_batch_is_listed_as_under_way_though_torch_reads_ahead() -> None:
     batches, deal = make_batches(10, 4), make_deal(10, 4)
-    ledger: deque[tuple[int, int, bool]] = deque()
-    batches.seek(partial(deal.walk, Position(), ledger))
+    under_way: deque[ShardedIteration] = deque()
+    batches.seek(partial(deal.walk, Position(), under_way))
     iter(batches)  # torch calls iter() twice, and steps through the second only
     steps = iter(batches)
     next(steps)
     next(steps)
-    assert list(ledger) == [(1, 4, False), (1, 4, False)]
+    assert [(len(turn.hands), *turn[1:], is_last) for turn, is_last in under_way] == [
+        (1, 4, False),
+        (1, 4, False),
+    ]
     next(steps)
-    assert list(ledger) == [(1, 4, False), (1, 4, False), (1, 2, True)]
+    assert [(*map(len, turn.hands), is_last) for turn, is_last in under_way] == [
+        (4, False),
+        (4, False),
+        (2, True),
+    ]
 
 
 class TwoWays(Indices):

@@ -15,7 +15,7 @@ from tests.support.kills import (
     run_in_child,
     train_in_child,
 )
-from tests.support.resume import assert_equal, assert_events_join
+from tests.support.resume import assert_equal, assert_equal_ledgers, assert_events_join
 from tests.support.runs import Outcome, Setting, train
 
 _SETTING = Setting(total_steps=9, chkpt_frequency=2, valid_frequency=4)
@@ -36,9 +36,15 @@ _EVENTS = (
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the undisturbed run."""
+    return tmp_path_factory.mktemp("undisturbed") / "run"
+
+
+@pytest.fixture(scope="module")
+def whole(undisturbed: Path) -> Outcome:
     """Return the undisturbed run."""
-    return train(tmp_path_factory.mktemp("undisturbed") / "run", _SETTING)
+    return train(undisturbed, _SETTING)
 
 
 def _last_saved(folder: Path) -> int:
@@ -46,7 +52,9 @@ def _last_saved(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("event", _EVENTS)
-def test_a_kill_in_an_event_costs_no_bit(event: str, whole: Outcome, tmp_path: Path) -> None:
+def test_a_kill_in_an_event_costs_no_bit(
+    event: str, whole: Outcome, undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     iteration = 0 if event in ("on_validation_end", "on_training_end", "teardown") else 5
     assert train_in_child(folder, _SETTING, KillAt(event, iteration)) == -9
@@ -57,6 +65,7 @@ def test_a_kill_in_an_event_costs_no_bit(event: str, whole: Outcome, tmp_path: P
         assert_equal(resumed, whole, since=since)
     else:
         assert event == "teardown"
+    assert_equal_ledgers(folder, undisturbed)
 
 
 # A kill after an operation leaves the files that a kill before the next one leaves.
@@ -65,7 +74,7 @@ def test_a_kill_in_an_event_costs_no_bit(event: str, whole: Outcome, tmp_path: P
     [pytest.param(False, id="before"), pytest.param(True, id="after", marks=pytest.mark.full)],
 )
 def test_a_kill_at_any_file_operation_costs_no_bit(
-    is_after: bool, whole: Outcome, tmp_path: Path
+    is_after: bool, whole: Outcome, undisturbed: Path, tmp_path: Path
 ) -> None:
     number, is_reached = 0, True
     while is_reached:
@@ -84,6 +93,7 @@ def test_a_kill_at_any_file_operation_costs_no_bit(
         resumed = outcome_of(folder)
         if resumed.has_ended:
             assert_equal(resumed, whole, since=since)
+        assert_equal_ledgers(folder, undisturbed)
     assert number > 25, "a run of five saves must have reached more file operations"
 
 
@@ -93,10 +103,10 @@ def test_a_kill_behind_the_last_checkpoint_leaves_the_same_events_to_come(
     """R4: the last poll follows again, then the ends of epoch and training."""
     written_at_once = {"store": helios.CheckpointStore(is_async=False)}
     setting = dataclasses.replace(_SETTING, valid_frequency=3, options=written_at_once)
-    undisturbed = train(tmp_path / "undisturbed", setting)
+    sync = train(tmp_path / "undisturbed", setting)
     folder = tmp_path / "killed"
     assert train_in_child(folder, setting, KillAt("on_training_epoch_end", 9)) == -9
     assert _last_saved(folder) == 9
     resumed = train(folder, setting)
-    assert_events_join(resumed, undisturbed, since=9)
+    assert_events_join(resumed, sync, since=9)
     assert resumed.events[4:][0] == ("should_training_stop",)

@@ -105,6 +105,7 @@ def test_losses_are_read_only_when_they_are_logged(tmp_path: Path) -> None:
             table["loss"] = table["loss"].as_subclass(Watched)
 
     setting = dataclasses.replace(_setting(tmp_path), total_steps=12, print_frequency=6)
+    setting.options["ledger"] = "off"
     train(tmp_path / "run", dataclasses.replace(setting, validates=False), Wrap("wrap"))
     assert len(read) == 2
 

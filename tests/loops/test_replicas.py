@@ -905,6 +905,7 @@ def test_what_one_process_asks_for_ends_the_run_on_all(what: str, num_processes:
 class Saver:
     """Keeps what a session saves, in memory."""
 
+    ledger = None
     logs_scalars = False
     has_failed = False
 

@@ -126,7 +126,6 @@ def _train(
     return found, end
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_processes", [1, 2, 3])
 @pytest.mark.parametrize(("num_replicas", "window"), [(3, 1), (3, 2), (4, 2), (5, 3)])
 def test_each_replica_has_its_own_in_a_window(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from helios.run_state import shared_views
-from helios.run_state.checksums import tensor_sum
 from helios.run_state.save_costs import Costs
+from helios.storage.checksums import tensor_sum
 from tests.run_state.owners import Owner, bits, resumed, started, through_a_file
 
 LENGTH = 10_000

@@ -63,6 +63,7 @@ DEFAULTS: dict[str, Any] = {
     "resume": "auto",
     "allow_changes": (),
     "on_incomplete": "warn",
+    "ledger": "steps",
     "sanity_steps": 0,
     "batch_limits": None,
 }
@@ -594,6 +595,7 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "resume": "never",
         "allow_changes": ("seed",),
         "on_incomplete": "raise",
+        "ledger": "off",
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
     }

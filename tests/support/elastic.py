@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 import helios
 from helios.core import rng
+from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.support.runs import digest
@@ -216,11 +217,13 @@ class Bits:
         turns: by iteration and replica: ids, loss and images.
         means: by iteration: the mean loss, and what hooks drew before the turns and after them.
         state: digests of the parts of the last checkpoint.
+        ledger: the lines of the ledger.
     """
 
     turns: dict[tuple[int, int], dict[str, Any]]
     means: dict[int, dict[str, Any]]
     state: dict[str, str]
+    ledger: list[str] = dataclasses.field(default_factory=list)
 
 
 def read_bits(folder: Path) -> Bits:
@@ -241,6 +244,7 @@ def read_bits(folder: Path) -> Bits:
         turns=_collect(_read(folder, "turns"), lambda line: (line["iteration"], line["replica"])),
         means=_collect(_read(folder, "means"), lambda line: line["iteration"]),
         state={name: digest(part) for name, part in parts.items()},
+        ledger=newest.with_name(FILE_NAME).read_text().splitlines(),
     )
 
 
@@ -254,6 +258,7 @@ def assert_same(found: Bits, expected: Bits) -> None:
         assert found.means[number] == line, f"the means of iteration {number} differ"
     different = [name for name, bits in expected.state.items() if found.state.get(name) != bits]
     assert not different, f"{different} differ at the end"
+    assert found.ledger == expected.ledger
 
 
 def fingerprint(bits: Bits) -> str:

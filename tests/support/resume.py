@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from helios.ledger.book import FILE_NAME
 from tests.support import tier
 from tests.support.runs import Outcome
 
@@ -23,10 +24,11 @@ def iteration_of(path: Path) -> int:
 
 
 def copy_checkpoint(path: Path, root: Path) -> Path:
-    """Copy one checkpoint with its sidecar into a folder of a fresh run."""
+    """Copy one checkpoint with its sidecar into a folder of a fresh run, and the whole ledger."""
     folder = root / path.parent.name
     folder.mkdir(parents=True)
-    for source in (path, path.with_suffix(".json")):
+    ledger = path.with_name(FILE_NAME)
+    for source in (path, path.with_suffix(".json"), *([ledger] if ledger.exists() else [])):
         shutil.copy(source, folder / source.name)
     return root
 
@@ -39,6 +41,15 @@ def assert_equal(resumed: Outcome, whole: Outcome, *, since: int) -> None:
     different = [name for name, bits in whole.bits().items() if found.get(name) != bits]
     assert not different, f"{different} differ at the end, resumed after iteration {since}"
     assert resumed.cursor == whole.cursor
+
+
+def assert_equal_ledgers(folder: Path, other: Path) -> None:
+    """Assert that the ledgers of two runs, if they have any, are the same file byte for byte."""
+    found, expected = (sorted(root.glob(f"*/{FILE_NAME}")) for root in (folder, other))
+    assert [path.parent.name for path in found] == [path.parent.name for path in expected]
+    for path, same in zip(found, expected, strict=True):
+        lines = zip(path.read_bytes().split(b"\n"), same.read_bytes().split(b"\n"), strict=True)
+        assert not [pair for pair in lines if pair[0] != pair[1]][:2]
 
 
 def assert_events_join(resumed: Outcome, whole: Outcome, *, since: int) -> None:
@@ -85,6 +96,7 @@ def resume_everywhere(
             finished += 1
             continue
         assert_equal(resumed, whole, since=since)
+        assert_equal_ledgers(folder / f"resumed-{number}", folder / "whole")
         if compares_events:
             assert_events_join(resumed, whole, since=since)
     assert finished == 1, "only the last checkpoint is that of a finished run, which does nothing"

@@ -18,6 +18,7 @@ from helios.core.scalars import as_numbers
 from helios.distributed.process_groups import has_failed
 from helios.engines.engine import Engine
 from helios.errors import UsageError
+from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
 from helios.protocols import Meter
 from helios.run_state.state_size import storage_sizes
@@ -130,10 +131,20 @@ class FitRecorder:
         self._saver: Saver | None = None
         self._scores = ScoreLog()
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
+        self._ledger = start.ledger
         if start.folder is not None:
-            self._saver = Saver(start.folder, pins=engine.device.type == "cuda")
+            self._saver = Saver(
+                start.folder,
+                pins=engine.device.type == "cuda",
+                before_commit=None if start.ledger is None else start.ledger.sync,
+            )
             self._saver.newest = self._newest
             model.discovery.values.limit = start.folder.options.max_plain_bytes
+
+    @property
+    def ledger(self) -> LedgerWriter | None:
+        """The ledger; ``None`` if the run has none."""
+        return None if self._ledger is None else self._ledger.writer
 
     def prepare(self, state: TrainingState) -> None:
         """Allocate memory for the first save, and warn if the disk is too small.
@@ -195,6 +206,7 @@ class FitRecorder:
             options=self._definition,
             machine=self._machine,
             resumed_from=self._start.origin,
+            ledger=None if self._ledger is None else self._ledger.mark(),
             **_log_places(),
         )
         stem = file_names.stem(self._name, *record.place)
@@ -278,6 +290,8 @@ class FitRecorder:
 
         def conclude() -> None:
             saver.finish()
+            if self._ledger is not None:
+                self._ledger.sync()
             if reason is None or saver.newest is None or self._is_past_its_end(saver.newest):
                 return
             try:
@@ -304,3 +318,5 @@ class FitRecorder:
         """Wait for saves in progress, whatever has happened."""
         if self._saver is not None:
             self._saver.close()
+        if self._ledger is not None:
+            self._ledger.close()

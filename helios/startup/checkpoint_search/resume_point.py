@@ -20,6 +20,7 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError
 from helios.replicas.replicas import Replicas
+from helios.startup.building.run_ledger import RunLedger
 from helios.startup.checkpoint_search.run_folder import SHARING, open_folder
 from helios.startup.launching.on_all_ranks import on_each, on_first
 from helios.startup.launching.process_plan import Stored
@@ -41,6 +42,7 @@ class Start:
         changes: changes that were allowed, in all starts of the run.
         is_shortened: whether this run is shorter than the one that wrote the checkpoint.
         lock: keeps a second run out of the folder during the call; rank 0 holds it.
+        ledger: the run's ledger, once it is open; ``None`` without one.
     """
 
     folder: RunFolder | None = None
@@ -50,6 +52,7 @@ class Start:
     changes: list[str] = field(default_factory=list)
     is_shortened: bool = False
     lock: FolderLock | None = None
+    ledger: RunLedger | None = None
 
     def forget_payload(self) -> None:
         """Release the checkpoint's content, once it is loaded."""

@@ -44,6 +44,7 @@ class CheckpointOptions:
     resume: Any
     allow_changes: Sequence[str]
     on_incomplete: str
+    ledger: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chkpt_root", as_folder("chkpt_root", self.chkpt_root))
@@ -55,6 +56,9 @@ class CheckpointOptions:
         if self.on_incomplete not in ("warn", "raise"):
             rule = '"warn" or "raise"'
             raise refusal("on_incomplete", rule, self.on_incomplete, "Omit it for a warning.")
+        if self.ledger not in ("steps", "off"):
+            rule = '"steps" or "off"'
+            raise refusal("ledger", rule, self.ledger, "Omit it for a line per iteration.")
         object.__setattr__(self, "allow_changes", _as_changes(self.allow_changes))
         if self.store is not None and not isinstance(self.store, CheckpointStore):
             raise refusal("store", "a CheckpointStore", self.store, "Pass CheckpointStore(...).")
@@ -67,6 +71,11 @@ class CheckpointOptions:
         if self.chkpt_root is None:
             rule = "a folder with resume=<path>"
             raise refusal("chkpt_root", rule, None, "Pass the folder for new checkpoints.")
+
+    @property
+    def writes_ledger(self) -> bool:
+        """Whether checkpoints are written, and a ledger beside them."""
+        return self.can_save and self.ledger != "off"
 
     @property
     def can_save(self) -> bool:

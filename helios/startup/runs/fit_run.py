@@ -20,6 +20,7 @@ from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
+from helios.startup.building.run_ledger import open_ledger
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
@@ -200,6 +201,17 @@ class FitRun(Run):
             record=self._record,
             claim=claim,
         )
+        identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
+        folder = self._start.folder
+        if folder is not None and self.options.checkpoints.writes_ledger:
+            self._start.ledger = open_ledger(
+                folder.path,
+                self.model,
+                self.replicas,
+                identity,
+                record=self._record,
+                is_branch=self._start.is_branch,
+            )
         recorder = run_outputs.FitRecorder(
             self._name,
             self.model,
@@ -207,9 +219,7 @@ class FitRun(Run):
             reproducibility=reproducibility,
             engine=self.engine,
             schedule=self.options.schedule,
-            definition=self._identify(source)
-            | {"fingerprint": source.description.get("fingerprint")}
-            | run_identity.limits(self.options.schedule),
+            definition=identity | run_identity.limits(self.options.schedule),
         )
         self._settings.callback(recorder.close)
         loaded = self._start.loaded

@@ -1,0 +1,183 @@
+"""The file of a ledger, which a resume cuts back to the line of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+from helios.ledger import line
+from helios.storage import files
+
+_LOGGER = logging.getLogger(__name__)
+FILE_NAME = "ledger.jsonl"
+EVERY = 1_000
+_MOST_PENDING = 64
+
+
+@final
+class Book:
+    """Appends lines to the ledger of a run; closed until :meth:`open` is called.
+
+    A disk that refuses a write does not stop the training: the lines wait in memory, and the next
+    write tries again. Only a checkpoint needs them on the disk: see :meth:`sync`.
+
+    Args:
+        folder: the run's folder.
+        run: hash of the run's definition.
+
+    Attributes:
+        every: the number of steps between two hashes of the weights, as at the first start.
+    """
+
+    def __init__(self, folder: Path, *, run: str) -> None:
+        self.every = EVERY
+        self._path = folder / FILE_NAME
+        self._run = run
+        self._handle: BinaryIO | None = None
+        self._lock = threading.Lock()
+        self._pending: list[bytes] = []
+        self._chain = ""
+        self._size = 0
+        self._written = 0
+        self._is_open = False
+        self._has_failed = False
+
+    def open(self, mark: Mapping[str, Any] | None, *, after: int) -> None:
+        """Begin a ledger, or continue the one of a checkpoint.
+
+        A ledger of another run, or one that does not match the checkpoint, is renamed.
+
+        Args:
+            mark: the result of :meth:`mark` in the checkpoint; ``None`` if it has none.
+            after: the last iteration before the first new line.
+        """
+        self.close()
+        self._is_open = True
+        if mark is not None and self._cut_back(mark):
+            return
+        self._chain, self._size, self._written = "", 0, 0
+        head = {"ledger": line.VERSION, "run": self._run}
+        head |= {"every": self.every, "after": after}
+        self.append(json.dumps(head, separators=(",", ":"))[:-1])
+        try:
+            self._move_aside(self._pending[0])
+        except OSError as error:
+            self._report(error)
+
+    def append(self, body: str) -> None:
+        """Append a line.
+
+        Args:
+            body: a JSON object without its closing brace.
+        """
+        data, self._chain = line.seal(body, self._chain)
+        self._size += len(data)
+        self._pending.append(data)
+        if len(self._pending) >= _MOST_PENDING:
+            self._try_write()
+
+    def mark(self) -> dict[str, Any]:
+        """Return size and hash of the ledger up to here, for a checkpoint."""
+        self._try_write()
+        return {"size": self._size, "hash": self._chain, "every": self.every}
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk; another thread may call this.
+
+        Raises:
+            OSError: if the disk refuses them.
+        """
+        self._write()
+        handle = self._handle
+        if handle is not None:
+            files.fsync(handle)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        if self._is_open:
+            self._try_write()
+        self._is_open = False
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.close()
+        self._pending.clear()
+
+    def _cut_back(self, mark: Mapping[str, Any]) -> bool:
+        """Truncate the ledger to a mark; returns whether it matches."""
+        size, chain = mark["size"], mark["hash"]
+        tail = f'"{chain}"}}\n'.encode()
+        try:
+            with self._path.open("rb") as handle:
+                handle.seek(size - len(tail))
+                found = handle.read(len(tail))
+            if found == tail:
+                files.truncate(self._path, size)
+                self._handle = self._path.open("r+b", buffering=0)
+        except OSError as error:
+            self._warn(f"cannot be read ({error})")
+            return False
+        if found != tail:
+            self._warn("is not the one of the checkpoint, or was cut off or changed")
+            return False
+        self.every = mark["every"]
+        self._chain, self._size, self._written = chain, size, size
+        return True
+
+    def _warn(self, what: str) -> None:
+        _LOGGER.warning(
+            "The ledger %s %s. Training continues with a new ledger, which begins after the "
+            "checkpoint, so `helios verify` will report that lines are missing. To keep them, stop "
+            "and put the file back.",
+            self._path,
+            what,
+        )
+
+    def _move_aside(self, head: bytes) -> None:
+        """Rename a ledger of another run or another start; the same start writes it again."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as handle:
+            if head.startswith(handle.read(len(head))):
+                return
+        number, target = 1, self._path
+        while target.exists():
+            target = self._path.with_name(f"{self._path.stem}.before-{number}{self._path.suffix}")
+            number += 1
+        files.replace(self._path, target)
+        _LOGGER.warning("The ledger that was found in %s is now %s.", self._path.parent, target)
+
+    def _try_write(self) -> None:
+        try:
+            self._write()
+        except (OSError, MemoryError) as error:
+            self._report(error)
+
+    def _write(self) -> None:
+        with self._lock:
+            if not self._is_open or not self._pending:
+                return
+            if self._handle is None:
+                self._handle = files.create(self._path)
+            # Another line may be appended meanwhile.
+            count = len(self._pending)
+            data = b"".join(self._pending[:count])
+            # After a failure, a part of the lines may already be in the file.
+            self._handle.seek(self._written)
+            files.write(self._handle, data)
+            self._written += len(data)
+            del self._pending[:count]
+            self._has_failed = False
+
+    def _report(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            _LOGGER.error(
+                "Could not write the ledger %s: %s. Training continues, and the next write tries "
+                "again; no checkpoint is saved without its lines.",
+                self._path,
+                error,
+            )

@@ -1,0 +1,171 @@
+"""Compares two ledgers: where two runs came apart, in what, and what may have caused it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import Any
+
+from helios.errors import LedgerError
+from helios.ledger.line import TAIL_BYTES, read_float
+from helios.ledger.reading import find_ledger, parse_header, read_lines
+
+ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
+NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"
+_KEYS = (
+    (RATES, ("lr",)),
+    (NUMERICS, ("loss", "norm", "skipped")),
+    (WEIGHTS, ("weights", "optimizer")),
+)
+_FIRST = "the seed and the code that make the first weights"
+_CAUSES: Mapping[str, tuple[str, ...]] = {
+    ORDER: (
+        "another random_seed, sampler or shuffle option",
+        "another number of samples, batch size or number of replicas",
+    ),
+    CONTENT: (
+        "changed values in the data set",
+        "other code or random numbers of the augmentation",
+        "another version of a library that reads or transforms samples",
+    ),
+    RATES: ("other options of the optimizer or scheduler, or code that sets the rate",),
+    NUMERICS: (
+        "other code or options of the model, the loss or the optimizer",
+        "random numbers that do not come from the run's generators",
+        "another number of threads, library version, processor or GPU",
+        "weights that were changed between two starts, or computed wrongly by a device",
+    ),
+    WEIGHTS: (
+        "code that changes weights without effect on the losses so far",
+        "another number of threads, library version, processor or GPU",
+    ),
+    COUNTERS: ("another length of epochs or of accumulation windows",),
+}
+
+
+@dataclass
+class Difference:
+    """The result of :func:`diff`.
+
+    Attributes:
+        first, second: the two ledgers.
+        num_equal: iterations that are equal in both, from the first one on.
+        iteration: the first iteration that differs; ``None`` if there is none.
+        what: all parts of it that differ, the earliest in an iteration first.
+        details: the values in both runs, by name.
+        causes: what may have caused the first part to differ.
+        lengths: iterations of each ledger.
+        has_same_definition: whether both runs have the same definition: options, data and seed.
+    """
+
+    first: Path
+    second: Path
+    num_equal: int = 0
+    iteration: int | None = None
+    what: list[str] = field(default_factory=list)
+    details: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    causes: list[str] = field(default_factory=list)
+    lengths: tuple[int, int] = (0, 0)
+    has_same_definition: bool = True
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both ledgers have the same lines, and so the same length."""
+        return self.iteration is None and self.lengths[0] == self.lengths[1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        paths = {"first": str(self.first), "second": str(self.second)}
+        return {**vars(self), **paths, "is_equal": self.is_equal}
+
+
+def diff(first: str | Path, second: str | Path) -> Difference:
+    """Compare the ledgers of two runs line by line.
+
+    Args:
+        first: the folder of a run, or its ledger.
+        second: that of the other one.
+
+    Raises:
+        LedgerError: if one of them is missing or damaged, or if they have no iteration in common.
+    """
+    found = Difference(find_ledger(first), find_ledger(second))
+    left, right = read_lines(found.first), read_lines(found.second)
+    heads = [
+        parse_header(next(lines, b""), path)
+        for lines, path in ((left, found.first), (right, found.second))
+    ]
+    found.has_same_definition = heads[0]["run"] == heads[1]["run"]
+    begins = [head["after"] for head in heads]
+    start = max(begins)
+    found.num_equal = start
+    counts = [start, start]
+    # A ledger that was lost begins later.
+    pairs = zip_longest(
+        islice(left, start - begins[0], None), islice(right, start - begins[1], None)
+    )
+    for pair in pairs:
+        are_iterations = [data is not None and b',"end":1' not in data for data in pair]
+        counts = [count + is_one for count, is_one in zip(counts, are_iterations, strict=True)]
+        one, other = pair
+        if found.iteration is not None or one is None or other is None:
+            continue
+        if one[:-TAIL_BYTES] == other[:-TAIL_BYTES]:
+            found.num_equal += are_iterations[0]
+        elif are_iterations[0] == are_iterations[1]:
+            _describe(found, _parse(one, found.first), _parse(other, found.second))
+    if max(counts) == start > 0 or min(counts) == start < max(counts):
+        raise LedgerError(
+            f"{found.first} and {found.second} have no iteration in common: they begin after "
+            f"iteration {begins[0]} and {begins[1]}, and end at {counts[0]} and {counts[1]}."
+        )
+    found.lengths = (counts[0], counts[1])
+    return found
+
+
+def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Note the first iteration that differs, and in what."""
+    found.iteration = max(one["at"][1], other["at"][1])
+    data = [[*line.get("data", ()), None, None, None][:3] for line in (one, other)]
+    if data[0][0] != data[1][0]:
+        found.what.append(ORDER)
+    if data[0][1:] != data[1][1:]:
+        found.what.append(CONTENT)
+    for what, keys in _KEYS:
+        if any(one.get(key) != other.get(key) for key in keys):
+            found.what.append(what)
+        for key in keys:
+            if one.get(key) != other.get(key):
+                found.details[key] = (_read(key, one), _read(key, other))
+    if one["at"] != other["at"]:
+        found.what = found.what or [COUNTERS]
+        found.details["at"] = (one["at"], other["at"])
+    first = found.what[0]
+    found.causes = [_FIRST] if first == NUMERICS and found.num_equal == 0 else []
+    found.causes += _CAUSES[first]
+
+
+def _read(key: str, line: Mapping[str, Any]) -> Any:
+    """Return an entry of a line, with numbers instead of their bits."""
+    value = line.get(key)
+    if key == "norm" and value is not None:
+        return read_float(value)
+    if isinstance(value, dict):
+        return {name: read_float(digits) for name, digits in value.items()}
+    if isinstance(value, list):
+        return [read_float(digits) for digits in value]
+    return value
+
+
+def _parse(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(data)
+        content["at"][1]
+    except (ValueError, LookupError, TypeError) as error:
+        raise LedgerError(
+            f"{path} has a damaged line: {data[:60]!r}. `helios verify` names all of them."
+        ) from error
+    return content

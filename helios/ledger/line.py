@@ -1,0 +1,102 @@
+"""The lines of a ledger: JSON objects, each of which ends in a hash over all lines before it.
+
+A line is a function of the run's definition and of the iteration. It holds neither time nor host,
+nor the number of processes, nor how often the run is saved or logged. Numbers are the bits of a
+float64, as 16 hexadecimal digits, so lines can be compared as text.
+
+=============  ============================================================================
+key            content
+=============  ============================================================================
+``at``         epoch and iteration, from 1, and the number of optimizer steps so far
+``data``       hash of the indices of the samples, and fingerprint of the batches of all
+               replicas; ``null`` if unknown. Then the number of parts without fingerprint,
+               unless it is zero
+``loss``       the losses by name, as means over replicas
+``lr``         the learning rates at the end of the iteration, by optimizer and group
+``skipped``    1 if a window ended without an update
+``norm``       the norm of the gradients before ``clip_norm`` was applied
+``weights``    hash of all parameters, in every n-th step
+``optimizer``  hash of the state of all optimizers, in every n-th step
+``h``          the hash
+=============  ============================================================================
+
+The first line is the header: the version of the format, the run's definition, n, and the last
+iteration before the ledger begins, which is not zero if the ledger was lost or switched on later.
+The last line of a run that has ended has the key ``end``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+from helios.errors import LedgerError
+
+VERSION = 1
+_DIGITS = 16
+_HASH = b',"h":"'
+TAIL_BYTES = len(_HASH) + _DIGITS + len(b'"}\n')
+"""Bytes at the end of a line that hold its hash."""
+_FLOAT = struct.Struct(">d")
+
+
+def write_float(number: float) -> str:
+    """Return the bits of a number as 16 hexadecimal digits."""
+    return _FLOAT.pack(number).hex()
+
+
+def read_float(digits: str) -> float:
+    """Return the number of 16 hexadecimal digits."""
+    (number,) = _FLOAT.unpack(bytes.fromhex(digits))
+    return float(number)
+
+
+def write_hash(value: int) -> str:
+    """Return 64 bits as 16 hexadecimal digits."""
+    return f"{value:016x}"
+
+
+def hash_of(content: Mapping[str, Any]) -> str:
+    """Return the hash of what defines a run, given as plain values."""
+    text = json.dumps(content, sort_keys=True, default=repr, separators=(",", ":"))
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
+
+
+def seal(body: str, chain: str) -> tuple[bytes, str]:
+    """Return a whole line, and its hash.
+
+    Args:
+        body: a JSON object without its closing brace; not empty.
+        chain: the hash of the line before; empty for the first line.
+    """
+    data = body.encode()
+    found = sha256(chain.encode() + data).hexdigest()[:_DIGITS]
+    return data + _HASH + found.encode() + b'"}\n', found
+
+
+def unseal(data: bytes, chain: str) -> tuple[dict[str, Any], str]:
+    """Return the content of a line, and its hash.
+
+    Args:
+        data: the line, with its end.
+        chain: as in :func:`seal`.
+
+    Raises:
+        LedgerError: if the line is incomplete, or if it does not follow the one before.
+    """
+    body, tail = data[:-TAIL_BYTES], data[-TAIL_BYTES:]
+    if not data.endswith(b"\n"):
+        raise LedgerError("is cut off")
+    found = sha256(chain.encode() + body).hexdigest()[:_DIGITS]
+    if tail != _HASH + found.encode() + b'"}\n':
+        raise LedgerError("does not match its hash, or does not follow the line before it")
+    content: dict[str, Any] = json.loads(body + b"}")
+    return content, found
+
+
+def stated_hash(data: bytes) -> str:
+    """Return the hash that a line states, right or wrong."""
+    return data[len(_HASH) - TAIL_BYTES :][:_DIGITS].decode("ascii", "replace")

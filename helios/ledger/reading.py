@@ -1,0 +1,72 @@
+"""Finds and reads ledgers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from helios.errors import LedgerError
+from helios.ledger.book import FILE_NAME
+from helios.ledger.line import VERSION
+
+
+def find_ledger(place: str | Path) -> Path:
+    """Return the ledger of a run.
+
+    Args:
+        place: the ledger itself, the folder that holds it, or a folder above a single run.
+
+    Raises:
+        LedgerError: if there is none, or more than one run.
+    """
+    path = Path(place)
+    if path.is_file():
+        return path
+    found = (
+        [path / FILE_NAME] if (path / FILE_NAME).is_file() else sorted(path.glob(f"*/{FILE_NAME}"))
+    )
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise LedgerError(
+            f"There is no {FILE_NAME} in {path} or in a folder of it. A run writes one beside its "
+            'checkpoints, unless Trainer(ledger="off") is set. Name the folder of a run.'
+        )
+    names = ", ".join(each.parent.name for each in found)
+    raise LedgerError(f"{path} holds several runs: {names}. Name the folder of one.")
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a ledger, with their ends.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    try:
+        with path.open("rb") as handle:
+            yield from handle
+    except OSError as error:
+        raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error
+
+
+def parse_header(data: bytes, path: Path) -> dict[str, Any]:
+    """Return the content of a ledger's first line.
+
+    Raises:
+        LedgerError: if it is none, or one of a newer version.
+    """
+    try:
+        header = json.loads(data)
+        version = header["ledger"]
+        header["run"], header["every"], header["after"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise LedgerError(f"{path} is no ledger, or its first line is damaged.") from error
+    if version != VERSION:
+        raise LedgerError(
+            f"{path} is a ledger of version {version}, but this version of Helios reads version "
+            f"{VERSION}. Use the version of Helios that wrote it."
+        )
+    found: dict[str, Any] = header
+    return found

@@ -1,0 +1,129 @@
+"""Verifies a ledger: every line, their order, and that the checkpoints belong to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helios.errors import LedgerError
+from helios.ledger.line import stated_hash, unseal
+from helios.ledger.reading import find_ledger, parse_header, read_lines
+
+
+@dataclass
+class LedgerStatus:
+    """The result of :func:`verify`.
+
+    Attributes:
+        path: the ledger.
+        num_iterations: lines of iterations that were read.
+        has_ended: whether the run has ended, not only been interrupted.
+        hash: the hash of the last line, which stands for the whole run.
+        findings: what is wrong, line by line; empty for a sound ledger.
+    """
+
+    path: Path
+    num_iterations: int = 0
+    has_ended: bool = False
+    hash: str = ""
+    findings: list[str] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {**vars(self), "path": str(self.path), "is_good": self.is_good}
+
+
+def verify(
+    run: str | Path,
+    marks: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    has_ended: bool = False,
+) -> LedgerStatus:
+    """Verify the ledger of a run.
+
+    Args:
+        run: the folder of the run, or its ledger.
+        marks: the ``ledger`` entry of each checkpoint, by file name: they must be in the ledger.
+        has_ended: whether the run is known to have ended.
+
+    Returns:
+        The status, with every line that was changed, removed, repeated or exchanged.
+
+    Raises:
+        LedgerError: if there is no ledger, or if it cannot be read at all.
+    """
+    path = find_ledger(run)
+    status = LedgerStatus(path)
+    reader = _Reader(status)
+    missing = {name: (mark["size"], mark["hash"]) for name, mark in (marks or {}).items()}
+    places, size = set(missing.values()), 0
+    for number, data in enumerate(read_lines(path), 1):
+        reader.read(number, data)
+        size += len(data)
+        places.discard((size, reader.chain))
+    if not reader.chain:
+        raise LedgerError(f"{path} is empty.")
+    status.hash = reader.chain
+    if has_ended and not status.has_ended:
+        status.findings.append("the run has ended, but the last line does not say so")
+    status.findings += [
+        f"{name} is a checkpoint of another ledger, or of lines that are no longer there"
+        for name, place in sorted(missing.items())
+        if place in places
+    ]
+    return status
+
+
+class _Reader:
+    """Reads line after line, and notes what is wrong in the status."""
+
+    def __init__(self, status: LedgerStatus) -> None:
+        self.chain = ""
+        self._status = status
+        self._iteration = 0
+
+    def read(self, number: int, data: bytes) -> None:
+        status = self._status
+        if status.has_ended:
+            status.findings.append(f"line {number} follows the end of the run")
+        try:
+            content, self.chain = unseal(data, self.chain)
+        except LedgerError as error:
+            status.findings.append(f"line {number}, {self._describe_place()}, {error}")
+            self.chain = stated_hash(data)
+            self._count(data)
+            return
+        if number == 1:
+            header = parse_header(data, status.path)
+            self._iteration = header["after"]
+            if self._iteration:
+                status.findings.append(f"the lines up to iteration {self._iteration} are missing")
+        elif "end" in content:
+            status.has_ended = True
+        else:
+            self._follow(number, content["at"][1])
+
+    def _describe_place(self) -> str:
+        return f"after iteration {self._iteration}"
+
+    def _count(self, data: bytes) -> None:
+        """Count a bad line as an iteration if it is still one, so that the next one follows."""
+        head = data.partition(b"]")[0].split(b",")
+        if data.startswith(b'{"at":[') and len(head) > 1 and head[1].isdigit():
+            self._iteration = int(head[1])
+            self._status.num_iterations += 1
+
+    def _follow(self, number: int, iteration: int) -> None:
+        if iteration != self._iteration + 1:
+            self._status.findings.append(
+                f"line {number} is iteration {iteration}, {self._describe_place()}"
+            )
+        self._iteration = iteration
+        self._status.num_iterations += 1

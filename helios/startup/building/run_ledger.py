@@ -1,0 +1,81 @@
+"""Opens the ledger of a run, and joins its file to the loops and to the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint.record import Record
+from helios.ledger.book import Book
+from helios.ledger.line import hash_of
+from helios.ledger.writer import LedgerWriter
+from helios.model.model import Model
+from helios.replicas.replicas import Replicas
+from helios.run_state.network_parts import name_weights
+
+
+@dataclass
+class RunLedger:
+    """The ledger of a run.
+
+    Attributes:
+        writer: what the loops see of it.
+        book: its file, which rank 0 writes.
+    """
+
+    writer: LedgerWriter
+    book: Book | None
+
+    def mark(self) -> dict[str, Any] | None:
+        """Return length and hash for a checkpoint; on rank 0."""
+        self.writer.settle()
+        return None if self.book is None else self.book.mark()
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk; raises ``OSError`` if it refuses them."""
+        if self.book is not None:
+            self.book.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.book is not None:
+            self.book.close()
+
+
+def open_ledger(
+    folder: Path,
+    model: Model,
+    replicas: Replicas,
+    definition: Mapping[str, Any],
+    *,
+    record: Record | None,
+    is_branch: bool,
+) -> RunLedger:
+    """Begin the ledger of a run, or continue it.
+
+    Args:
+        folder: the run's folder.
+        model: the model.
+        replicas: the replicas of the run; rank 0 writes.
+        definition: what defines the run.
+        record: the checkpoint to continue from; ``None`` for a new run.
+        is_branch: whether the checkpoint is of another folder, which keeps its ledger.
+    """
+    book = None
+    if replicas.rank == 0:
+        book = Book(folder, run=hash_of({**definition, "num_replicas": replicas.num_replicas}))
+        book.open(
+            None if record is None or is_branch else record.ledger,
+            after=0 if record is None else record.place[1],
+        )
+    discovery = model.discovery
+    writer = LedgerWriter(
+        book,
+        replicas.block,
+        find_weights=lambda: name_weights(discovery.modules(), discovery.moved()[0]),
+        find_optimizers=discovery.optimizers,
+        attributes=vars(model),
+    )
+    return RunLedger(writer, book)

@@ -1,0 +1,47 @@
+"""Lines of a ledger: exact numbers, and a hash that binds each to the one before."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from helios.errors import LedgerError
+from helios.ledger.line import hash_of, read_float, seal, stated_hash, unseal, write_float
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 0.1, 1e-310, math.inf, -math.inf])
+def test_a_number_is_read_back_exactly(number: float) -> None:
+    digits = write_float(number)
+    assert len(digits) == 16
+    assert math.copysign(1, read_float(digits)) == math.copysign(1, number)
+    assert read_float(digits) == number
+
+
+def test_nan_has_bits_too() -> None:
+    assert math.isnan(read_float(write_float(math.nan)))
+
+
+def test_a_line_is_read_back_with_its_hash() -> None:
+    data, chain = seal('{"at":[1,2,3]', "0" * 16)
+    assert unseal(data, "0" * 16) == ({"at": [1, 2, 3]}, chain)
+    assert stated_hash(data) == chain
+
+
+@pytest.mark.parametrize("chain", ["", "1" * 16])
+def test_a_line_that_does_not_follow_is_refused(chain: str) -> None:
+    data, _ = seal('{"at":[1,2,3]', "0" * 16)
+    with pytest.raises(LedgerError, match="does not follow"):
+        unseal(data, chain)
+
+
+def test_a_line_that_is_cut_off_is_refused() -> None:
+    data, _ = seal('{"at":[1,2,3]', "")
+    for size in range(len(data)):
+        with pytest.raises(LedgerError, match="cut off"):
+            unseal(data[:size], "")
+
+
+def test_a_definition_has_the_same_hash_whatever_the_order_of_its_names() -> None:
+    assert hash_of({"a": 1, "b": [2.5]}) == hash_of({"b": [2.5], "a": 1})
+    assert hash_of({"a": 1}) != hash_of({"a": 2})

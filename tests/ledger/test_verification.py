@@ -1,0 +1,120 @@
+"""``verify`` finds every change of a ledger, and says where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helios.errors import LedgerError
+from helios.ledger.book import FILE_NAME, Book
+from helios.ledger.verification import verify
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """Return a ledger of six iterations that has ended."""
+    book = Book(tmp_path, run="r")
+    book.open(None, after=0)
+    for number in range(1, 7):
+        book.append(f'{{"at":[1,{number},{number}],"loss":{{"loss":"{number:016x}"}}')
+    book.append('{"at":[1,6,6],"end":1')
+    book.close()
+    return tmp_path / FILE_NAME
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return verify(path).is_good
+    except LedgerError:
+        return False
+
+
+def test_a_sound_ledger_is_good(ledger: Path) -> None:
+    found = verify(ledger.parent)
+    assert found.is_good
+    assert found.has_ended
+    assert found.num_iterations == 6
+    assert found.hash.encode() in _lines(ledger)[-1]
+
+
+def test_a_run_that_goes_on_is_good(ledger: Path) -> None:
+    ledger.write_bytes(b"".join(_lines(ledger)[:-2]))
+    found = verify(ledger)
+    assert found.is_good
+    assert not found.has_ended
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda lines: [*lines[:3], lines[3].replace(b"03", b"13"), *lines[4:]], ["line 4"]),
+        (lambda lines: [*lines[:3], *lines[4:]], ["line 4"]),
+        (lambda lines: [*lines[:4], lines[3], *lines[4:]], ["line 5"]),
+        (
+            lambda lines: [*lines[:2], lines[3], lines[2], *lines[4:]],
+            ["line 3", "line 4", "line 5"],
+        ),
+        (lambda lines: lines[1:], ["line 1"]),
+        (lambda lines: [*lines, lines[-1]], ["line 9"]),
+        (lambda lines: [*lines[:5], lines[5][:20]], ["line 6"]),
+    ],
+    ids=["changed", "removed", "repeated", "exchanged", "no header", "after the end", "cut off"],
+)
+def test_each_bad_line_is_named(ledger: Path, change, expected: list[str]) -> None:  # type: ignore[no-untyped-def]
+    ledger.write_bytes(b"".join(change(_lines(ledger))))
+    found = verify(ledger)
+    assert not found.is_good
+    assert [name for name in expected if not any(name in text for text in found.findings)] == []
+
+
+def test_every_change_of_a_single_byte_is_found(ledger: Path) -> None:
+    data = ledger.read_bytes()
+    unseen = []
+    for place in range(len(data)):
+        for flipped in (data[place] ^ 1, data[place] ^ 0x20):
+            ledger.write_bytes(data[:place] + bytes([flipped]) + data[place + 1 :])
+            if _is_good(ledger):
+                unseen.append((place, flipped))
+    assert not unseen
+
+
+def test_every_removal_of_bytes_from_the_end_is_found_or_is_an_earlier_ledger(
+    ledger: Path,
+) -> None:
+    data = ledger.read_bytes()
+    whole = {
+        len(data[:place]) + 1 for place in range(len(data)) if data[place : place + 1] == b"\n"
+    }
+    for size in range(1, len(data)):
+        ledger.write_bytes(data[:size])
+        assert _is_good(ledger) == (size in whole)
+
+
+def test_a_checkpoint_of_another_ledger_is_named(ledger: Path) -> None:
+    size = sum(map(len, _lines(ledger)[:4]))
+    own = {"size": size, "hash": _lines(ledger)[3][-19:-3].decode(), "every": 1000}
+    assert verify(ledger, {"own.pth": own}).is_good
+    for other in ({**own, "hash": "0" * 16}, {**own, "size": size + 1}, {**own, "size": 10**6}):
+        (text,) = verify(ledger, {"other.pth": other, "own.pth": own}).findings
+        assert text.startswith("other.pth")
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "not a ledger"])
+def test_another_file_is_not_good(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    assert not _is_good(tmp_path)
+
+
+def test_no_ledger_and_two_runs_are_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match=r"There is no ledger\.jsonl"):
+        verify(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / FILE_NAME).write_text("")
+    with pytest.raises(LedgerError, match="holds several runs: a, b"):
+        verify(tmp_path)

@@ -1,0 +1,142 @@
+"""The fingerprint of a batch: what it sees, and that it runs no code of the values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helios.storage.content_hash import fingerprint, hash_indices
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Any
+    y: Any
+
+
+class Guarded:
+    """Notices every look at it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in ("__class__", "__dataclass_fields__"):
+            raise AssertionError(name)
+        return object.__getattribute__(self, name)
+
+
+def _batch() -> dict[str, Any]:
+    image = torch.arange(24, dtype=torch.float32).view(2, 3, 4)
+    return {"image": image, "label": torch.tensor([3, 1]), "names": ["a", "b"], "scale": 0.5}
+
+
+def _exchange(batch: Any) -> None:
+    batch["image"][0, 0, 1], batch["image"][1, 2, 0] = 20.0, 1.0
+
+
+def _flip_two(batch: Any) -> None:
+    batch["image"][0, 1] *= torch.tensor([-1.0, -1.0, 1.0, 1.0])
+
+
+def _by_one_ulp(batch: Any) -> None:
+    batch["image"][1, 1, 1] = np.nextafter(np.float32(17), np.float32(18)).item()
+
+
+def _reshape(batch: Any) -> None:
+    batch["image"] = batch["image"].view(3, 2, 4)
+
+
+def _retype(batch: Any) -> None:
+    batch["image"] = batch["image"].view(torch.int32)
+
+
+def _rename(batch: Any) -> None:
+    batch["picture"] = batch.pop("image")
+
+
+def _sign_of_zero(batch: Any) -> None:
+    batch["image"][0, 0, 0] = -0.0
+
+
+def _text(batch: Any) -> None:
+    batch["names"] = ["ab", ""]
+
+
+def _number(batch: Any) -> None:
+    batch["scale"] = 1
+
+
+def _array(batch: Any) -> None:
+    batch["label"] = batch["label"].numpy()
+
+
+def _as_tuple(batch: Any) -> None:
+    batch["names"] = tuple(batch["names"])
+
+
+_CHANGES = [_exchange, _flip_two, _by_one_ulp, _reshape, _retype, _rename, _sign_of_zero]
+_CHANGES += [_text, _number, _array, _as_tuple]
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_every_change_of_a_batch_is_seen(change: Any) -> None:
+    batch, other = _batch(), _batch()
+    assert fingerprint(batch) == fingerprint(other)
+    change(other)
+    assert fingerprint(batch) != fingerprint(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64])
+def test_tensors_of_any_type_and_layout_have_a_fingerprint(dtype: torch.dtype) -> None:
+    whole = (torch.arange(24) % 3).view(4, 6).to(dtype)
+    assert fingerprint(whole.T) == fingerprint(whole.T.contiguous())
+    assert fingerprint(whole).num_unseen == 0
+
+
+def test_a_place_makes_a_difference() -> None:
+    batch = _batch()
+    assert (
+        len({fingerprint(batch).value, fingerprint(batch, 0).value, fingerprint(batch, 1).value})
+        == 3
+    )
+    assert hash_indices([1, 2], 0) != hash_indices([1, 2], 1)
+
+
+def test_containers_are_entered() -> None:
+    x = torch.ones(2)
+    for make in (
+        Sample,
+        Pair,
+        lambda x, y: [x, y],
+        lambda x, y: UserDict(x=x, y=y),
+        lambda x, y: OrderedDict(x=x, y={"y": (y,)}),
+    ):
+        same, other = make(x, 1), make(x, 2)
+        assert fingerprint(same) == fingerprint(make(x.clone(), 1))
+        assert fingerprint(same) != fingerprint(other)
+        assert fingerprint(same).num_unseen == 0
+
+
+def test_what_cannot_be_read_is_counted_and_not_asked() -> None:
+    found = fingerprint([Guarded(), {1}, torch.ones(2).to_sparse(), np.array([None])])
+    assert found.num_unseen == 4
+    assert found == fingerprint([Guarded(), {2}, torch.zeros(2).to_sparse(), np.array([object()])])
+
+
+def test_a_list_inside_of_itself_has_an_end() -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    assert fingerprint(loop).num_unseen == 1
+
+
+def test_indices_may_be_of_any_type() -> None:
+    assert hash_indices([3, 1]) == hash_indices([np.int64(3), 1])
+    assert hash_indices([3, 1]) != hash_indices([1, 3])
+    kinds = [[3], 3.5, ["a"], [("a", 1)], [1 << 70]]
+    assert len({hash_indices(each) for each in kinds}) == len(kinds)
+    assert hash_indices(3) == hash_indices([3])
