@@ -39,8 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each command stores its ``run`` in the result."""
     parser = argparse.ArgumentParser(
         prog="helios",
-        description="List, inspect, verify and migrate checkpoints of Helios, compare runs, and "
-        "export weights.",
+        description="List, inspect, verify, export and migrate checkpoints; compare runs.",
         epilog=_EPILOG,
         formatter_class=_Formatter,
     )

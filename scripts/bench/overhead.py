@@ -178,6 +178,17 @@ def run_with_bar(data: TensorDataset, batch_size: int, last: int, clock: Clock) 
         )
 
 
+def run_with_folder(ledger: str) -> Mode:
+    """Return the same with a folder of checkpoints, of which none is due."""
+
+    def run(data: TensorDataset, batch_size: int, last: int, clock: Clock) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"chkpt_root": Path(folder), "chkpt_frequency": last, "ledger": ledger}
+            return run_helios(data, batch_size, last, clock, **options)
+
+    return run
+
+
 class Deaf(Plugin):
     """A plugin that hears nothing while an epoch runs."""
 
@@ -316,6 +327,8 @@ MODES: dict[str, Mode] = {
     "Helios, 10 plugins that hear it": run_with_plugins(Counting, 10),
     "Helios, 10 plugins that do not": run_with_plugins(Deaf, 10),
     "Helios, bar and TensorBoard": run_with_bar,
+    "Helios, a folder without ledger": run_with_folder("off"),
+    "Helios, a folder with ledger": run_with_folder("steps"),
 }
 
 
