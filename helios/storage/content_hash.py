@@ -11,6 +11,7 @@ import struct
 from collections import UserDict, deque
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, NamedTuple, final
@@ -22,7 +23,10 @@ from torch import Tensor
 from helios.storage.checksums import array_sum, tensor_sum
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
+_ARRAYS = (np.ndarray, np.generic)
 _MOST_NESTED = 100
+_NUMBER = struct.Struct("<Q")
+_MAX_NUMBER = (1 << 64) - 1
 
 
 class Fingerprint(NamedTuple):
@@ -44,11 +48,11 @@ def fingerprint(value: Any, *salt: int) -> Fingerprint:
         value: tensors, arrays, plain values, and containers of these.
         salt: numbers that enter it, too, so that equal values in different places differ.
     """
-    hasher = _Hasher()
-    for number in salt:
-        hasher.add_number(number)
-    hasher.add(value, 0)
-    return Fingerprint(hasher.value(), hasher.num_unseen)
+    reader = _Reader(struct.pack(f"<{len(salt)}q", *salt))
+    reader.add(value, 0)
+    data = b"".join(reader.parts)
+    found = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+    return Fingerprint(found, reader.num_unseen)
 
 
 def hash_indices(indices: Any, *salt: int) -> int:
@@ -66,29 +70,32 @@ def hash_indices(indices: Any, *salt: int) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-@final
-class _Hasher:
-    """Adds values to a hash, each with a token of its type in front."""
+def _token(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return struct.pack("<I", len(data)) + data
 
-    def __init__(self) -> None:
-        self._hash = blake2b(digest_size=8)
+
+@lru_cache(maxsize=256)
+def _token_of_form(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return _token(f"{dtype} {tuple(shape)}")
+
+
+@final
+class _Reader:
+    """Lists what enters the hash: for each value a token of its type, and its content."""
+
+    def __init__(self, head: bytes) -> None:
+        self.parts = [head]
         self.num_unseen = 0
 
-    def value(self) -> int:
-        return int.from_bytes(self._hash.digest(), "little")
-
-    def add_number(self, number: int) -> None:
-        self._hash.update(struct.pack("<Q", number & 0xFFFF_FFFF_FFFF_FFFF))
-
     def _add_text(self, text: str) -> None:
-        data = text.encode("utf-8", "surrogatepass")
-        self._hash.update(struct.pack("<I", len(data)) + data)
+        self.parts.append(_token(text))
 
     def add(self, value: Any, depth: int) -> None:
         kind = type(value)
         if isinstance(value, Tensor):
             self._add_tensor(value)
-        elif isinstance(value, np.ndarray | np.generic):
+        elif isinstance(value, _ARRAYS):
             self._add_array(value)
         elif kind in _ATOMS:
             self._add_text(f"{kind.__name__} {value!r}")
@@ -120,19 +127,18 @@ class _Hasher:
             self.add(member, depth)
 
     def _add_tensor(self, tensor: Tensor) -> None:
-        is_dense = tensor.layout is torch.strided and not tensor.is_quantized
-        if not is_dense or tensor.device.type == "meta":
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             self._add_unseen(tensor)
             return
-        self._add_text(f"{tensor.dtype} {tuple(tensor.shape)}")
-        self.add_number(tensor_sum(tensor))
+        self.parts.append(_token_of_form(tensor.dtype, tensor.shape))
+        self.parts.append(_NUMBER.pack(tensor_sum(tensor) & _MAX_NUMBER))
 
     def _add_array(self, array: Any) -> None:
         if array.dtype.hasobject:
             self._add_unseen(array)
             return
         self._add_text(f"{array.dtype.str} {array.shape}")
-        self.add_number(array_sum(np.asarray(array)))
+        self.parts.append(_NUMBER.pack(array_sum(np.asarray(array))))
 
     def _add_unseen(self, value: object) -> None:
         self.num_unseen += 1
