@@ -3,7 +3,8 @@
 The training is the one of ``train_digits.py``. Here a plugin also writes each loss, the numbers of
 the samples and a digest of the augmented images to a file, at every turn of a replica; what a kill
 has undone is therefore written twice, and must be the same twice. With ``--processes`` the run has
-four replicas, and each start another number of processes.
+four replicas, and each start another number of processes. At the end the ledgers of both runs are
+compared, and that of a third run, in whose data two images are exchanged.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ import torch
 import train_digits
 
 import helios
+from helios.cli import commands
 from helios.hooks.context import Context
+from helios.ledger import verify
 from helios.plugins import Plugin
-from helios.state import Phase
+from helios.state import Phase, TrainingState
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD, RESULT, CONSOLE = "record", "result.json", "console.txt"
 LAST = train_digits.EPOCHS * train_digits.STEPS_PER_EPOCH
+_LOAD_DIGITS = train_digits.load_digits
 POLL_SECONDS, PATIENCE_SECONDS = 0.002, 120.0
 
 
@@ -62,11 +66,38 @@ class Record(Plugin):
             file.write(f"{time.time_ns()} {place} {bits:08x} {order} {_digest(images)}\n")
 
 
-def run_training(folder: Path, num_replicas: int, nproc: int | None) -> int:
+class OneEpoch(Plugin):
+    """Ends the training after its first epoch."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_step_end(self, state: TrainingState, committed: bool) -> None:
+        """Request the end."""
+        if state.global_step == train_digits.STEPS_PER_EPOCH:
+            self.context.request_stop("one epoch is enough")
+
+
+def _load_exchanged(**options: Any) -> Any:
+    """Return the digits with two images of the training set exchanged."""
+    images, labels = _LOAD_DIGITS(**options)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    first, second = order[:2].tolist()
+    images[[first, second]] = images[[second, first]]
+    return images, labels
+
+
+def run_training(
+    folder: Path, num_replicas: int, nproc: int | None, *, is_exchanged: bool = False
+) -> int:
     """Train: the command that is killed and started again."""
     torch.set_num_threads(1)
     model = train_digits.DigitsModel("digits")
-    trainer = train_digits.train(folder, model, num_replicas, nproc=nproc, plugins=[Record(folder)])
+    plugins: list[Plugin] = [Record(folder)]
+    if is_exchanged:
+        train_digits.load_digits = _load_exchanged
+        plugins.append(OneEpoch("one-epoch"))
+    trainer = train_digits.train(folder, model, num_replicas, nproc=nproc, plugins=plugins)
     accuracy = float(model.test_scores["accuracy"])
     (folder / RESULT).write_text(json.dumps({"accuracy": accuracy}))
     return trainer.exit_code
@@ -135,11 +166,13 @@ class Run:
         folder: where it lives.
         num_replicas: replicas of the run.
         processes: of each start, the last one for all further starts; ``None`` for the default.
+        is_exchanged: whether two images of the data are exchanged, in a run of one epoch.
     """
 
     folder: Path
     num_replicas: int = 1
     processes: tuple[int | None, ...] = (None,)
+    is_exchanged: bool = False
     seconds: float = 0.0
     kills: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
@@ -158,7 +191,7 @@ class Run:
         command = [sys.executable, __file__, "--train", str(self.folder)]
         if self.num_replicas > 1:
             command += ["--replicas", str(self.num_replicas), "--nproc", str(self.nproc)]
-        return command
+        return [*command, "--exchanged"] if self.is_exchanged else command
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the training."""
@@ -270,6 +303,8 @@ def compare(undisturbed: Run, killed: Run) -> list[tuple[str, str, str, bool]]:
     for name, key in {"weights, optimizer": "model", "random generators": "rng"}.items():
         first, second = _digest(one[key]), _digest(two[key])
         rows.append((name, first[:12], second[:12], first == second))
+    first, second = (verify(run.folder, has_ended=True).hash for run in (undisturbed, killed))
+    rows.append(("ledger", first[:12], second[:12], first == second))
     first_points, second_points = _scalars(undisturbed.folder), _scalars(killed.folder)
     is_equal = first_points == second_points and bool(first_points)
     rows.append(("TensorBoard points", str(len(first_points)), str(len(second_points)), is_equal))
@@ -332,9 +367,10 @@ def demonstrate(undisturbed: Run, killed: Run, num_kills: int, seed: int) -> int
     print(f"  finished{carriers} in {killed.seconds:.1f} s, all starts included.")
     rows = compare(undisturbed, killed)
     _print_table(rows, num_kills)
+    has_differed = _compare_ledgers(undisturbed, killed)
     draw(undisturbed, killed, folder / "losses.png")
     has_learnt = undisturbed.accuracy >= 0.97
-    is_equal = all(row[-1] for row in rows)
+    is_equal = all(row[-1] for row in rows) and has_differed
     print(f"\n  Both loss curves:  {_shown(folder / 'losses.png')}")
     print(f"  TensorBoard:       .venv/bin/tensorboard --logdir {_shown(folder)}\n")
     if not has_learnt:
@@ -346,6 +382,22 @@ def demonstrate(undisturbed: Run, killed: Run, num_kills: int, seed: int) -> int
     else:
         print("The runs DIFFER; see the rows marked NO.")
     return 0 if is_equal and has_learnt else 1
+
+
+def _compare_ledgers(undisturbed: Run, killed: Run) -> bool:
+    """Show ``helios diff`` on equal and on different runs; returns whether it says so."""
+    exchanged = dataclasses.replace(
+        undisturbed, folder=undisturbed.folder.parent / "exchanged", is_exchanged=True
+    )
+    print("\nOne epoch again, with two of 1,280 images exchanged ...", flush=True)
+    exchanged.train([])
+    codes = []
+    for other in (killed, exchanged):
+        first, second = _shown(undisturbed.folder), _shown(other.folder)
+        print(f"\n  $ helios diff {first} {second}", flush=True)
+        codes.append(commands.main(["diff", str(first), str(second)]))
+        print(f"  (exit code {codes[-1]})")
+    return codes == [0, 1]
 
 
 def _shown(path: Path) -> Path:
@@ -362,9 +414,11 @@ def main() -> int:
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--replicas", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--nproc", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--exchanged", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        return run_training(options.train, options.replicas, options.nproc)
+        exchanged = options.exchanged
+        return run_training(options.train, options.replicas, options.nproc, is_exchanged=exchanged)
     out = options.out
     if options.processes:
         whole = Run(out / "four-processes", 4, (4,))

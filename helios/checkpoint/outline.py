@@ -66,6 +66,24 @@ def text_of(value: Any) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
+def find_tensors(tree: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a tree by path, in the order of the file.
+
+    Args:
+        tree: what :func:`helios.storage.codec.read_structure` returned.
+    """
+    found: dict[str, torch.Tensor] = {}
+    # From the end of the list, so that the next one is the first of its group.
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), tree)]
+    while waiting:
+        keys, value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found[".".join(keys)] = value
+        elif len(keys) < _MAX_DEPTH and not _is_encoded_value(value):
+            waiting += [((*keys, key), item) for key, item in reversed(_members(value) or [])]
+    return found
+
+
 class _Words(reprlib.Repr):
     """Formats values briefly, whatever their size: a file may contain endlessly nested lists."""
 

@@ -1,29 +1,36 @@
-"""``helios diff``: the first iteration in which two runs differ, and in what."""
+"""``helios diff``: the first iteration in which two runs differ, or what in two checkpoints."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+from helios.checkpoint import file_names
+from helios.checkpoint.comparison import CheckpointDifference, compare
 from helios.cli import output
-from helios.errors import LedgerError, UsageError
+from helios.errors import DamagedCheckpointError, LedgerError, UsageError
 from helios.ledger.differences import Difference, diff
 
 NAME = "diff"
-SUMMARY = "find the first iteration in which two runs differ"
+SUMMARY = "find the first difference of two runs, or of two checkpoints"
 DESCRIPTION = """\
 Compare the ledgers of two runs line by line: the first iteration that differs,
-what differs in it, the earliest first, and what may have caused that.
+what differs in it, the earliest first, and what may have caused that. Or
+compare the tensors of two checkpoints bit for bit.
 
-Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them has
-no ledger that can be read.
+Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
+cannot be read.
 """
+
+_MOST_TENSORS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser of the command its arguments."""
     for name in ("first", "second"):
-        parser.add_argument(name, metavar="RUN", help="the folder of a run, or its ledger")
+        text = "the folder of a run, its ledger, or a checkpoint"
+        parser.add_argument(name, metavar="RUN|FILE", help=text)
     output.add_json_option(parser)
 
 
@@ -31,17 +38,42 @@ def run(namespace: argparse.Namespace) -> int:
     """Compare; 0 if both are equal, 1 if they differ.
 
     Raises:
-        UsageError: if one of them has no ledger that can be read.
+        UsageError: if one of them cannot be read.
     """
+    paths = [Path(namespace.first), Path(namespace.second)]
+    are_checkpoints = [path.suffix == file_names.SUFFIX for path in paths]
+    if are_checkpoints[0] != are_checkpoints[1]:
+        raise UsageError(
+            f"Both must be runs, or both checkpoints, got {paths[0]} and {paths[1]}. Name two "
+            "checkpoints, or the folders of two runs."
+        )
     try:
-        found = diff(namespace.first, namespace.second)
-    except LedgerError as error:
+        found = compare(*map(_existing, paths)) if all(are_checkpoints) else diff(*paths)
+    except (LedgerError, DamagedCheckpointError) as error:
         raise UsageError(str(error)) from error
     if namespace.json:
         output.print_json(found.as_dict())
     else:
-        output.print_lines(*_lines(found))
+        output.print_lines(*(_lines(found) if isinstance(found, Difference) else _tensors(found)))
     return 0 if found.is_equal else 1
+
+
+def _existing(path: Path) -> Path:
+    return output.existing_file(str(path))
+
+
+def _tensors(found: CheckpointDifference) -> list[str]:
+    if found.is_equal:
+        return [f"equal: {found.num_tensors} tensors"]
+    lines = [f"different: {len(found.tensors)} tensors, first {found.tensors[0].path}"]
+    for each in found.tensors[:_MOST_TENSORS]:
+        text = each.what
+        if each.what == "values":
+            text = f"{each.num_elements} of {each.size} elements"
+            text += "" if each.max_ulp is None else f", by at most {each.max_ulp} ulp"
+        lines.append(f"  {each.path}: {text}")
+    rest = len(found.tensors) - _MOST_TENSORS
+    return [*lines, f"  and {rest} more"] if rest > 0 else lines
 
 
 def _lines(found: Difference) -> list[str]:

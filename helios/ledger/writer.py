@@ -168,11 +168,17 @@ class LedgerWriter:
                 body = body.replace(_LATE, write_float(float(number)), 1)
             self._book.append(body)
 
+    @staticmethod
+    def _is_far(tensor: Tensor) -> bool:
+        """Whether to read a number would wait for an accelerator."""
+        return tensor.device.type != "cpu"
+
     def _number(self, number: Any) -> str:
         """Return the bits of a number in quotes; those of an accelerator follow later."""
         if isinstance(number, Tensor):
             number = number.detach()
-            if number.device.type != "cpu":
+            if self._is_far(number):
+                # A copy: the training may change it in place.
                 self._arriving.append(number.clone())
                 return f'"{_LATE}"'
         return f'"{write_float(float(number))}"'

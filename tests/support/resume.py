@@ -44,8 +44,9 @@ def assert_equal(resumed: Outcome, whole: Outcome, *, since: int) -> None:
 
 
 def assert_equal_ledgers(folder: Path, other: Path) -> None:
-    """Assert that the ledgers of two runs, if they have any, are the same file byte for byte."""
+    """Assert that the ledgers of two runs are the same file byte for byte."""
     found, expected = (sorted(root.glob(f"*/{FILE_NAME}")) for root in (folder, other))
+    assert expected
     assert [path.parent.name for path in found] == [path.parent.name for path in expected]
     for path, same in zip(found, expected, strict=True):
         lines = zip(path.read_bytes().split(b"\n"), same.read_bytes().split(b"\n"), strict=True)

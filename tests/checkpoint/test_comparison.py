@@ -1,0 +1,116 @@
+"""Two checkpoints are compared tensor by tensor, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helios.checkpoint.comparison import compare
+from helios.cli.commands import main
+from helios.errors import DamagedCheckpointError
+
+
+def _write(path: Path, tensors: dict[str, Any]) -> Path:
+    torch.save({"model": tensors, "counters": {"n": 3}}, path)
+    return path
+
+
+def _compare(folder: Path, one: Any, other: Any) -> Any:
+    return compare(
+        _write(folder / "one.pth", {"w": one}), _write(folder / "other.pth", {"w": other})
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("start", [-1.5, -0.0, 1.5])
+def test_distances_are_counted_in_units_of_the_last_place(
+    dtype: torch.dtype, start: float, tmp_path: Path
+) -> None:
+    one = torch.full((3, 4), start, dtype=dtype)
+    other = one.clone()
+    for _ in range(5):
+        other[1, 2] = other[1, 2].nextafter(torch.tensor(math.inf, dtype=dtype))
+    other[0, 0] = other[0, 0].nextafter(torch.tensor(-math.inf, dtype=dtype))
+    (found,) = _compare(tmp_path, one, other).tensors
+    assert (found.path, found.what) == ("model.w", "values")
+    assert (found.num_elements, found.size) == (2, 12)
+    # From -0.0 the next number up is the smallest positive one: +0.0 lies between.
+    assert found.max_ulp == (6 if start == 0 else 5)
+
+
+def test_the_whole_range_of_a_type_is_no_overflow(tmp_path: Path) -> None:
+    top = torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64)
+    (found,) = _compare(tmp_path, top, -top).tensors
+    bits = int(np.float64(top.item()).view(np.uint64))
+    assert found.max_ulp == 2 * bits + 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.tensor([0.0]), torch.tensor([-0.0])),
+        (torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.tensor([1j]), torch.tensor([2j])),
+        (torch.tensor([1, 2]), torch.tensor([2, 1])),
+        (torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse()),
+    ],
+    ids=["sign of zero", "bool", "complex", "exchanged", "sparse"],
+)
+def test_every_type_is_compared(one: Any, other: Any, tmp_path: Path) -> None:
+    assert not _compare(tmp_path, one, other).is_equal
+    assert _compare(tmp_path, one, one.clone()).is_equal
+
+
+def test_not_a_number_is_equal_to_itself(tmp_path: Path) -> None:
+    nan = torch.tensor([math.nan, 1.0])
+    assert _compare(tmp_path, nan, nan.clone()).is_equal
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(2, 3), torch.ones(6, dtype=torch.int32)], ids=["shape", "type"]
+)
+def test_another_form_is_named(other: Any, tmp_path: Path) -> None:
+    (found,) = _compare(tmp_path, torch.ones(6), other).tensors
+    assert found.what == "type or shape"
+
+
+def test_a_tensor_of_one_file_only_is_named(tmp_path: Path) -> None:
+    one = _write(tmp_path / "one.pth", {"a": torch.ones(2), "b": torch.ones(2)})
+    other = _write(tmp_path / "other.pth", {"b": torch.ones(2), "c": torch.ones(2)})
+    found = compare(one, other)
+    assert found.num_tensors == 1
+    assert {each.path: each.what for each in found.tensors} == {
+        "model.a": f"only in {one}",
+        "model.c": f"only in {other}",
+    }
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    one = _write(tmp_path / "one.pth", {"a": torch.ones(2)})
+    (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
+    with pytest.raises(DamagedCheckpointError, match=r"bad\.pth cannot be compared"):
+        compare(one, tmp_path / "bad.pth")
+
+
+def test_the_command_names_a_flipped_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = torch.linspace(-1, 1, 40).view(5, 8)
+    one = _write(tmp_path / "one.pth", {"bias": torch.ones(5), "weight": weights})
+    flipped = weights.clone()
+    flipped.view(torch.int32)[3, 3] ^= 1
+    other = _write(tmp_path / "other.pth", {"bias": torch.ones(5), "weight": flipped})
+    assert main(["diff", str(one), str(one)]) == 0
+    assert capsys.readouterr().out == "equal: 2 tensors\n"
+    assert main(["diff", str(one), str(other)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "different: 1 tensors, first model.weight",
+        "  model.weight: 1 of 40 elements, by at most 1 ulp",
+    ]
+    assert main(["diff", str(one), str(tmp_path)]) == 2
+    assert "Both must be runs, or both checkpoints" in capsys.readouterr().err

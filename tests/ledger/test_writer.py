@@ -1,0 +1,186 @@
+"""What a line of the ledger says of an iteration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helios.ledger.book import FILE_NAME, Book
+from helios.ledger.line import read_float
+from helios.ledger.writer import LedgerWriter
+from helios.state import TrainingState
+
+
+class Holder:
+    """Stands for the model."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.5, momentum=0.9)
+
+
+def _make(folder: Path, holder: Holder, block: range = range(1)) -> tuple[LedgerWriter, Book]:
+    book = Book(folder, run="r")
+    book.open(None, after=0)
+    writer = LedgerWriter(
+        book,
+        block,
+        find_weights=lambda: {"weight": holder.weight},
+        find_optimizers=lambda: {"optimizer": holder.optimizer},
+        attributes=vars(holder),
+    )
+    return writer, book
+
+
+def _state(number: int, *, is_boundary: bool = True, is_committed: bool = True) -> TrainingState:
+    state = TrainingState(global_epoch=1, global_iteration=number, global_step=number)
+    state.is_step_boundary, state.is_step_committed = is_boundary, is_committed
+    return state
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE_NAME).read_text().splitlines()[1:]]
+
+
+def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
+    holder = Holder()
+    writer, book = _make(tmp_path, holder)
+    writer.see([torch.ones(2)], [[4, 2]])
+    losses = {"loss": torch.tensor(0.1), 'a "name"': 0.2}
+    writer.write(_state(1), losses, writer.marks[0], norm=torch.tensor(2.5))
+    book.close()
+    (line,) = _lines(tmp_path)
+    assert line["at"] == [1, 1, 1]
+    found = {name: read_float(digits) for name, digits in line["loss"].items()}
+    assert found == {"loss": torch.tensor(0.1).item(), 'a "name"': 0.2}
+    assert [read_float(digits) for digits in line["lr"]] == [0.5]
+    assert read_float(line["norm"]) == 2.5
+    assert "skipped" not in line
+
+
+def test_a_line_of_one_loss_and_one_rate_has_at_most_160_bytes(tmp_path: Path) -> None:
+    writer, book = _make(tmp_path, Holder())
+    writer.see([torch.ones(2)], [[4, 2]])
+    state = _state(1_000_000)
+    state.global_step = 999_999  # no hash of the weights
+    state.global_epoch = 100
+    writer.write(state, {"loss": 1.0}, writer.marks[0])
+    book.close()
+    assert len((tmp_path / FILE_NAME).read_bytes().splitlines(keepends=True)[1]) <= 160
+
+
+@pytest.mark.parametrize(
+    ("is_boundary", "is_committed", "is_skipped"),
+    [(True, True, False), (True, False, True), (False, True, False)],
+)
+def test_an_update_that_was_left_out_is_marked(
+    is_boundary: bool, is_committed: bool, is_skipped: bool, tmp_path: Path
+) -> None:
+    writer, book = _make(tmp_path, Holder())
+    writer.see([1], None)
+    state = _state(1, is_boundary=is_boundary, is_committed=is_committed)
+    writer.write(state, {}, writer.marks[0])
+    book.close()
+    (line,) = _lines(tmp_path)
+    assert ("skipped" in line) is is_skipped
+
+
+def test_what_is_unknown_or_unseen_is_said(tmp_path: Path) -> None:
+    writer, book = _make(tmp_path, Holder())
+    writer.see([{"x": torch.ones(2), "y": object()}], None)
+    writer.write(_state(1), {}, writer.marks[0])
+    book.close()
+    (line,) = _lines(tmp_path)
+    order, content, num_unseen = line["data"]
+    assert order is None
+    assert len(content) == 16
+    assert num_unseen == 1
+
+
+def test_replicas_that_exchange_their_batches_are_seen(tmp_path: Path) -> None:
+    writer, book = _make(tmp_path, Holder(), range(2))
+    book.close()
+    sums = []
+    for batches, indices in (([1, 2], [[3], [4]]), ([2, 1], [[4], [3]])):
+        writer.see(batches, indices)
+        sums.append(
+            [
+                tuple(
+                    sum(part) for part in zip(*(marks[name] for marks in writer.marks), strict=True)
+                )
+                for name in ("\0order", "\0content")
+            ]
+        )
+    assert sums[0][0] != sums[1][0]
+    assert sums[0][1] != sums[1][1]
+
+
+def test_a_batch_that_cannot_be_read_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError("not like this")
+
+    writer, book = _make(tmp_path, Holder())
+    for _ in range(2):
+        writer.see([torch.ones(2).as_subclass(Refusing)], [[0]])
+    assert writer.marks[0]["\0unseen"] == (1.0, 0.0)
+    book.close()
+    assert caplog.text.count("cannot read batches") == 1
+
+
+def test_an_optimizer_that_is_replaced_is_found_in_the_next_line(tmp_path: Path) -> None:
+    holder = Holder()
+    writer, book = _make(tmp_path, holder)
+    for number in (1, 2):
+        writer.see([1], [[0]])
+        writer.write(_state(number), {}, writer.marks[0])
+        holder.optimizer = torch.optim.SGD([holder.weight], lr=0.25)
+    book.close()
+    assert [read_float(line["lr"][0]) for line in _lines(tmp_path)] == [0.5, 0.25]
+
+
+def test_weights_and_moments_are_hashed_in_every_so_many_steps_and_at_the_end(
+    tmp_path: Path,
+) -> None:
+    holder = Holder()
+    writer, book = _make(tmp_path, holder)
+    book.every = 3
+    for number in range(1, 8):
+        holder.weight.grad = torch.ones(3)
+        holder.optimizer.step()
+        writer.see([1], [[0]])
+        writer.write(_state(number), {}, writer.marks[0])
+    writer.end(_state(7))
+    holder.optimizer.state[holder.weight]["momentum_buffer"][0] += 1
+    writer.end(_state(7))
+    book.close()
+    lines = _lines(tmp_path)
+    assert [line["at"][1] for line in lines if "weights" in line] == [3, 6, 7, 7]
+    assert len({line["weights"] for line in lines if "weights" in line}) == 3
+    assert lines[-1]["optimizer"] != lines[-2]["optimizer"]
+
+
+def test_numbers_of_an_accelerator_are_read_late_and_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name, is_far in (("near", False), ("far", True)):
+        monkeypatch.setattr(LedgerWriter, "_is_far", staticmethod(lambda tensor, far=is_far: far))
+        (tmp_path / name).mkdir()
+        writer, book = _make(tmp_path / name, Holder())
+        loss = torch.zeros(())
+        for number in range(1, 100):
+            loss += number
+            writer.see([number], [[number]])
+            writer.write(_state(number), {"loss": loss, "n": number}, writer.marks[0], norm=loss)
+        writer.settle()
+        book.close()
+        found.append((tmp_path / name / FILE_NAME).read_bytes())
+    assert found[0] == found[1]
