@@ -65,7 +65,7 @@ def _existing(path: Path) -> Path:
 def _tensors(found: CheckpointDifference) -> list[str]:
     if found.is_equal:
         return [f"equal: {found.num_tensors} tensors"]
-    lines = [f"different: {len(found.tensors)} tensors, first {found.tensors[0].path}"]
+    lines = [f"tensors that differ: {len(found.tensors)}, first {found.tensors[0].path}"]
     for each in found.tensors[:_MOST_TENSORS]:
         text = each.what
         if each.what == "values":

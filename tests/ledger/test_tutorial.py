@@ -25,4 +25,4 @@ def test_the_outputs_on_the_page_are_real(
     shown = "".join(text for kind, text in blocks if kind == "text")
     printed = _LOSS.sub("#", capsys.readouterr().out)
     assert printed.startswith(shown)
-    assert re.search(r"equal: \d+ tensors\ndifferent: \d+ tensors, first model\.", printed)
+    assert re.search(r"equal: \d+ tensors\ntensors that differ: \d+, first model\.", printed)
