@@ -25,7 +25,7 @@ from __future__ import annotations
 
 
 class HeliosError(Exception):
-    """Base class of all exceptions that Helios defines."""
+    """Base class of the exceptions of this module."""
 
 
 class ArgumentError(HeliosError, ValueError):

@@ -174,7 +174,7 @@ class SharedAgreement(Agreement):
         self.keeps_losses, self.frees_gradients = not changes_losses, not looks
 
     def announce(self, *, is_before_update: bool) -> Sequence[bool]:
-        """Return what can no longer be requested: a skip, and at the boundary everything else."""
+        """Return what is requested so far: a skip and, unless more may follow late, the rest."""
         self._sends_skip = is_before_update
         is_skipped = self._sends_skip and bool(self._take_skip())
         if self._asks_late:

@@ -85,7 +85,7 @@ def is_save_due(schedule: Schedule, state: TrainingState) -> bool:
 def find_next(schedule: Schedule, state: TrainingState) -> float:
     """Return the next count of steps at which anything may be due; infinity if there is none.
 
-    Only called in ITERATION unit, because in EPOCH unit nothing is due inside an epoch.
+    Only used in ITERATION unit, because in EPOCH unit nothing is due inside an epoch.
     """
     done = state.current_iteration
     frequencies = (schedule.valid_frequency, schedule.chkpt_frequency)

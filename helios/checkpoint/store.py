@@ -319,7 +319,12 @@ class RunFolder:
             try:
                 files.unlink(path, missing_ok=True)
             except OSError as error:
-                _LOGGER.warning("A partial file of a killed save stays, %s: %s.", self._path, error)
+                _LOGGER.warning(
+                    "The partial file of a killed save, %s, could not be removed: %s. It does no "
+                    "harm; delete it when you can.",
+                    path,
+                    error,
+                )
         return file_names.select_checkpoints(present)
 
     def _is_orphan(self, path: Path) -> bool:

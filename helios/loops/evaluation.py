@@ -85,7 +85,7 @@ class EvaluationLoop(Loop):
         session.model.eval()
         self._modes.callback(session.display.end_evaluation)
         session.display.start_evaluation(self.phase.value, self._count_batches())
-        self._tell_start()
+        self._emit_start()
         self._modes.callback(self._close_batches)
         self._open_batches()
 
@@ -194,7 +194,7 @@ class EvaluationLoop(Loop):
     def _compare(self) -> None:
         """Compare results over processes, after the last hook; does nothing by default."""
 
-    def _tell_start(self) -> None:
+    def _emit_start(self) -> None:
         self._session.hooks.emit(f"on_{self.noun}_start")
 
     def _emit_end(self) -> None:
@@ -315,7 +315,7 @@ class ValidationLoop(ScoringLoop):
         """The validation scores."""
         return self._session.model.metrics
 
-    def _tell_start(self) -> None:
+    def _emit_start(self) -> None:
         self._session.hooks.emit("on_validation_start", self._pass_number)
 
     def _emit_end(self) -> None:

@@ -196,7 +196,7 @@ class _Looker:
 
 
 def _is_of_others(kind: type) -> bool:
-    """Whether objects of a class belong to the standard library or to Helios, not to the user."""
+    """Whether a class comes from one of the modules above, whose objects are left as they are."""
     if issubclass(kind, nn.Module):
         return False
     names = [base.__module__ for base in kind.__mro__]

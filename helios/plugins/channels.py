@@ -23,7 +23,7 @@ from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, create_plugin
 from helios.state import Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
-_HEARD = EVENTS.keys() - {"setup"}
+_EVENTS = EVENTS.keys() - {"setup"}
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class PipelineHooks(Plugin):
         """
         super().__init_subclass__(**kwargs)
         bases = {"super", *(base.__name__ for base in cls.__mro__[1:])}
-        for name in sorted(_HEARD & vars(PipelineHooks).keys() & vars(cls).keys()):
+        for name in sorted(_EVENTS & vars(PipelineHooks).keys() & vars(cls).keys()):
             function = inspect.unwrap(vars(cls)[name])
             code = function.__code__ if inspect.isfunction(function) else None
             if code is not None and bases.isdisjoint(code.co_names + code.co_freevars):

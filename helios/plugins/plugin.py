@@ -63,7 +63,7 @@ class Plugin(Hooks, ABC):
         device: device of the training.
         global_rank: rank of this process among all, from 0.
         rank: same as ``local_rank``.
-        trainer: the trainer, while one runs.
+        trainer: the trainer of the last call; ``None`` before the first one.
 
     Args:
         plug_id: unique id of the plugin in a trainer; its state is saved under it.
@@ -153,7 +153,7 @@ class Plugin(Hooks, ABC):
     def _append_test_exceptions(
         self, exc: type[BaseException] | Sequence[type[BaseException]], trainer: Trainer
     ) -> None:
-        """Declare exception types that ``test`` does not log."""
+        """Declare exception types that ``validate``, ``test`` and ``predict`` do not log."""
         trainer.test_exceptions.extend(_as_types(exc))
 
     def configure_model(self, model: Model) -> None:

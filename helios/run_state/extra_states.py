@@ -15,7 +15,7 @@ from helios.run_state.walk_result import WalkResult
 def extra_marks(found: WalkResult, identities: Identities) -> dict[str, bytes]:
     """Return marks of the current extra states of modules, by the path of their attributes."""
     marks: dict[str, bytes] = {}
-    for parent, module in _tellers(found):
+    for parent, module in _modules_with_extra_state(found):
         try:
             marks[parent] = mark_of_state(module.get_extra_state(), identities)
         except Exception:  # user code, which may need a first step
@@ -52,7 +52,7 @@ def leave_to_extra_states(
         del changes.missing[place]
 
 
-def _tellers(found: WalkResult) -> Iterator[tuple[str, nn.Module]]:
+def _modules_with_extra_state(found: WalkResult) -> Iterator[tuple[str, nn.Module]]:
     for parent, part in found.containers.items():
         if isinstance(part, nn.Module) and has_extra_state(part):
             yield parent, part

@@ -397,7 +397,7 @@ def test_setup_and_prepare_data_are_called_by_those_who_build() -> None:
     assert "prepare_data" not in bus.active
 
 
-def test_hearers_are_named_in_the_order_of_the_calls() -> None:
+def test_receivers_are_named_in_the_order_of_the_calls() -> None:
     """C8, C14: what the log says at the start of a run."""
 
     class Loud(Quiet):

@@ -597,10 +597,10 @@ def test_the_state_of_a_plugin_that_is_gone_is_carried_along(
         trainer.fit(Linear(), Numbers())
         return capsys.readouterr().err
 
-    assert "carried" not in fit(1, Keeping("gone", 5))
+    assert "not registered" not in fit(1, Keeping("gone", 5))
     assert "plugin that is not registered: gone" in fit(2)
     returned = Keeping("gone")
-    assert "carried" not in fit(3, returned)
+    assert "not registered" not in fit(3, returned)
     assert returned.value == 5
 
 
@@ -851,7 +851,7 @@ def test_the_state_of_a_loop_that_is_gone_is_carried_along(
     fit(2, CountingEpochs())
     assert "loop that is not connected: fit.epoch." in fit(3, None)
     returned = CountingEpochs()
-    assert "not there" not in fit(5, returned)
+    assert "not connected" not in fit(5, returned)
     # Two batches of the first run, two of the third; the second one did not count.
     assert returned.count == 4
 

@@ -143,7 +143,10 @@ def _read_deaths(waiting: dict[Connection, int], ranks: dict[Connection, Any]) -
     They have some time for it, which passes in full only where one of them neither fails nor ends.
     """
     deadline, texts = time.monotonic() + _DYING_SECONDS, []
-    while ready := connection.wait(list(waiting), max(0.0, deadline - time.monotonic())):
+    while waiting:
+        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
         for receiver in ready:
             assert isinstance(receiver, Connection)
             error = _read(receiver, ranks[receiver]).error

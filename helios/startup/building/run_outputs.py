@@ -37,7 +37,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def open_display(options: LoggingOptions) -> Display:
-    """Return the progress bars, or the plain lines that replace them."""
+    """Return the progress bars, or a display that shows nothing."""
     return create_display(options.enable_progress_bar)
 
 

@@ -182,7 +182,8 @@ def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
     if loaded is not None and loaded.record.num_replicas not in (0, num_replicas):
         raise RunMismatchError(
             f"{loaded.path} was saved with {loaded.record.num_replicas} replicas, but newer "
-            f"files of the run with {num_replicas}. Move the files of one kind out of the folder."
+            f"files of the run were saved with {num_replicas}. Move the files of one kind out of "
+            "the folder."
         )
 
 

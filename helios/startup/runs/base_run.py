@@ -194,7 +194,7 @@ class Run(ABC):
             if is_regular and self.collects:
                 stack.callback(self._collect)
             if is_regular and self._has_begun:
-                stack.callback(self._tell_end_of_fit)
+                stack.callback(self._emit_fit_end)
             stack.callback(self.engine.teardown)
             stack.callback(self.display.close)
             # After the loops: an interrupted evaluation restores the settings of the training.
@@ -202,7 +202,7 @@ class Run(ABC):
             stack.callback(self.loop.teardown)
             stack.callback(self.call.show, None)
 
-    def _tell_end_of_fit(self) -> None:
+    def _emit_fit_end(self) -> None:
         try:
             self.hooks.emit("on_fit_end")
         except BaseException as error:
@@ -278,7 +278,7 @@ class Run(ABC):
         self.team.close()
         self.engine.replicas = self.team = Replicas()
 
-    def _tell_place(self) -> None:
+    def _set_places(self) -> None:
         """Set ranks and devices of the user's objects."""
         is_distributed = not self.replicas.is_lone
         info = self.plan.info
@@ -298,7 +298,7 @@ class Run(ABC):
         rng.seed_rngs(self.options.run.seed)
         if registry.src_root is not None:
             update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
-        self._tell_place()
+        self._set_places()
         watch = LegacyWatch("setup", None)
         watch.begin()
         for plugin in self.plugins.values():

@@ -66,7 +66,7 @@ class EvaluationRun(Run):
     def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> None:
         if trained is None and self.call.is_trained:
             _LOGGER.info("%s of the model as it was trained in this process.", self.verb)
-            self._tell_place()
+            self._set_places()
             self.datamodule.setup()
             return
         self._set_up(is_inference=True)

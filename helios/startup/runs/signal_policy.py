@@ -33,7 +33,7 @@ _REFUSED = (
     *("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS"),
     "SIGCHLD",
 )
-_TELL_SECONDS = 2.0
+_PRINT_SECONDS = 2.0
 
 
 def _fail(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
@@ -159,15 +159,15 @@ def end_unsaved(name: str, grace: float) -> NoReturn:
         grace: the grace period in seconds.
     """
     # The main thread may hang while it holds the lock of the log: then nothing is logged.
-    teller = threading.Thread(target=_tell_of_silence, args=(name, grace), daemon=True)
-    teller.start()
-    teller.join(_TELL_SECONDS)
+    printer = threading.Thread(target=_print_silence, args=(name, grace), daemon=True)
+    printer.start()
+    printer.join(_PRINT_SECONDS)
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(TRY_AGAIN)
 
 
-def _tell_of_silence(name: str, grace: float) -> None:
+def _print_silence(name: str, grace: float) -> None:
     _LOGGER.error(
         "No safe point was reached within %g s after %s, so this process ends now, without saving, "
         "with exit code %d. Run the same command again to resume from the newest checkpoint. For "
