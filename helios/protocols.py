@@ -40,24 +40,19 @@ class Meter(Protocol):
 class Ledger(Protocol):
     """Notes what each iteration was; see :mod:`helios.ledger.writer`."""
 
-    marks: list[dict[str, tuple[float, float]]]
-
-    def see(self, batches: Sequence[Any], indices: Sequence[Any] | None) -> None:
-        """Make the fingerprints of the batches of an iteration."""
+    def see(self, batches: Sequence[Any], indices: Sequence[Any] | None) -> list[float]:
+        """Hash the batches of an iteration; returns numbers to add over all processes."""
         ...
 
     def find_optimizers(self) -> None:
         """Search for the optimizers again."""
         ...
 
-    def write(
-        self,
-        state: TrainingState,
-        losses: Mapping[str, Any],
-        marks: Mapping[str, tuple[float, float]],
-        *,
-        norm: Any = None,
-    ) -> None:
+    def take_losses(self, losses: Mapping[str, Any]) -> None:
+        """Read the losses of an iteration, before the events of its end."""
+        ...
+
+    def write(self, state: TrainingState, totals: Sequence[float], *, norm: Any = None) -> None:
         """Write the line of an iteration, at its end."""
         ...
 

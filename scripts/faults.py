@@ -2056,7 +2056,7 @@ FAULTS = (
     Fault(
         "what is left of a write that failed is not overwritten",
         "helios/ledger/book.py",
-        "            self._handle.seek(self._written)\n",
+        "            handle.seek(place)\n",
         "",
         "tests/ledger/test_book.py::test_lines_that_the_disk_refuses_wait_in_order",
     ),
@@ -2075,10 +2075,10 @@ FAULTS = (
         "tests/ledger/test_writer.py::test_replicas_that_exchange_their_batches_are_seen",
     ),
     Fault(
-        "each process writes the marks of its own replicas only",
-        "helios/replicas/window_exchange.py",
-        "            kept.update(self.marks[len(self._tables)])",
-        "            kept.update(self.marks[0])",
+        "hashes of batches are not added over processes",
+        "helios/replicas/named_sums.py",
+        "self.totals = rows[:, 1 : 1 + count].sum(0).tolist()",
+        "self.totals = rows[0, 1 : 1 + count].tolist()",
         SAME_BITS,
     ),
     Fault(
@@ -2098,15 +2098,15 @@ FAULTS = (
     Fault(
         "a number of an accelerator is not copied before it changes",
         "helios/ledger/writer.py",
-        "self._arriving.append(number.clone())",
-        "self._arriving.append(number)",
+        "non_blocking=is_cuda, copy=True",
+        "non_blocking=is_cuda",
         "tests/ledger/test_writer.py::test_numbers_of_an_accelerator_are_read_late_and_as_they_were",
     ),
     Fault(
         "rates of an optimizer that was replaced are written",
         "helios/ledger/writer.py",
-        "            attributes.get(name) is not holder for",
-        "            False for",
+        "            attributes.get(name) is not holder or not",
+        "            not",
         "tests/ledger/test_writer.py::test_an_optimizer_that_is_replaced_is_found_in_the_next_line",
     ),
     Fault(

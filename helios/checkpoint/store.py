@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger(__name__)
+_LEDGERS = "ledger*.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +345,7 @@ class RunFolder:
         )
 
     def move_aside(self, clock_text: str, *, keep: Path | None = None) -> Path | None:
-        """Move all checkpoints, sidecars and damaged files to ``before-<clock_text>/``.
+        """Move all checkpoints, sidecars, ledgers and damaged files to ``before-<clock_text>/``.
 
         Args:
             clock_text: date and time, as part of a file name.
@@ -359,6 +360,7 @@ class RunFolder:
         moved += self._find_damaged()
         if not moved:
             return None
+        moved += sorted(self._path.glob(_LEDGERS))
         target, number = self._path / f"before-{clock_text}", 1
         while target.exists():
             number += 1

@@ -77,11 +77,14 @@ def _tensors(found: CheckpointDifference) -> list[str]:
 
 
 def _lines(found: Difference) -> list[str]:
-    if found.is_equal:
-        return [f"equal: {found.num_equal} iterations, and what the ledgers say of their end"]
     lines = []
     if not found.has_same_definition:
         lines.append("The runs have different definitions: options, seed or data differ.")
+    if found.is_equal:
+        return [*lines, f"equal: iterations {found.begins_after + 1} to {found.num_equal}"]
+    if found.iteration is None and found.lengths[0] == found.lengths[1]:
+        text = "but only one of the runs has ended"
+        return [*lines, f"equal up to iteration {found.num_equal}, {text}"]
     if found.iteration is None:
         first, second = found.lengths
         return [

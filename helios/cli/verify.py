@@ -56,7 +56,7 @@ def run(namespace: argparse.Namespace) -> int:
         if not namespace.json:
             lines = _ledger_lines(part) if isinstance(part, LedgerStatus) else [_line(part)]
             output.print_lines(*lines)
-    if not found:
+    if not found and not ledgers:
         raise ArgumentError(f"There must be a checkpoint to verify, got none in {root}.")
     is_good = all(status.is_good for status in found) and all(each.is_good for each in ledgers)
     if namespace.json:
@@ -67,6 +67,9 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
+    if root.suffix == Path(FILE_NAME).suffix:
+        yield _verify_ledger(root)
+        return
     if not root.is_dir():
         yield examine(root, Depth.BYTES)
         return
@@ -79,27 +82,32 @@ def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
             if part.sidecar is not None and part.sidecar.ledger is not None
         }
         newest = files[-1].sidecar if files else None
-        has_ended = newest is not None and newest.finished is not None
+        ended_at = newest.ledger if newest is not None and newest.finished else None
         if marks or (folder.path / FILE_NAME).exists():
-            yield _verify_ledger(folder.path, marks, has_ended=has_ended)
+            yield _verify_ledger(folder.path / FILE_NAME, marks, ended_at)
 
 
 def _verify_ledger(
-    folder: Path, marks: dict[str, dict[str, Any]], *, has_ended: bool
+    path: Path,
+    marks: dict[str, dict[str, Any]] | None = None,
+    ended_at: dict[str, Any] | None = None,
 ) -> LedgerStatus:
+    if not path.is_file():
+        return LedgerStatus(path, findings=["is missing"])
     try:
-        return verify(folder / FILE_NAME, marks, has_ended=has_ended)
+        return verify(path, marks, ended_at=ended_at)
     except LedgerError as error:
-        return LedgerStatus(folder / FILE_NAME, findings=[str(error)])
+        return LedgerStatus(path, findings=[str(error)])
 
 
 def _ledger_lines(verdict: LedgerStatus) -> list[str]:
     if not verdict.is_good:
         return [f"bad         {verdict.path}: {finding}" for finding in verdict.findings]
+    begin = f" after the first {verdict.begins_after}" if verdict.begins_after else ""
     end = "the run has ended" if verdict.has_ended else "the run has not ended"
     return [
-        f"good        {verdict.path} ({verdict.num_iterations} iterations, hash {verdict.hash}; "
-        f"{end})"
+        f"good        {verdict.path} ({verdict.num_iterations} iterations{begin}, hash "
+        f"{verdict.hash}; {end})"
     ]
 
 

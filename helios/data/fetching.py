@@ -57,7 +57,8 @@ def _make_unpinned_fetch(
     if not is_batched:
         return lambda index: collate(dataset[index])
     if isinstance(dataset, BatchedDataset):
-        return lambda indices: collate(dataset.__getitems__(indices))
+        # A copy, because the data set may change the list.
+        return lambda indices: collate(dataset.__getitems__([*indices]))
 
     def fetch(indices: list[Any]) -> Any:
         # Not map(), which would end early if the data set raised StopIteration.

@@ -126,7 +126,7 @@ class _LimitedBatches(BatchIterator):
             raise StopIteration
         batch = next(self._batches)
         self._num_left -= 1
-        self.num_samples = self._batches.num_samples
+        self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
         self.is_last = self._batches.is_last or self._num_left == 0
         return batch
 

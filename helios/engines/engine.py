@@ -47,8 +47,8 @@ class Engine(ComponentState):
         device: the device of the training.
         sends_early: whether gradients are sent during backward.
         clips: whether :meth:`clip_gradients` does anything.
-        gradient_norm: the norm of the gradients before ``clip_norm`` was last applied; ``None``
-            before that.
+        gradient_norm: the norm of the gradients before ``clip_norm`` was last applied in this
+            iteration; ``None`` if it was not.
         unsaved: names of attributes that training changes and that no checkpoint needs.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -22,7 +23,7 @@ _MOST_PENDING = 64
 class Book:
     """Appends lines to the ledger of a run; closed until :meth:`open` is called.
 
-    A disk that refuses a write does not stop the training: the lines wait in memory, and the next
+    A disk that refuses a write does not stop the training: the lines wait in memory, and a later
     write tries again. Only a checkpoint needs them on the disk: see :meth:`sync`.
 
     Args:
@@ -37,13 +38,16 @@ class Book:
         self.every = EVERY
         self._path = folder / FILE_NAME
         self._run = run
-        self._handle: BinaryIO | None = None
+        self._is_open = False
         self._lock = threading.Lock()
-        self._pending: list[bytes] = []
         self._chain = ""
         self._size = 0
-        self._written = 0
-        self._is_open = False
+        # Where the first line that waits belongs in the file, and all lines that wait.
+        self._waiting: tuple[int, list[bytes]] = (0, [])
+        self._next_try = _MOST_PENDING
+        self._handle: BinaryIO | None = None
+        # The first line of a new ledger, until its file is created.
+        self._head: bytes | None = None
         self._has_failed = False
 
     def open(self, mark: Mapping[str, Any] | None, *, after: int) -> None:
@@ -56,17 +60,18 @@ class Book:
             after: the last iteration before the first new line.
         """
         self.close()
-        self._is_open = True
-        if mark is not None and self._cut_back(mark):
-            return
-        self._chain, self._size, self._written = "", 0, 0
-        head = {"ledger": line.VERSION, "run": self._run}
-        head |= {"every": self.every, "after": after}
+        self._is_open, self._has_failed = True, False
+        if mark is not None:
+            self.every = mark["every"]
+            if self._cut_back(mark):
+                return
+        self._chain, self._size, self._waiting = "", 0, (0, [])
+        head: dict[str, Any] = {"ledger": line.VERSION, "run": self._run, "every": self.every}
+        head["after"] = after
+        if mark is not None:
+            head["lost"] = True
         self.append(json.dumps(head, separators=(",", ":"))[:-1])
-        try:
-            self._move_aside(self._pending[0])
-        except OSError as error:
-            self._report(error)
+        (self._head,) = self._waiting[1]
 
     def append(self, body: str) -> None:
         """Append a line.
@@ -76,8 +81,11 @@ class Book:
         """
         data, self._chain = line.seal(body, self._chain)
         self._size += len(data)
-        self._pending.append(data)
-        if len(self._pending) >= _MOST_PENDING:
+        with self._lock:
+            lines = self._waiting[1]
+            lines.append(data)
+            is_due = len(lines) >= self._next_try
+        if is_due:
             self._try_write()
 
     def mark(self) -> dict[str, Any]:
@@ -91,20 +99,18 @@ class Book:
         Raises:
             OSError: if the disk refuses them.
         """
-        self._write()
-        handle = self._handle
-        if handle is not None:
-            files.fsync(handle)
+        with self._lock:
+            self._write()
+            if self._handle is not None:
+                files.fsync(self._handle)
 
     def close(self) -> None:
         """Write what is left, and close the file."""
         if self._is_open:
             self._try_write()
         self._is_open = False
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.close()
-        self._pending.clear()
+        self._drop_handle()
+        self._waiting, self._head = (0, []), None
 
     def _cut_back(self, mark: Mapping[str, Any]) -> bool:
         """Truncate the ledger to a mark; returns whether it matches."""
@@ -116,15 +122,13 @@ class Book:
                 found = handle.read(len(tail))
             if found == tail:
                 files.truncate(self._path, size)
-                self._handle = self._path.open("r+b", buffering=0)
         except OSError as error:
             self._warn(f"cannot be read ({error})")
             return False
         if found != tail:
             self._warn("is not the one of the checkpoint, or was cut off or changed")
             return False
-        self.every = mark["every"]
-        self._chain, self._size, self._written = chain, size, size
+        self._chain, self._size, self._waiting, self._head = chain, size, (size, []), None
         return True
 
     def _warn(self, what: str) -> None:
@@ -135,6 +139,46 @@ class Book:
             self._path,
             what,
         )
+
+    def _try_write(self) -> None:
+        try:
+            with self._lock:
+                self._write()
+        except (OSError, MemoryError) as error:
+            self._report(error)
+
+    def _write(self) -> None:
+        """Write the lines that wait; the caller holds the lock."""
+        place, lines = self._waiting
+        if not self._is_open or not lines:
+            return
+        data = b"".join(lines)
+        try:
+            handle = self._handle = self._handle or self._open_file()
+            # After a failure, a part of the lines may already be in the file.
+            handle.seek(place)
+            files.write(handle, data)
+        except BaseException:
+            # Where many lines wait, each try copies all of them.
+            self._next_try = 2 * len(lines) + _MOST_PENDING
+            self._drop_handle()
+            raise
+        self._waiting = (place + len(data), [])
+        self._next_try, self._has_failed = _MOST_PENDING, False
+
+    def _open_file(self) -> BinaryIO:
+        if self._head is None:
+            return self._path.open("r+b", buffering=0)
+        self._move_aside(self._head)
+        handle = files.create(self._path)
+        self._head = None
+        return handle
+
+    def _drop_handle(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                handle.close()
 
     def _move_aside(self, head: bytes) -> None:
         """Rename a ledger of another run or another start; the same start writes it again."""
@@ -150,33 +194,11 @@ class Book:
         files.replace(self._path, target)
         _LOGGER.warning("The ledger that was found in %s is now %s.", self._path.parent, target)
 
-    def _try_write(self) -> None:
-        try:
-            self._write()
-        except (OSError, MemoryError) as error:
-            self._report(error)
-
-    def _write(self) -> None:
-        with self._lock:
-            if not self._is_open or not self._pending:
-                return
-            if self._handle is None:
-                self._handle = files.create(self._path)
-            # Another line may be appended meanwhile.
-            count = len(self._pending)
-            data = b"".join(self._pending[:count])
-            # After a failure, a part of the lines may already be in the file.
-            self._handle.seek(self._written)
-            files.write(self._handle, data)
-            self._written += len(data)
-            del self._pending[:count]
-            self._has_failed = False
-
     def _report(self, error: Exception) -> None:
         if not self._has_failed:
             self._has_failed = True
             _LOGGER.error(
-                "Could not write the ledger %s: %s. Training continues, and the next write tries "
+                "Could not write the ledger %s: %s. Training continues, and a later write tries "
                 "again; no checkpoint is saved without its lines.",
                 self._path,
                 error,

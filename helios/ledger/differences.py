@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
@@ -52,29 +53,35 @@ class Difference:
 
     Attributes:
         first, second: the two ledgers.
-        num_equal: iterations that are equal in both, from the first one on.
+        begins_after: the last iteration before the first that both ledgers have; usually 0.
+        num_equal: the last iteration up to which both are equal.
         iteration: the first iteration that differs; ``None`` if there is none.
         what: all parts of it that differ, the earliest in an iteration first.
         details: the values in both runs, by name.
         causes: what may have caused the first part to differ.
-        lengths: iterations of each ledger.
+        lengths: the last iteration of each ledger.
+        have_ended: whether each ledger has the line of the end of its run.
         has_same_definition: whether both runs have the same definition: options, data and seed.
     """
 
     first: Path
     second: Path
+    begins_after: int = 0
     num_equal: int = 0
     iteration: int | None = None
     what: list[str] = field(default_factory=list)
     details: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     causes: list[str] = field(default_factory=list)
     lengths: tuple[int, int] = (0, 0)
+    have_ended: tuple[bool, bool] = (False, False)
     has_same_definition: bool = True
 
     @property
     def is_equal(self) -> bool:
-        """Whether both ledgers have the same lines, and so the same length."""
-        return self.iteration is None and self.lengths[0] == self.lengths[1]
+        """Whether both ledgers have the same lines, from the first that both have to the end."""
+        is_as_long = self.lengths[0] == self.lengths[1]
+        is_at_end = self.have_ended[0] is self.have_ended[1]
+        return self.iteration is None and is_as_long and is_at_end
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in plain values."""
@@ -101,8 +108,8 @@ def diff(first: str | Path, second: str | Path) -> Difference:
     found.has_same_definition = heads[0]["run"] == heads[1]["run"]
     begins = [head["after"] for head in heads]
     start = max(begins)
-    found.num_equal = start
-    counts = [start, start]
+    found.begins_after = found.num_equal = start
+    counts, ends = [start, start], [False, False]
     # A ledger that was lost begins later.
     pairs = zip_longest(
         islice(left, start - begins[0], None), islice(right, start - begins[1], None)
@@ -110,6 +117,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
     for pair in pairs:
         are_iterations = [data is not None and b',"end":1' not in data for data in pair]
         counts = [count + is_one for count, is_one in zip(counts, are_iterations, strict=True)]
+        ends = [end or b',"end":1' in (data or b"") for end, data in zip(ends, pair, strict=True)]
         one, other = pair
         if found.iteration is not None or one is None or other is None:
             continue
@@ -117,18 +125,28 @@ def diff(first: str | Path, second: str | Path) -> Difference:
             found.num_equal += are_iterations[0]
         elif are_iterations[0] == are_iterations[1]:
             _describe(found, _parse(one, found.first), _parse(other, found.second))
-    if max(counts) == start > 0 or min(counts) == start < max(counts):
+    if start and start in counts:
         raise LedgerError(
             f"{found.first} and {found.second} have no iteration in common: they begin after "
             f"iteration {begins[0]} and {begins[1]}, and end at {counts[0]} and {counts[1]}."
         )
-    found.lengths = (counts[0], counts[1])
+    found.lengths, found.have_ended = (counts[0], counts[1]), (ends[0], ends[1])
     return found
 
 
 def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Note the first iteration that differs, and in what."""
-    found.iteration = max(one["at"][1], other["at"][1])
+    """Note the first iteration that differs, and in what.
+
+    Raises:
+        LedgerError: if lines are missing in one of them.
+    """
+    for path, content in ((found.first, one), (found.second, other)):
+        if content["at"][1] != found.num_equal + ("end" not in content):
+            raise LedgerError(
+                f"{path} has the line of iteration {content['at'][1]} after that of iteration "
+                f"{found.num_equal}. `helios verify` names all lines that are wrong."
+            )
+    found.iteration = one["at"][1]
     data = [[*line.get("data", ()), None, None, None][:3] for line in (one, other)]
     if data[0][0] != data[1][0]:
         found.what.append(ORDER)
@@ -149,15 +167,28 @@ def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> 
 
 
 def _read(key: str, line: Mapping[str, Any]) -> Any:
-    """Return an entry of a line, with numbers instead of their bits."""
+    """Return an entry of a line, with numbers instead of their bits.
+
+    Raises:
+        LedgerError: if they are none.
+    """
     value = line.get(key)
-    if key == "norm" and value is not None:
-        return read_float(value)
-    if isinstance(value, dict):
-        return {name: read_float(digits) for name, digits in value.items()}
-    if isinstance(value, list):
-        return [read_float(digits) for digits in value]
+    try:
+        if key == "norm":
+            return _number(value)
+        if isinstance(value, dict):
+            return {name: _number(digits) for name, digits in value.items()}
+        if isinstance(value, list):
+            return [_number(digits) for digits in value]
+    except (ValueError, TypeError, struct.error) as error:
+        raise LedgerError(
+            f"A ledger has the damaged entry {key}: {value!r}. `helios verify` names its line."
+        ) from error
     return value
+
+
+def _number(digits: str | None) -> float | None:
+    return None if digits is None else read_float(digits)
 
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:

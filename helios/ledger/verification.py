@@ -19,6 +19,8 @@ class LedgerStatus:
     Attributes:
         path: the ledger.
         num_iterations: lines of iterations that were read.
+        begins_after: the last iteration before the first line: 0, but for a branch of another run,
+            or if the ledger was switched on later or was lost.
         has_ended: whether the run has ended, not only been interrupted.
         hash: the hash of the last line, which stands for the whole run.
         findings: what is wrong, line by line; empty for a sound ledger.
@@ -26,6 +28,7 @@ class LedgerStatus:
 
     path: Path
     num_iterations: int = 0
+    begins_after: int = 0
     has_ended: bool = False
     hash: str = ""
     findings: list[str] = field(default_factory=list)
@@ -44,14 +47,14 @@ def verify(
     run: str | Path,
     marks: Mapping[str, Mapping[str, Any]] | None = None,
     *,
-    has_ended: bool = False,
+    ended_at: Mapping[str, Any] | None = None,
 ) -> LedgerStatus:
     """Verify the ledger of a run.
 
     Args:
         run: the folder of the run, or its ledger.
         marks: the ``ledger`` entry of each checkpoint, by file name: they must be in the ledger.
-        has_ended: whether the run is known to have ended.
+        ended_at: the entry of the checkpoint with which the run is known to have ended.
 
     Returns:
         The status, with every line that was changed, removed, repeated or exchanged.
@@ -71,7 +74,7 @@ def verify(
     if not reader.chain:
         raise LedgerError(f"{path} is empty.")
     status.hash = reader.chain
-    if has_ended and not status.has_ended:
+    if ended_at is not None and not status.has_ended and size <= ended_at["size"]:
         status.findings.append("the run has ended, but the last line does not say so")
     status.findings += [
         f"{name} is a checkpoint of another ledger, or of lines that are no longer there"
@@ -103,7 +106,8 @@ class _Reader:
         if number == 1:
             header = parse_header(data, status.path)
             self._iteration = header["after"]
-            if self._iteration:
+            status.begins_after = self._iteration
+            if header.get("lost"):
                 status.findings.append(f"the lines up to iteration {self._iteration} are missing")
         elif "end" in content:
             status.has_ended = True

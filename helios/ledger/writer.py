@@ -1,8 +1,7 @@
 """Writes a line of the ledger for each iteration of a run.
 
-What a line needs is read when the iteration ends. The fingerprints of batches are made in the
-process that fetches them; those of all replicas are added with the losses, exactly and in integers,
-so that the sum does not depend on the number of processes.
+Each process hashes the batches of its replicas. The hashes are added over all replicas with the
+losses, exactly, so that their sum does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,28 +22,29 @@ from helios.state import TrainingState
 from helios.storage.content_hash import Fingerprint, fingerprint, hash_indices
 
 _LOGGER = logging.getLogger(__name__)
-Marks: TypeAlias = dict[str, tuple[float, float]]
-"""64-bit numbers, each as its upper and its lower half, which are added over replicas."""
-ORDER, CONTENT, UNSEEN = "\0order", "\0content", "\0unseen"
 _LOW = 0xFFFF_FFFF
 _MODULUS = 1 << 64
 # Where a number of an accelerator belongs in a line; JSON text holds no such character.
 _LATE = "\x01"
 _MOST_LATE = 32
+_NOTHING = "null"
 
 
-def _as_mark(value: int) -> tuple[float, float]:
-    return float(value >> 32), float(value & _LOW)
-
-
-def _as_hash(mark: tuple[float, float]) -> str:
-    high, low = mark
+def _join(high: float, low: float) -> str:
     return write_hash(((int(high) << 32) + int(low)) % _MODULUS)
+
+
+def _quote(number: Any) -> str:
+    """Return the bits of a number as a JSON text, ``null`` for what is no number."""
+    try:
+        return f'"{write_float(float(number))}"'
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return _NOTHING
 
 
 @final
 class LedgerWriter:
-    """The ledger as the loops see it; on other ranks than 0 it only makes fingerprints.
+    """The ledger as the loops see it; on other ranks than 0 it only hashes batches.
 
     Args:
         book: the file; ``None`` on ranks that do not write.
@@ -51,9 +52,6 @@ class LedgerWriter:
         find_weights: returns all parameters by name.
         find_optimizers: returns the optimizers by path.
         attributes: those of the model, in which an optimizer may be replaced.
-
-    Attributes:
-        marks: those of each replica of this process, in the current iteration.
     """
 
     def __init__(
@@ -65,7 +63,6 @@ class LedgerWriter:
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
         attributes: Mapping[str, Any],
     ) -> None:
-        self.marks: list[Marks] = []
         self._book = book
         self._block = block
         self._find_weights = find_weights
@@ -73,66 +70,83 @@ class LedgerWriter:
         self._attributes = attributes
         self._holders: dict[str, Any] = {}
         self._optimizers: list[Optimizer] = []
-        self._late: deque[tuple[str, list[Tensor]]] = deque()
+        self._losses = ""
+        self._late: deque[tuple[str, list[Tensor], Any]] = deque()
         self._arriving: list[Tensor] = []
-        self._names: dict[str, str] = {}
+        self._names: dict[Any, str] = {}
         self._has_warned = False
 
-    def see(self, batches: Sequence[Any], indices: Sequence[Any] | None) -> None:
-        """Make the fingerprints of the batches of an iteration, before anybody can change them.
+    def see(self, batches: Sequence[Any], indices: Sequence[Any] | None) -> list[float]:
+        """Hash the batches of an iteration, before anybody can change them.
 
         Args:
             batches: the batch of each replica of this process.
             indices: those of the samples of each; ``None`` if unknown.
+
+        Returns:
+            Whole numbers that must be added over all processes: the argument of :meth:`write`.
         """
-        self.marks = []
+        totals = [0.0] * 6
         for number, (replica, batch) in enumerate(zip(self._block, batches, strict=False)):
-            found = self._look(batch, replica)
+            content = self._look(batch, replica)
             order = 0 if indices is None else hash_indices(indices[number], replica)
-            self.marks.append(
-                {
-                    ORDER: _as_mark(order),
-                    CONTENT: _as_mark(found.value),
-                    UNSEEN: (float(found.num_unseen), float(indices is None)),
-                }
-            )
+            totals[0] += order >> 32
+            totals[1] += order & _LOW
+            totals[2] += content.value >> 32
+            totals[3] += content.value & _LOW
+            totals[4] += content.num_unseen
+            totals[5] += indices is None
+        return totals
 
     def _look(self, batch: Any, replica: int) -> Fingerprint:
         try:
             return fingerprint(batch, replica)
         except Exception as error:
             # A tensor of a user's class may refuse what is asked of it: no reason to stop.
-            if not self._has_warned:
-                self._has_warned = True
-                _LOGGER.warning(
-                    "The ledger cannot read batches (%s: %s), so it does not see their content.",
-                    type(error).__name__,
-                    error,
-                )
+            self._warn("batches", error)
             return Fingerprint(0, num_unseen=1)
 
+    def _warn(self, what: str, error: Exception) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "The ledger cannot read the %s (%s: %s), so its lines lack them.",
+                what,
+                type(error).__name__,
+                error,
+            )
+
+    def take_losses(self, losses: Mapping[str, Any]) -> None:
+        """Read the losses of an iteration, before the events of its end.
+
+        Args:
+            losses: numbers or tensors of one element, as means over replicas.
+        """
+        if self._book is None:
+            return
+        names, parts = self._names, []
+        for name, loss in losses.items():
+            if name not in names:
+                names[name] = json.dumps(str(name))
+            parts.append(f"{names[name]}:{self._number(loss)}")
+        self._losses = ",".join(parts)
+
     def write(
-        self,
-        state: TrainingState,
-        losses: Mapping[str, Any],
-        marks: Mapping[str, tuple[float, float]],
-        *,
-        norm: Any = None,
+        self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
     ) -> None:
         """Write the line of an iteration, at its end.
 
         Args:
             state: the counters.
-            losses: numbers or tensors of one element, as means over replicas.
-            marks: the sums over all replicas.
+            totals: what :meth:`see` has returned, added over all processes.
             norm: the norm of the gradients, if one was computed.
         """
         book = self._book
         if book is None:
             return
-        body = f"{{{self._place(state)},{self._data(marks)}"
-        if losses:
-            body += f',"loss":{{{self._losses(losses)}}}'
+        body = f"{{{_place(state)},{_data(totals)}"
+        if self._losses:
+            body += f',"loss":{{{self._losses}}}'
         rates = self._rates()
         if rates:
             body += f',"lr":[{rates}]'
@@ -144,7 +158,7 @@ class LedgerWriter:
             elif state.global_step % book.every == 0:
                 body += self._digests()
         if self._arriving or self._late:
-            self._late.append((body, self._arriving))
+            self._late.append((body, self._arriving, _mark_time(self._arriving)))
             self._arriving = []
             self._append_late(_MOST_LATE)
         else:
@@ -154,7 +168,7 @@ class LedgerWriter:
         """Write the last line of a run that has ended, not only been interrupted."""
         self.settle()
         if self._book is not None:
-            self._book.append(f'{{{self._place(state)},"end":1{self._digests()}')
+            self._book.append(f'{{{_place(state)},"end":1{self._digests()}')
 
     def settle(self) -> None:
         """Wait for numbers on an accelerator, so that all lines are complete."""
@@ -163,9 +177,11 @@ class LedgerWriter:
     def _append_late(self, most: int) -> None:
         """Append the oldest waiting lines, whose numbers have arrived by now."""
         while len(self._late) > most and self._book is not None:
-            body, numbers = self._late.popleft()
+            body, numbers, moment = self._late.popleft()
+            if moment is not None:
+                moment.synchronize()
             for number in numbers:
-                body = body.replace(_LATE, write_float(float(number)), 1)
+                body = body.replace(_LATE, _quote(number), 1)
             self._book.append(body)
 
     @staticmethod
@@ -174,38 +190,21 @@ class LedgerWriter:
         return tensor.device.type != "cpu"
 
     def _number(self, number: Any) -> str:
-        """Return the bits of a number in quotes; those of an accelerator follow later."""
+        """Return the bits of a number; those of an accelerator follow later."""
         if isinstance(number, Tensor):
             number = number.detach()
             if self._is_far(number):
-                # A copy: the training may change it in place.
-                self._arriving.append(number.clone())
-                return f'"{_LATE}"'
-        return f'"{write_float(float(number))}"'
-
-    @staticmethod
-    def _place(state: TrainingState) -> str:
-        return f'"at":[{state.global_epoch},{state.global_iteration},{state.global_step}]'
-
-    @staticmethod
-    def _data(marks: Mapping[str, tuple[float, float]]) -> str:
-        num_unseen, num_unknown = marks[UNSEEN]
-        order = "null" if num_unknown else f'"{_as_hash(marks[ORDER])}"'
-        unseen = f",{int(num_unseen)}" if num_unseen else ""
-        return f'"data":[{order},"{_as_hash(marks[CONTENT])}"{unseen}]'
-
-    def _losses(self, losses: Mapping[str, Any]) -> str:
-        names, parts = self._names, []
-        for name, loss in losses.items():
-            if name not in names:
-                names[name] = json.dumps(str(name))
-            parts.append(f"{names[name]}:{self._number(loss)}")
-        return ",".join(parts)
+                # A copy, because the training may change it in place.
+                is_cuda = number.device.type == "cuda"
+                self._arriving.append(number.to("cpu", non_blocking=is_cuda, copy=True))
+                return _LATE
+        return _quote(number)
 
     def _rates(self) -> str:
         attributes = self._attributes
         if not self._holders or any(
-            attributes.get(name) is not holder for name, holder in self._holders.items()
+            attributes.get(name) is not holder or not isinstance(holder, Optimizer)
+            for name, holder in self._holders.items()
         ):
             self.find_optimizers()
         return ",".join(
@@ -218,37 +217,55 @@ class LedgerWriter:
         )
 
     def find_optimizers(self) -> None:
-        """Search for the optimizers: at the start of an epoch, or if an attribute has changed."""
+        """Search for the optimizers: at the start of an epoch, or if one may be another now."""
         found = self._find_optimizers()
         self._optimizers = list(found.values())
         names = {path.partition(".")[0].partition("[")[0] for path in found}
         self._holders = {name: self._attributes.get(name) for name in names}
 
     def _digests(self) -> str:
-        weights = self._find_weights()
-        found = fingerprint({name: weights[name] for name in sorted(weights)})
-        names = {id(tensor): name for name, tensor in weights.items()}
-        state = {
-            path: _state_of(optimizer, names)
-            for path, optimizer in sorted(self._find_optimizers().items())
-        }
-        moments = fingerprint(state)
-        return f',"weights":"{write_hash(found.value)}","optimizer":"{write_hash(moments.value)}"'
+        try:
+            weights = self._find_weights()
+            names = {id(tensor): name for name, tensor in weights.items()}
+            state = {path: _state_of(each, names) for path, each in self._find_optimizers().items()}
+            hashes = [write_hash(fingerprint(value).value) for value in (weights, state)]
+        except Exception as error:
+            self._warn("weights", error)
+            return ""
+        return f',"weights":"{hashes[0]}","optimizer":"{hashes[1]}"'
+
+
+def _mark_time(numbers: Sequence[Tensor]) -> Any:
+    """Return an event behind the copies to the host, or ``None`` if they are complete."""
+    if not torch.cuda.is_available() or not numbers:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _place(state: TrainingState) -> str:
+    return f'"at":[{state.global_epoch},{state.global_iteration},{state.global_step}]'
+
+
+def _data(totals: Sequence[float]) -> str:
+    *_, num_unseen, num_unknown = totals
+    order = _NOTHING if num_unknown else f'"{_join(totals[0], totals[1])}"'
+    unseen = f",{int(num_unseen)}" if num_unseen else ""
+    return f'"data":[{order},"{_join(totals[2], totals[3])}"{unseen}]'
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return the state of an optimizer by names of parameters, whose order may differ."""
-    groups = [
-        {
-            **{name: value for name, value in sorted(group.items()) if name != "params"},
-            "params": sorted(names.get(id(each), "") for each in group["params"]),
-        }
-        for group in optimizer.param_groups
-    ]
-    state = {
-        names.get(id(each), ""): optimizer.state[each]
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if each in optimizer.state
-    }
-    return {"groups": groups, "state": {name: state[name] for name in sorted(state)}}
+    groups, state, number = [], {}, 0
+    for group in optimizer.param_groups:
+        found = []
+        for parameter in group["params"]:
+            name = names.get(id(parameter), f"?{number}")
+            number += 1
+            found.append(name)
+            if parameter in optimizer.state:
+                state[name] = optimizer.state[parameter]
+        rest = {name: value for name, value in group.items() if name != "params"}
+        groups.append({**rest, "params": sorted(found)})
+    return {"groups": groups, "state": state}

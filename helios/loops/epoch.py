@@ -101,8 +101,7 @@ class EpochLoop(Loop):
         batches = self._batches
         found = next(batches)
         if self._ledger is not None:
-            self._ledger.see(found, batches.indices)
-            turns.carry(self._ledger.marks)
+            turns.add_with_losses(self._ledger.see(found, batches.indices))
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         train = (self.batch_loop or require(self.batch_loop)).enter
         try:
@@ -248,6 +247,7 @@ class EpochLoop(Loop):
             is_manual=bool(session.is_manual),
         )
         state.begin_iteration(session.schedule.unit, is_boundary=is_boundary)
+        session.engine.gradient_norm = None
         session.turns.begin_iteration(state.global_iteration)
         opens_window = found[0] or state.global_iteration == 1
         try:
@@ -274,6 +274,8 @@ class EpochLoop(Loop):
         session, state, hooks = self._session, self._session.state, self._session.hooks
         if state.is_step_boundary:
             session.context.close_window()
+        if self._ledger is not None:
+            self._ledger.take_losses(session.model.loss_items)
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.active:
             session.context.batch = session.context.raw_batch
@@ -290,9 +292,7 @@ class EpochLoop(Loop):
         if session.display.is_shown:
             session.display.advance(session.model.loss_items, num_samples, has_stepped)
         if self._ledger is not None:
-            norm, session.engine.gradient_norm = session.engine.gradient_norm, None
-            losses = session.model.loss_items
-            self._ledger.write(state, losses, session.turns.summed_marks, norm=norm)
+            self._ledger.write(state, session.turns.totals, norm=session.engine.gradient_norm)
         session.cursor.batch += 1
         session.cursor.sample += num_samples
         state.dataset_iter += 1

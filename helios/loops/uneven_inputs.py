@@ -32,6 +32,7 @@ class EvenBatches(BatchIterator):
             self.close()
             raise StopIteration
         self.num_samples, self.is_last = self._batches.num_samples, is_last
+        self.indices = self._batches.indices
         return batch
 
     def close(self) -> None:

@@ -15,10 +15,6 @@ from helios.replicas.point_to_point import PointToPoint
 from helios.replicas.reduction_tree import tree_sum
 
 _Scores: TypeAlias = dict[str, tuple[float, float]]
-Marks: TypeAlias = Mapping[str, tuple[float, float]]
-"""Pairs of numbers of a replica that are added with its losses, and not averaged, by name."""
-MARK = "\0"
-"""Begins the names of marks."""
 
 
 def _add_scores(left: _Scores, right: _Scores) -> _Scores:
@@ -39,22 +35,19 @@ def _add_up(tables: list[_Scores]) -> _Scores:
 
 
 def _as_scores(tables: Sequence[Mapping[str, Any]]) -> list[_Scores]:
-    """Return losses as sums with weight 1, and marks as they are."""
+    """Return losses as sums with weight 1."""
     scores: list[_Scores] = []
     for table in tables:
         scores.append({})
         for name, loss in table.items():
-            scores[-1][name] = loss if isinstance(loss, tuple) else (float(loss), 1.0)
+            scores[-1][name] = (float(loss), 1.0)
     return scores
 
 
-def _means(sums: _Scores) -> dict[str, Any]:
-    dtype, means = torch.get_default_dtype(), dict[str, Any]()
+def _means(sums: _Scores) -> dict[str, Tensor]:
+    dtype, means = torch.get_default_dtype(), {}
     for name, (total, weight) in sums.items():
-        if name.startswith(MARK):
-            means[name] = (total, weight)
-        else:
-            means[name] = torch.tensor(total / weight, dtype=dtype)
+        means[name] = torch.tensor(total / weight, dtype=dtype)
     return means
 
 
@@ -70,6 +63,11 @@ class NumberReducer:
         rank: number of this process in the group, from 0.
         group: the process group; ``None`` for that of all processes.
         device: the device that the group's backend needs.
+
+    Attributes:
+        numbers: whole numbers of this process that are added over all processes, exactly, with the
+            next losses; as many on all processes.
+        totals: their sums, after the losses were added.
 
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
@@ -89,6 +87,8 @@ class NumberReducer:
         self._ranks = PointToPoint(num_processes, rank, group)
         self._device = device
         self._names: list[str] = []
+        self.numbers: Sequence[float] = ()
+        self.totals: Sequence[float] = ()
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all replicas in order, exactly.
@@ -131,16 +131,15 @@ class NumberReducer:
         ]
         return _add_up(self._exchange(numbers))
 
-    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the mean of each name over the replicas that have it, in sorted order.
 
         Args:
             tables: losses of each replica of this process by name: numbers, or tensors of one
-                element. A pair of numbers whose name begins with :data:`MARK` is only added.
+                element.
 
         Returns:
-            Tensors without dimensions, of torch's default type, summed in float64; the sums of
-            pairs.
+            Tensors without dimensions, of torch's default type, summed in float64.
         """
         return _means(_add_up(self._exchange(_as_scores(tables))))
 
@@ -152,7 +151,7 @@ class NumberReducer:
         """
         return self._pad(self._as_rows(_as_scores(tables))).flatten()
 
-    def read_losses(self, tables: Sequence[Mapping[str, Any]], rows: Tensor) -> dict[str, Any]:
+    def read_losses(self, tables: Sequence[Mapping[str, Any]], rows: Tensor) -> dict[str, Tensor]:
         """Return what :meth:`mean_losses` returns, from the rows that all processes have written.
 
         Args:
@@ -174,6 +173,7 @@ class NumberReducer:
                 f"process, got {len(tables)}. Pass an empty one for a replica without scores."
             )
         if not self._ranks.others:
+            self.totals = self.numbers
             return tables
         return self._read(tables, self.gather(self._as_rows(tables)))
 
@@ -184,21 +184,27 @@ class NumberReducer:
             found = self._ranks.gather_objects(sorted(names))
             self._names = sorted({*self._names, *(name for part in found for name in part)})
             rows = self.gather(self._as_rows(tables))
-        return [self._as_table(row) for row in rows.tolist()]
+        count = len(self.numbers)
+        self.totals = rows[:, 1 : 1 + count].sum(0).tolist()
+        return [self._as_table(row[1 + count :]) for row in rows.tolist()]
 
     def _as_rows(self, tables: list[_Scores]) -> Tensor:
-        """Return "has unknown names", then "is present", sum and weight of each known name."""
-        rows = []
+        """Return rows of numbers, one for each table.
+
+        They are "has unknown names", the numbers of the process in its first row, and "is present",
+        sum and weight of each known name.
+        """
+        rows, numbers = [], list(self.numbers)
         known = set(self._names)
         for table in tables:
-            row = [float(not known.issuperset(table))]
+            row = [float(not known.issuperset(table)), *numbers]
+            numbers = [0.0] * len(numbers)
             for name in self._names:
                 row += (1.0, *table[name]) if name in table else (0.0, 0.0, 0.0)
             rows.append(row)
         return torch.tensor(rows, dtype=torch.float64, device=self._device)
 
     def _as_table(self, row: list[float]) -> dict[str, tuple[float, float]]:
-        _, *numbers = row
-        there, sums, weights = numbers[::3], numbers[1::3], numbers[2::3]
+        there, sums, weights = row[::3], row[1::3], row[2::3]
         columns = zip(self._names, there, sums, weights, strict=True)
         return {name: (total, weight) for name, is_there, total, weight in columns if is_there}

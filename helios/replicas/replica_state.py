@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
 from typing import Any, final
 
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 
 from helios.core import rng
 from helios.errors import UsageError
-from helios.replicas.named_sums import Marks
 from helios.replicas.replicas import Replicas
 from helios.replicas.turn_protocols import Collector, ReplicaWatcher, StepWatcher, TrainedModel
 from helios.replicas.window_exchange import Announcer, WindowExchange
@@ -37,7 +35,7 @@ class Turns(ABC):
             collected.
         is_over: whether the last of several replicas has finished this iteration.
         has_message: whether a message is pending that :meth:`receive` reads.
-        summed_marks: those of the iteration, summed over all replicas, after its last turn.
+        totals: the numbers of the iteration, added over all processes, after its last turn.
     """
 
     replica: int = 0
@@ -46,15 +44,15 @@ class Turns(ABC):
     begins_window: bool = False
     is_over: bool = False
     has_message: bool = False
-    summed_marks: Marks = MappingProxyType({})
+    totals: Sequence[float] = ()
 
-    @abstractmethod
-    def carry(self, marks: Sequence[Marks]) -> None:
-        """Add marks over all replicas, together with the losses of this iteration.
+    def add_with_losses(self, numbers: Sequence[float]) -> None:
+        """Add whole numbers over all processes, together with the losses of this iteration.
 
         Args:
-            marks: those of each replica of this process, of the same names in all processes.
+            numbers: those of this process; as many on all processes.
         """
+        self.totals = numbers
 
     def begin_epoch(self) -> None:
         """Begin an epoch. Hooks may have changed the networks."""
@@ -174,10 +172,6 @@ class LoneTurns(Turns):
         """Set the random numbers of the iteration."""
         rng.reseed(self._keys.at(iteration))
 
-    def carry(self, marks: Sequence[Marks]) -> None:
-        """Keep those of the only replica."""
-        (self.summed_marks,) = marks
-
 
 @final
 class SharedTurns(Turns):
@@ -220,9 +214,9 @@ class SharedTurns(Turns):
         self.replica = replica
         self.is_first, self.is_last = replica == self._first, replica == self._last
 
-    def carry(self, marks: Sequence[Marks]) -> None:
-        """Send marks with the losses."""
-        self._exchange.marks = marks
+    def add_with_losses(self, numbers: Sequence[float]) -> None:
+        """Send numbers with the losses."""
+        self._replicas.add_with_losses(numbers)
 
     def begin_epoch(self) -> None:
         """Search for buffers again when the next window opens."""
@@ -310,7 +304,7 @@ class SharedTurns(Turns):
             self.receive()
         self._watch.report()
         means = self._exchange.take_means(table)
-        self.summed_marks = self._exchange.summed
+        self.totals = self._replicas.totals
         table.clear()
         table.update(means)
 

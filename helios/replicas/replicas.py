@@ -37,7 +37,7 @@ class WindowResult:
     """
 
     flags: Sequence[bool]
-    means: dict[str, Any] | None
+    means: dict[str, Tensor] | None
     content: Tensor
 
 
@@ -177,7 +177,20 @@ class Replicas:
             with collective("Replicas.barrier"):
                 dist.barrier(group=control_group())
 
-    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def add_with_losses(self, numbers: Sequence[float]) -> None:
+        """Add whole numbers of all processes, exactly, with the losses that are sent next.
+
+        Args:
+            numbers: those of this process; as many on all processes.
+        """
+        self._losses.numbers = numbers
+
+    @property
+    def totals(self) -> Sequence[float]:
+        """The sums of :meth:`add_with_losses`, after the mean losses are known."""
+        return self._losses.totals
+
+    def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the mean of each loss over the replicas that have it, by name.
 
         Args:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from helios.errors import UsageError
 from helios.replicas.module_buffers import ReplicaBuffers
-from helios.replicas.named_sums import MARK, Marks
 from helios.replicas.replicas import NOTHING, Replicas
 
 
@@ -44,19 +43,14 @@ class WindowExchange:
 
     Attributes:
         buffers: the buffers of the replicas.
-        marks: pairs of numbers of each replica of this process that are added with the losses of
-            the iteration, by name.
-        summed: their sums over all replicas, once :meth:`take_means` has returned.
     """
 
     def __init__(self, replicas: Replicas, announcer: Announcer) -> None:
         self.buffers = ReplicaBuffers(replicas)
         self._replicas = replicas
         self._announcer = announcer
-        self.marks: Sequence[Marks] = ()
-        self.summed: Marks = {}
         self._tables: list[dict[str, Any]] = []
-        self._means: dict[str, Any] | None = None
+        self._means: dict[str, Tensor] | None = None
         self._is_final = False
         self._shown: dict[str, Any] = {}
 
@@ -73,8 +67,6 @@ class WindowExchange:
             if not (loss.numel() == 1 if is_tensor else isinstance(loss, int | float)):
                 raise _make_loss_error(name, loss)
             kept[name] = loss.detach().clone() if is_tensor else loss
-        if self.marks:
-            kept.update(self.marks[len(self._tables)])
         self._tables.append(kept)
 
     def reopen(self) -> None:
@@ -128,8 +120,7 @@ class WindowExchange:
         Raises:
             UsageError: if the losses have changed since they were sent.
         """
-        means = self._means
-        shown = self._shown
+        means, shown = self._means, self._shown
         if means is not None:
             is_same = [*map(id, table.values())] == [*map(id, shown.values())]
             if not is_same or [*table] != [*shown]:
@@ -139,8 +130,7 @@ class WindowExchange:
                 self.keep_losses(table)
             means = self._replicas.mean_losses(self._tables)
         self._tables, self._means = [], None
-        self.summed = {name: found for name, found in means.items() if name.startswith(MARK)}
-        return {name: mean for name, mean in means.items() if name not in self.summed}
+        return means
 
 
 def _make_change_error(table: Mapping[str, Any], shown: Mapping[str, Any]) -> UsageError:

@@ -1,19 +1,18 @@
 """A fingerprint of nested values, such as a batch: 64 bits over types, names, shapes and elements.
 
-It is the same in every process and on every machine of the same byte order. Nothing is pickled, and
-no code of the values' classes is run: what is neither a tensor, an array, a plain value nor a
-container of these is counted as unseen, and only its type enters the fingerprint.
+It is the same in every process, and on every machine of the same byte order. Nothing is pickled:
+what is neither a tensor, an array, a plain value nor a container of these is counted as unseen, and
+only the name of its class enters the fingerprint. The entries of a dictionary have no order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections import UserDict, deque
-from collections.abc import Iterable
+from collections import UserDict
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import chain
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -25,6 +24,7 @@ from helios.storage.checksums import array_sum, tensor_sum
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _ARRAYS = (np.ndarray, np.generic)
 _MOST_NESTED = 100
+_MANY = 16
 _NUMBER = struct.Struct("<Q")
 _MAX_NUMBER = (1 << 64) - 1
 
@@ -48,11 +48,9 @@ def fingerprint(value: Any, *salt: int) -> Fingerprint:
         value: tensors, arrays, plain values, and containers of these.
         salt: numbers that enter it, too, so that equal values in different places differ.
     """
-    reader = _Reader(struct.pack(f"<{len(salt)}q", *salt))
-    reader.add(value, 0)
-    data = b"".join(reader.parts)
-    found = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
-    return Fingerprint(found, reader.num_unseen)
+    reader = _Reader()
+    head = struct.pack(f"<{len(salt)}q", *salt)
+    return Fingerprint(_number_of(head + reader.read(value)), reader.num_unseen)
 
 
 def hash_indices(indices: Any, *salt: int) -> int:
@@ -67,6 +65,10 @@ def hash_indices(indices: Any, *salt: int) -> int:
         data = struct.pack(f"<{len(salt) + len(numbers)}q", *salt, *numbers)
     except (struct.error, TypeError):
         return fingerprint(indices, *salt).value
+    return _number_of(data)
+
+
+def _number_of(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -82,64 +84,76 @@ def _token_of_form(dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 @final
 class _Reader:
-    """Lists what enters the hash: for each value a token of its type, and its content."""
+    """Turns values into bytes: for each one a token of its type, and its content or a hash of it.
 
-    def __init__(self, head: bytes) -> None:
-        self.parts = [head]
+    A container is hashed on its own and once, even if it occurs many times.
+    """
+
+    def __init__(self) -> None:
         self.num_unseen = 0
+        self._depth = 0
+        # By address; the containers are kept, so that no address is used again.
+        self._known: dict[int, tuple[bytes, object]] = {}
 
-    def _add_text(self, text: str) -> None:
-        self.parts.append(_token(text))
-
-    def add(self, value: Any, depth: int) -> None:
+    def read(self, value: Any) -> bytes:
         kind = type(value)
         if isinstance(value, Tensor):
-            self._add_tensor(value)
-        elif isinstance(value, _ARRAYS):
-            self._add_array(value)
-        elif kind in _ATOMS:
-            self._add_text(f"{kind.__name__} {value!r}")
-        elif depth == _MOST_NESTED:
-            self._add_unseen(value)
-        else:
-            self._add_members(value, depth + 1)
+            return self._read_tensor(value)
+        if isinstance(value, _ARRAYS):
+            return self._read_array(value)
+        if kind is bytes:
+            return _token(f"bytes {len(value)}") + blake2b(value, digest_size=8).digest()
+        if kind in _ATOMS:
+            return _token(f"{kind.__name__} {value!r}")
+        if id(value) in self._known:
+            return self._known[id(value)][0]
+        if self._depth == _MOST_NESTED:
+            return self._name_unseen(value)
+        # A container inside of itself.
+        self._known[id(value)] = b"again", value
+        self._depth += 1
+        found = self._read_members(value)
+        self._depth -= 1
+        self._known[id(value)] = found, value
+        return found
 
-    def _add_members(self, value: Any, depth: int) -> None:
-        members: Iterable[Any]
+    def _read_members(self, value: Any) -> bytes:
         if isinstance(value, dict | UserDict):
             items = value.data if isinstance(value, UserDict) else value
-            self._add_text(f"mapping {len(items)}")
-            members = chain.from_iterable(dict.items(items))
+            parts = sorted(self.read(key) + self.read(each) for key, each in dict.items(items))
+            text = f"mapping {len(parts)}"
         elif isinstance(value, tuple):
-            self._add_text(f"tuple {len(value)}")
-            members = value
-        elif isinstance(value, list | deque):
-            self._add_text(f"list {len(value)}")
-            members = value
+            parts = self._read_sequence(list(tuple.__iter__(value)))
+            text = f"tuple {tuple.__len__(value)}"
+        elif isinstance(value, list):
+            parts = self._read_sequence(list(list.__iter__(value)))
+            text = f"list {list.__len__(value)}"
         elif is_dataclass(value) and not isinstance(value, type):
             names = [each.name for each in fields(value)]
-            self._add_text(f"{type(value).__qualname__} {names}")
-            members = (getattr(value, name, None) for name in names)
+            parts = [self.read(getattr(value, name, None)) for name in names]
+            text = f"{type(value).__qualname__} {names}"
         else:
-            self._add_unseen(value)
-            return
-        for member in members:
-            self.add(member, depth)
+            return self._name_unseen(value)
+        return _token(text) + blake2b(b"".join(parts), digest_size=8).digest()
 
-    def _add_tensor(self, tensor: Tensor) -> None:
+    def _read_sequence(self, members: list[Any]) -> list[bytes]:
+        if len(members) > _MANY and all(type(member) is int for member in members):
+            with contextlib.suppress(struct.error):  # a number of more than 64 bits
+                return [struct.pack(f"<{len(members)}q", *members)]
+        return [self.read(member) for member in members]
+
+    def _read_tensor(self, tensor: Tensor) -> bytes:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            self._add_unseen(tensor)
-            return
-        self.parts.append(_token_of_form(tensor.dtype, tensor.shape))
-        self.parts.append(_NUMBER.pack(tensor_sum(tensor) & _MAX_NUMBER))
+            return self._name_unseen(tensor)
+        number = _NUMBER.pack(tensor_sum(tensor) & _MAX_NUMBER)
+        return _token_of_form(tensor.dtype, tensor.shape) + number
 
-    def _add_array(self, array: Any) -> None:
-        if array.dtype.hasobject:
-            self._add_unseen(array)
-            return
-        self._add_text(f"{array.dtype.str} {array.shape}")
-        self.parts.append(_NUMBER.pack(array_sum(np.asarray(array))))
+    def _read_array(self, array: Any) -> bytes:
+        if array.dtype.hasobject or isinstance(array, np.ma.MaskedArray):
+            return self._name_unseen(array)
+        number = _NUMBER.pack(array_sum(np.asarray(array)))
+        return _token(f"{array.dtype.str} {array.shape}") + number
 
-    def _add_unseen(self, value: object) -> None:
+    def _name_unseen(self, value: object) -> bytes:
         self.num_unseen += 1
-        self._add_text(f"unseen {type(value).__module__}.{type(value).__qualname__}")
+        return _token(f"unseen {type(value).__qualname__}")

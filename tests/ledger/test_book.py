@@ -133,6 +133,43 @@ def test_lines_that_the_disk_refuses_wait_in_order(
     assert data[: mark["size"]].endswith(f'{mark["hash"]}"}}\n'.encode())
 
 
+def test_a_ledger_that_cannot_be_renamed_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = _open(tmp_path, run="first")
+    _append(book, 1, 2)
+    book.close()
+    before = (tmp_path / FILE_NAME).read_bytes()
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files, "replace", refuse)
+    book = _open(tmp_path, run="second")
+    _append(book, *range(1, 100))
+    book.close()
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+
+
+def test_a_handle_that_went_stale_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = _open(tmp_path)
+    _append(book, *range(1, 65))
+    stale, write = book._handle, files.write
+
+    def refuse(handle: Any, data: bytes) -> int:
+        if handle is stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return write(handle, data)
+
+    monkeypatch.setattr(files, "write", refuse)
+    _append(book, *range(65, 129))
+    book.sync()
+    book.close()
+    assert verify(tmp_path).num_iterations == 128
+
+
 def test_a_file_that_cannot_be_created_stops_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -187,7 +187,7 @@ def test_a_later_ledger_is_compared_from_its_begin_on(known: Path, tmp_path: Pat
     run(tmp_path)
     found = diff(known, tmp_path)
     assert found.is_equal
-    assert found.num_equal == STEPS
+    assert (found.begins_after, found.num_equal) == (5, STEPS)
 
 
 def test_ledgers_without_a_common_iteration_are_refused(known: Path, tmp_path: Path) -> None:
@@ -198,6 +198,41 @@ def test_ledgers_without_a_common_iteration_are_refused(known: Path, tmp_path: P
     short = tmp_path / "short"
     with pytest.raises(LedgerError, match="no iteration in common"):
         diff(run(short, Plan(steps=3)), ledger)
+
+
+def test_a_run_that_has_not_ended_is_not_equal(known: Path, tmp_path: Path) -> None:
+    (ledger,) = known.glob(f"*/{FILE_NAME}")
+    open_end = tmp_path / "open.jsonl"
+    open_end.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
+    found = diff(known, open_end)
+    assert not found.is_equal
+    assert found.num_equal == STEPS
+    assert found.have_ended == (True, False)
+
+
+def test_a_ledger_without_iterations_is_a_shorter_one(known: Path, tmp_path: Path) -> None:
+    (ledger,) = known.glob(f"*/{FILE_NAME}")
+    head = tmp_path / "head.jsonl"
+    head.write_bytes(ledger.read_bytes().splitlines(keepends=True)[0])
+    found = diff(known, head)
+    assert (found.is_equal, found.num_equal, found.lengths) == (False, 0, (STEPS, 0))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda lines: [*lines[:4], *lines[5:]],
+        lambda lines: [*lines[:4], lines[4].replace(b'"loss":"', b'"loss":"g'), *lines[5:]],
+        lambda lines: [*lines[:4], b"{}\n", *lines[5:]],
+    ],
+    ids=["a line is missing", "a number is none", "a line is none"],
+)
+def test_a_damaged_ledger_is_refused(harm: Any, known: Path, tmp_path: Path) -> None:
+    (ledger,) = known.glob(f"*/{FILE_NAME}")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b"".join(harm(ledger.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(LedgerError, match="helios verify"):
+        diff(known, bad)
 
 
 def test_a_ledger_that_is_none_is_refused(known: Path, tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import helios
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, RunMismatchError
 from helios.ledger import diff, verify
 from helios.ledger.book import FILE_NAME
 from helios.plugins import Plugin
-from helios.state import TrainingState
+from helios.state import Phase, TrainingState
 from helios.storage import files
 from tests.support.resume import assert_equal_ledgers
 from tests.support.runs import Setting, train
@@ -59,7 +59,8 @@ def test_a_run_has_a_line_for_each_iteration_and_one_for_its_end(whole: Path) ->
     assert [line["at"][1] for line in lines] == list(range(1, 15))
     assert end["end"] == 1
     assert all(None not in line["data"] and len(line["data"]) == 2 for line in lines)
-    assert verify(whole, has_ended=True).is_good
+    assert verify(whole).is_good
+    assert verify(whole).has_ended
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,62 @@ def test_a_checkpoint_without_ledger_begins_one(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(f"*/{FILE_NAME}"))
     train(tmp_path, SETTING)
     assert _lines(tmp_path)[0]["after"] == 8
-    assert verify(tmp_path).findings == ["the lines up to iteration 8 are missing"]
+    assert verify(tmp_path).is_good
+    assert verify(tmp_path).begins_after == 8
+
+
+def test_a_start_that_is_refused_leaves_the_ledger_as_it_was(whole: Path, tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    with pytest.raises(RunMismatchError):
+        train(tmp_path, dataclasses.replace(SETTING, total_steps=20, seed=6))
+    assert_equal_ledgers(tmp_path, whole)
+
+
+def test_a_new_run_takes_the_ledger_of_the_old_one_out_of_the_way(
+    whole: Path, tmp_path: Path
+) -> None:
+    train(tmp_path, SETTING)
+    train(tmp_path, dataclasses.replace(SETTING, total_steps=5, options={"resume": "never"}))
+    (kept,) = tmp_path.glob(f"*/before-*/{FILE_NAME}")
+    (old,) = whole.glob(f"*/{FILE_NAME}")
+    assert kept.read_bytes() == old.read_bytes()
+    assert len(_lines(tmp_path)) == 7
+
+
+def test_a_limit_of_batches_keeps_the_indices(tmp_path: Path) -> None:
+    train(tmp_path, dataclasses.replace(SETTING, options={"batch_limits": {Phase.TRAINING: 3}}))
+    assert all(None not in line["data"] for line in _lines(tmp_path)[1:-1])
+
+
+def test_a_last_line_that_the_disk_refuses_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = files.write
+
+    def refuse(handle: Any, data: Any) -> int:
+        if Path(handle.name).name == FILE_NAME and b'"end":1' in bytes(data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data)
+
+    monkeypatch.setattr(files, "write", refuse)
+    train(tmp_path, SETTING)
+    assert "The last line of the ledger could not be written" in capsys.readouterr().err
+
+
+class Rude(Plugin):
+    """Puts something into the table of losses at the end of some iterations."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        if should_log:
+            self.trainer.model.loss_items["norm"] = 1.0
+
+
+def test_hooks_behind_the_losses_change_no_line(whole: Path, tmp_path: Path) -> None:
+    train(tmp_path, dataclasses.replace(SETTING, print_frequency=3), Rude("rude"))
+    assert diff(whole, tmp_path).is_equal
 
 
 def test_an_unknown_ledger_is_refused() -> None:

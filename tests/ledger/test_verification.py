@@ -110,6 +110,18 @@ def test_another_file_is_not_good(tmp_path: Path, text: str) -> None:
     assert not _is_good(tmp_path)
 
 
+def test_a_run_that_has_ended_has_the_line_of_its_end(ledger: Path) -> None:
+    lines = _lines(ledger)
+    size = sum(map(len, lines[:-1]))
+    ended_at = {"size": size, "hash": lines[-2][-19:-3].decode(), "every": 1000}
+    assert verify(ledger, ended_at=ended_at).is_good
+    ledger.write_bytes(b"".join(lines[:-1]))
+    (text,) = verify(ledger, ended_at=ended_at).findings
+    assert "the last line does not say so" in text
+    # A run that was made longer, and has not saved since.
+    assert verify(ledger, ended_at={**ended_at, "size": size - len(lines[-2])}).is_good
+
+
 def test_no_ledger_and_two_runs_are_wrong_usage(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"There is no ledger\.jsonl"):
         verify(tmp_path)

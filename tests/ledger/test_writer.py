@@ -49,9 +49,9 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
     holder = Holder()
     writer, book = _make(tmp_path, holder)
-    writer.see([torch.ones(2)], [[4, 2]])
-    losses = {"loss": torch.tensor(0.1), 'a "name"': 0.2}
-    writer.write(_state(1), losses, writer.marks[0], norm=torch.tensor(2.5))
+    totals = writer.see([torch.ones(2)], [[4, 2]])
+    writer.take_losses({"loss": torch.tensor(0.1), 'a "name"': 0.2})
+    writer.write(_state(1), totals, norm=torch.tensor(2.5))
     book.close()
     (line,) = _lines(tmp_path)
     assert line["at"] == [1, 1, 1]
@@ -64,11 +64,12 @@ def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
 
 def test_a_line_of_one_loss_and_one_rate_has_at_most_160_bytes(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder())
-    writer.see([torch.ones(2)], [[4, 2]])
+    totals = writer.see([torch.ones(2)], [[4, 2]])
+    writer.take_losses({"loss": 1.0})
     state = _state(1_000_000)
     state.global_step = 999_999  # no hash of the weights
     state.global_epoch = 100
-    writer.write(state, {"loss": 1.0}, writer.marks[0])
+    writer.write(state, totals)
     book.close()
     assert len((tmp_path / FILE_NAME).read_bytes().splitlines(keepends=True)[1]) <= 160
 
@@ -81,9 +82,8 @@ def test_an_update_that_was_left_out_is_marked(
     is_boundary: bool, is_committed: bool, is_skipped: bool, tmp_path: Path
 ) -> None:
     writer, book = _make(tmp_path, Holder())
-    writer.see([1], None)
     state = _state(1, is_boundary=is_boundary, is_committed=is_committed)
-    writer.write(state, {}, writer.marks[0])
+    writer.write(state, writer.see([1], None))
     book.close()
     (line,) = _lines(tmp_path)
     assert ("skipped" in line) is is_skipped
@@ -91,8 +91,7 @@ def test_an_update_that_was_left_out_is_marked(
 
 def test_what_is_unknown_or_unseen_is_said(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder())
-    writer.see([{"x": torch.ones(2), "y": object()}], None)
-    writer.write(_state(1), {}, writer.marks[0])
+    writer.write(_state(1), writer.see([{"x": torch.ones(2), "y": object()}], None))
     book.close()
     (line,) = _lines(tmp_path)
     order, content, num_unseen = line["data"]
@@ -104,19 +103,26 @@ def test_what_is_unknown_or_unseen_is_said(tmp_path: Path) -> None:
 def test_replicas_that_exchange_their_batches_are_seen(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder(), range(2))
     book.close()
-    sums = []
-    for batches, indices in (([1, 2], [[3], [4]]), ([2, 1], [[4], [3]])):
-        writer.see(batches, indices)
-        sums.append(
-            [
-                tuple(
-                    sum(part) for part in zip(*(marks[name] for marks in writer.marks), strict=True)
-                )
-                for name in ("\0order", "\0content")
-            ]
-        )
-    assert sums[0][0] != sums[1][0]
-    assert sums[0][1] != sums[1][1]
+    one = writer.see([1, 2], [[3], [4]])
+    other = writer.see([2, 1], [[4], [3]])
+    assert one[:2] != other[:2]
+    assert one[2:4] != other[2:4]
+
+
+def test_the_sum_over_replicas_does_not_depend_on_who_runs_them(tmp_path: Path) -> None:
+    batches, indices = [torch.full((2,), n) for n in range(5)], [[n, n + 1] for n in range(5)]
+    found = set()
+    for cuts in ([5], [2, 5], [1, 2, 4, 5]):
+        totals, begin = [0.0] * 6, 0
+        for end in cuts:
+            writer, book = _make(tmp_path, Holder(), range(begin, end))
+            part = writer.see(batches[begin:end], indices[begin:end])
+            totals = [one + other for one, other in zip(totals, part, strict=True)]
+            begin = end
+        writer.write(_state(1), totals)
+        book.close()
+        found.add((tmp_path / FILE_NAME).read_bytes())
+    assert len(found) == 1
 
 
 def test_a_batch_that_cannot_be_read_stops_nobody(
@@ -129,18 +135,53 @@ def test_a_batch_that_cannot_be_read_stops_nobody(
 
     writer, book = _make(tmp_path, Holder())
     for _ in range(2):
-        writer.see([torch.ones(2).as_subclass(Refusing)], [[0]])
-    assert writer.marks[0]["\0unseen"] == (1.0, 0.0)
+        assert writer.see([torch.ones(2).as_subclass(Refusing)], [[0]])[4:] == [1.0, 0.0]
     book.close()
-    assert caplog.text.count("cannot read batches") == 1
+    assert caplog.text.count("cannot read the batches") == 1
+
+
+@pytest.mark.parametrize("number", [None, torch.ones(3), "high", object()])
+def test_what_is_no_number_is_null_and_stops_nobody(number: Any, tmp_path: Path) -> None:
+    holder = Holder()
+    holder.optimizer.param_groups[0]["lr"] = number
+    writer, book = _make(tmp_path, holder)
+    writer.take_losses({"loss": number, 3: 1.0})
+    writer.write(_state(1), writer.see([1], [[0]]))
+    book.close()
+    (line,) = _lines(tmp_path)
+    assert line["loss"]["loss"] is None
+    assert read_float(line["loss"]["3"]) == 1.0
+    assert line["lr"] == [None]
+
+
+def test_an_optimizer_that_is_replaced_inside_of_a_list_is_found(tmp_path: Path) -> None:
+    class Listing(Holder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizers = [self.__dict__.pop("optimizer")]
+
+    holder: Any = Listing()
+    book = Book(tmp_path, run="r")
+    book.open(None, after=0)
+    writer = LedgerWriter(
+        book,
+        range(1),
+        find_weights=dict,
+        find_optimizers=lambda: {"optimizers.0": holder.optimizers[0]},
+        attributes=vars(holder),
+    )
+    for number in (1, 2):
+        writer.write(_state(number), writer.see([1], [[0]]))
+        holder.optimizers[0] = torch.optim.SGD([holder.weight], lr=0.25)
+    book.close()
+    assert [read_float(line["lr"][0]) for line in _lines(tmp_path)] == [0.5, 0.25]
 
 
 def test_an_optimizer_that_is_replaced_is_found_in_the_next_line(tmp_path: Path) -> None:
     holder = Holder()
     writer, book = _make(tmp_path, holder)
     for number in (1, 2):
-        writer.see([1], [[0]])
-        writer.write(_state(number), {}, writer.marks[0])
+        writer.write(_state(number), writer.see([1], [[0]]))
         holder.optimizer = torch.optim.SGD([holder.weight], lr=0.25)
     book.close()
     assert [read_float(line["lr"][0]) for line in _lines(tmp_path)] == [0.5, 0.25]
@@ -155,8 +196,7 @@ def test_weights_and_moments_are_hashed_in_every_so_many_steps_and_at_the_end(
     for number in range(1, 8):
         holder.weight.grad = torch.ones(3)
         holder.optimizer.step()
-        writer.see([1], [[0]])
-        writer.write(_state(number), {}, writer.marks[0])
+        writer.write(_state(number), writer.see([1], [[0]]))
     writer.end(_state(7))
     holder.optimizer.state[holder.weight]["momentum_buffer"][0] += 1
     writer.end(_state(7))
@@ -178,8 +218,8 @@ def test_numbers_of_an_accelerator_are_read_late_and_as_they_were(
         loss = torch.zeros(())
         for number in range(1, 100):
             loss += number
-            writer.see([number], [[number]])
-            writer.write(_state(number), {"loss": loss, "n": number}, writer.marks[0], norm=loss)
+            writer.take_losses({"loss": loss, "n": number})
+            writer.write(_state(number), writer.see([number], [[number]]), norm=loss)
         writer.settle()
         book.close()
         found.append((tmp_path / name / FILE_NAME).read_bytes())

@@ -125,13 +125,59 @@ def test_containers_are_entered() -> None:
 def test_what_cannot_be_read_is_counted_and_not_asked() -> None:
     found = fingerprint([Guarded(), {1}, torch.ones(2).to_sparse(), np.array([None])])
     assert found.num_unseen == 4
+    assert fingerprint(np.ma.masked_equal([1, 2], 2)).num_unseen == 1
     assert found == fingerprint([Guarded(), {2}, torch.zeros(2).to_sparse(), np.array([object()])])
 
 
 def test_a_list_inside_of_itself_has_an_end() -> None:
     loop: list[Any] = [1]
     loop.append(loop)
-    assert fingerprint(loop).num_unseen == 1
+    assert fingerprint(loop) != fingerprint([1])
+
+
+def test_values_that_occur_many_times_are_read_once() -> None:
+    """Seven nodes that refer to each other, as in a graph, have countless paths."""
+
+    @dataclasses.dataclass
+    class Node:
+        number: int
+        others: list[Any]
+
+    nodes = [Node(number, []) for number in range(7)]
+    for node in nodes:
+        node.others = nodes
+    assert fingerprint(nodes) == fingerprint(nodes)
+    twice: list[Any] = [1, 2]
+    for _ in range(60):
+        twice = [twice, twice]
+    assert fingerprint(twice).num_unseen == 0
+
+
+def test_equal_values_are_equal_whether_they_are_one_object_or_two() -> None:
+    one = (1, 2)
+    assert fingerprint([one, one]) == fingerprint([one, tuple([1, 2])])  # noqa: C409 - another object
+
+
+def test_entries_of_a_dictionary_have_no_order() -> None:
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
+    assert fingerprint({"a": 1, "b": 2}) != fingerprint({"a": 2, "b": 1})
+
+
+def test_long_lists_of_numbers_are_read_at_once() -> None:
+    numbers = list(range(100))
+    assert fingerprint(numbers) == fingerprint(list(range(100)))
+    assert fingerprint(numbers) != fingerprint(numbers[::-1])
+    assert fingerprint([*numbers, 1 << 70]) != fingerprint([*numbers, 1 << 71])
+
+
+def test_methods_of_a_list_of_the_users_own_are_not_called() -> None:
+    class Own(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("asked")
+
+        __len__ = __iter__
+
+    assert fingerprint(Own([1, 2])) == fingerprint([1, 2])
 
 
 def test_indices_may_be_of_any_type() -> None:

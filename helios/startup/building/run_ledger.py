@@ -1,4 +1,4 @@
-"""Opens the ledger of a run, and joins its file to the loops and to the checkpoints."""
+"""Makes the ledger of a run, and joins its file to the loops and to the checkpoints."""
 
 from __future__ import annotations
 
@@ -22,11 +22,20 @@ class RunLedger:
 
     Attributes:
         writer: what the loops see of it.
-        book: its file, which rank 0 writes.
+        book: its file, which rank 0 writes; ``None`` on other ranks.
+        found: the mark in the checkpoint that the run continues from.
+        after: the last iteration before this start.
     """
 
     writer: LedgerWriter
     book: Book | None
+    found: dict[str, Any] | None
+    after: int
+
+    def open(self) -> None:
+        """Begin or continue the file, once nothing can refuse the start any more."""
+        if self.book is not None:
+            self.book.open(self.found, after=self.after)
 
     def mark(self) -> dict[str, Any] | None:
         """Return length and hash for a checkpoint; on rank 0."""
@@ -44,7 +53,7 @@ class RunLedger:
             self.book.close()
 
 
-def open_ledger(
+def make_ledger(
     folder: Path,
     model: Model,
     replicas: Replicas,
@@ -53,7 +62,7 @@ def open_ledger(
     record: Record | None,
     is_branch: bool,
 ) -> RunLedger:
-    """Begin the ledger of a run, or continue it.
+    """Return the ledger of a run; its file is not opened yet.
 
     Args:
         folder: the run's folder.
@@ -66,10 +75,6 @@ def open_ledger(
     book = None
     if replicas.rank == 0:
         book = Book(folder, run=hash_of({**definition, "num_replicas": replicas.num_replicas}))
-        book.open(
-            None if record is None or is_branch else record.ledger,
-            after=0 if record is None else record.place[1],
-        )
     discovery = model.discovery
     writer = LedgerWriter(
         book,
@@ -78,4 +83,5 @@ def open_ledger(
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
     )
-    return RunLedger(writer, book)
+    found = None if record is None or is_branch else record.ledger
+    return RunLedger(writer, book, found, after=0 if record is None else record.place[1])

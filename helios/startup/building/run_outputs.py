@@ -290,8 +290,7 @@ class FitRecorder:
 
         def conclude() -> None:
             saver.finish()
-            if self._ledger is not None:
-                self._ledger.sync()
+            self._conclude_ledger()
             if reason is None or saver.newest is None or self._is_past_its_end(saver.newest):
                 return
             try:
@@ -305,6 +304,17 @@ class FitRecorder:
                 )
 
         on_first(self._replicas, conclude)
+
+    def _conclude_ledger(self) -> None:
+        try:
+            if self._ledger is not None:
+                self._ledger.sync()
+        except OSError as error:
+            _LOGGER.error(
+                "The last line of the ledger could not be written: %s. All checkpoints are saved, "
+                "but `helios verify` will report that the line is missing.",
+                error,
+            )
 
     def _is_past_its_end(self, newest: Path) -> bool:
         """Whether nothing was trained because a longer run has already passed this one's end.

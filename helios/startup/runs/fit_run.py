@@ -20,7 +20,7 @@ from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
-from helios.startup.building.run_ledger import open_ledger
+from helios.startup.building.run_ledger import make_ledger
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
@@ -107,6 +107,8 @@ class FitRun(Run):
         log_order(self.plugins, self.hooks)
         if record is not None:
             self._load(session, record)
+        if self._start.ledger is not None:
+            self._start.ledger.open()
 
     @property
     def _record(self) -> Record | None:
@@ -204,7 +206,7 @@ class FitRun(Run):
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         folder = self._start.folder
         if folder is not None and self.options.checkpoints.writes_ledger:
-            self._start.ledger = open_ledger(
+            self._start.ledger = make_ledger(
                 folder.path,
                 self.model,
                 self.replicas,
