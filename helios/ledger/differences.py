@@ -1,4 +1,4 @@
-"""Compares two ledgers: where two runs came apart, in what, and what may have caused it."""
+"""Compares two ledgers: where two runs diverge, what differs there, and possible causes."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ class Difference:
 
     Attributes:
         first, second: the two ledgers.
-        num_equal: iterations that are equal in both, from the first one on.
+        num_equal: number of the last iteration before the first difference. Iterations that only
+            one of the ledgers contains, because the other one begins later, are not compared.
         iteration: the first iteration that differs; ``None`` if there is none.
-        what: all parts of it that differ, the earliest in an iteration first.
-        details: the values in both runs, by name.
+        what: the parts of it that differ, in the order in which an iteration computes them.
+        details: the differing values of both runs, by name.
         causes: what may have caused the first part to differ.
-        lengths: iterations of each ledger.
+        lengths: number of the last iteration of each ledger.
         has_same_definition: whether both runs have the same definition: options, data and seed.
     """
 
@@ -73,11 +74,11 @@ class Difference:
 
     @property
     def is_equal(self) -> bool:
-        """Whether both ledgers have the same lines, and so the same length."""
+        """Whether no iteration differs, and both ledgers end at the same one."""
         return self.iteration is None and self.lengths[0] == self.lengths[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
+        """Return the result as plain values."""
         paths = {"first": str(self.first), "second": str(self.second)}
         return {**vars(self), **paths, "is_equal": self.is_equal}
 
@@ -87,7 +88,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
 
     Args:
         first: the folder of a run, or its ledger.
-        second: that of the other one.
+        second: the other run, likewise.
 
     Raises:
         LedgerError: if one of them is missing or damaged, or if they have no iteration in common.

@@ -20,8 +20,8 @@ class LedgerStatus:
         path: the ledger.
         num_iterations: lines of iterations that were read.
         has_ended: whether the run has ended, not only been interrupted.
-        hash: the hash of the last line, which stands for the whole run.
-        findings: what is wrong, line by line; empty for a sound ledger.
+        hash: the hash of the last line, which covers all lines.
+        findings: what is wrong, line by line; empty if nothing is.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class LedgerStatus:
         return not self.findings
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
+        """Return the result as plain values."""
         return {**vars(self), "path": str(self.path), "is_good": self.is_good}
 
 
@@ -54,7 +54,7 @@ def verify(
         has_ended: whether the run is known to have ended.
 
     Returns:
-        The status, with every line that was changed, removed, repeated or exchanged.
+        The status, with a finding for every line that was changed, removed, repeated or moved.
 
     Raises:
         LedgerError: if there is no ledger, or if it cannot be read at all.
@@ -69,12 +69,12 @@ def verify(
         size += len(data)
         places.discard((size, reader.chain))
     if not reader.chain:
-        raise LedgerError(f"{path} is empty.")
+        raise LedgerError(f"The ledger {path} is empty, so there is nothing to verify.")
     status.hash = reader.chain
     if has_ended and not status.has_ended:
         status.findings.append("the run has ended, but the last line does not say so")
     status.findings += [
-        f"{name} is a checkpoint of another ledger, or of lines that are no longer there"
+        f"{name} belongs to another ledger, or to lines that are missing"
         for name, place in sorted(missing.items())
         if place in places
     ]
@@ -82,7 +82,7 @@ def verify(
 
 
 class _Reader:
-    """Reads line after line, and notes what is wrong in the status."""
+    """Reads line by line, and adds what is wrong to the status."""
 
     def __init__(self, status: LedgerStatus) -> None:
         self.chain = ""

@@ -1,8 +1,8 @@
 """Writes a line of the ledger for each iteration of a run.
 
-What a line needs is read when the iteration ends. The fingerprints of batches are made in the
-process that fetches them; those of all replicas are added with the losses, exactly and in integers,
-so that the sum does not depend on the number of processes.
+A line is composed when its iteration ends. Each process makes the fingerprints of its batches. They
+are summed over replicas together with the losses, exactly and in integers, so that the sum does not
+depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def _as_hash(mark: tuple[float, float]) -> str:
 
 @final
 class LedgerWriter:
-    """The ledger as the loops see it; on other ranks than 0 it only makes fingerprints.
+    """Writes the lines of the ledger; on ranks other than 0 it only makes fingerprints.
 
     Args:
         book: the file; ``None`` on ranks that do not write.
         block: the replicas of this process.
         find_weights: returns all parameters by name.
         find_optimizers: returns the optimizers by path.
-        attributes: those of the model, in which an optimizer may be replaced.
+        attributes: those of the model, where an optimizer may be replaced.
 
     Attributes:
         marks: those of each replica of this process, in the current iteration.
@@ -79,11 +79,11 @@ class LedgerWriter:
         self._has_warned = False
 
     def see(self, batches: Sequence[Any], indices: Sequence[Any] | None) -> None:
-        """Make the fingerprints of the batches of an iteration, before anybody can change them.
+        """Make the fingerprints of the batches of an iteration, before hooks can change them.
 
         Args:
             batches: the batch of each replica of this process.
-            indices: those of the samples of each; ``None`` if unknown.
+            indices: the indices of the samples of each batch; ``None`` if unknown.
         """
         self.marks = []
         for number, (replica, batch) in enumerate(zip(self._block, batches, strict=False)):
@@ -101,11 +101,11 @@ class LedgerWriter:
         try:
             return fingerprint(batch, replica)
         except Exception as error:
-            # A tensor of a user's class may refuse what is asked of it: no reason to stop.
+            # A tensor of a user's class may fail here; that is no reason to stop.
             if not self._has_warned:
                 self._has_warned = True
                 _LOGGER.warning(
-                    "The ledger cannot read batches (%s: %s), so it does not see their content.",
+                    "The ledger cannot read the content of batches (%s: %s) and does not cover it.",
                     type(error).__name__,
                     error,
                 )
@@ -170,7 +170,7 @@ class LedgerWriter:
 
     @staticmethod
     def _is_far(tensor: Tensor) -> bool:
-        """Whether to read a number would wait for an accelerator."""
+        """Whether reading a number would wait for an accelerator."""
         return tensor.device.type != "cpu"
 
     def _number(self, number: Any) -> str:

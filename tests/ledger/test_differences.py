@@ -202,5 +202,5 @@ def test_ledgers_without_a_common_iteration_are_refused(known: Path, tmp_path: P
 
 def test_a_ledger_that_is_none_is_refused(known: Path, tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text("{}\n")
-    with pytest.raises(LedgerError, match="is no ledger"):
+    with pytest.raises(LedgerError, match="is not a ledger"):
         diff(known, tmp_path / "other.jsonl")

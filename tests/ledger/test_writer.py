@@ -132,7 +132,7 @@ def test_a_batch_that_cannot_be_read_stops_nobody(
         writer.see([torch.ones(2).as_subclass(Refusing)], [[0]])
     assert writer.marks[0]["\0unseen"] == (1.0, 0.0)
     book.close()
-    assert caplog.text.count("cannot read batches") == 1
+    assert caplog.text.count("cannot read the content of batches") == 1
 
 
 def test_an_optimizer_that_is_replaced_is_found_in_the_next_line(tmp_path: Path) -> None:

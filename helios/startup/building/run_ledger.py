@@ -1,4 +1,4 @@
-"""Opens the ledger of a run, and joins its file to the loops and to the checkpoints."""
+"""Opens the ledger of a run, and connects it to the loops and the checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunLedger:
     """The ledger of a run.
 
     Attributes:
-        writer: what the loops see of it.
+        writer: writes its lines; called by the loops.
         book: its file, which rank 0 writes.
     """
 
@@ -29,12 +29,12 @@ class RunLedger:
     book: Book | None
 
     def mark(self) -> dict[str, Any] | None:
-        """Return length and hash for a checkpoint; on rank 0."""
+        """Return the size and hash for a checkpoint; ``None`` on ranks other than 0."""
         self.writer.settle()
         return None if self.book is None else self.book.mark()
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk; raises ``OSError`` if it refuses them."""
+        """Wait until all lines are on the disk; raises ``OSError`` if they cannot be written."""
         if self.book is not None:
             self.book.sync()
 
@@ -61,7 +61,7 @@ def open_ledger(
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
         record: the checkpoint to continue from; ``None`` for a new run.
-        is_branch: whether the checkpoint is of another folder, which keeps its ledger.
+        is_branch: whether the checkpoint is from another folder, which keeps its own ledger.
     """
     book = None
     if replicas.rank == 0:
