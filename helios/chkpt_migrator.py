@@ -56,7 +56,7 @@ def migrate_checkpoints_to_current_version(root: Path) -> None:
     if not folder.is_dir():
         raise ArgumentError(
             "migrate_checkpoints_to_current_version(root=...) must be a folder that exists, got "
-            f"{root}. Correct it."
+            f"{root}. Pass the folder that holds the checkpoints."
         )
     migration = Migration(backs_up=False)
     reports = [migration.migrate(path) for path in find_candidates(folder, is_recursive=False)]

@@ -51,7 +51,7 @@ class Agreement(ABC):
         agreed: the requests that all processes know.
         keeps_losses: whether losses cannot change between the last backward of a window and the
             end of its turns.
-        frees_gradients: whether nobody reads the gradients of a single replica after its backward.
+        frees_gradients: whether nothing reads the gradients of a single replica after its backward.
     """
 
     asked: Requests

@@ -322,8 +322,8 @@ class Session:
             return
         if self._is_logging:
             raise UsageError(
-                "Context.log(...) must not be called in on_log, which is called for everything "
-                "that is logged: it would never end. Log in another event."
+                "Context.log(...) must not be called in on_log, because it calls on_log itself and "
+                "would never return. Log in another event."
             )
         numbers = {name: as_number(name, value) for name, value in scalars.items()}
         if self.recorder is not None:

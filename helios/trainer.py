@@ -61,7 +61,7 @@ class Trainer:
         total_steps: length of the run in that unit; ``float("inf")`` for no limit.
         valid_frequency: validate every N units; ``None`` for never.
         chkpt_frequency: write a checkpoint every N units; needs ``chkpt_root``.
-        print_frequency: log losses every N ``current_iteration``.
+        print_frequency: log losses every N iterations, as ``current_iteration`` counts them.
         accumulation_steps: micro-batches per optimizer step.
         enable_cudnn_benchmark: let cuDNN benchmark its algorithms, in training only.
         enable_deterministic: require deterministic algorithms, on the CPU too.
@@ -96,8 +96,8 @@ class Trainer:
             file.
         allow_changes: names of settings that may differ from those in the checkpoint.
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
-        ledger: ``"steps"`` writes a line about each iteration to ``ledger.jsonl`` beside the
-            checkpoints, if there are any; ``"off"`` does not.
+        ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
+            written; ``"off"`` does not.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.

@@ -80,7 +80,7 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     """Restore the state of a training from a record.
 
     Args:
-        record: no part of it is kept that :func:`detach` would copy.
+        record: the record; nothing that :func:`detach` would copy is referred to afterwards.
         run: the run, after its setup.
         state: the counters of the record, adjusted to the options.
         cursor: the position in the data, likewise.

@@ -58,8 +58,8 @@ class CheckpointStore:
             ``train_unit``) is a multiple of this; ``None`` for no such rule.
         keep_best: keep the best ones by a validation score; ``None`` for no such rule.
         digest: verify the bytes of a checkpoint with SHA-256 when it is loaded.
-        on_save_error: what to do if the disk refuses a save: ``"continue"`` trains on, tries again
-            at the next due save, and raises at the end if no later save succeeded; ``"raise"`` ends
+        on_save_error: what to do if a save fails: ``"continue"`` keeps training, tries again at
+            the next due save, and raises at the end if no later save succeeded; ``"raise"`` ends
             the training at the next safe point.
         max_plain_bytes: maximum number of bytes of plain values (numbers, lists, arrays and tensors
             outside modules) in a checkpoint; values beyond that are reported, and the checkpoint is

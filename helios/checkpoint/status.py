@@ -1,7 +1,7 @@
 """Examines checkpoints without loading them, for tools that only read.
 
-The order of the checks, and the names of their results, are those of :mod:`loading`. Tensors stay
-in the file unless every byte is to be compared, which takes no memory either.
+The order of the checks, and the names of their results, are those of :mod:`loading`. Tensors are
+never loaded, not even to verify every byte, so large files need little memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``helios diff``: the first iteration in which two runs differ, or what in two checkpoints."""
+"""``helios diff``: how two runs or two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from helios.errors import DamagedCheckpointError, LedgerError, UsageError
 from helios.ledger.differences import Difference, diff
 
 NAME = "diff"
-SUMMARY = "find the first difference of two runs, or of two checkpoints"
+SUMMARY = "find the first difference between two runs or two checkpoints"
 DESCRIPTION = """\
-Compare the ledgers of two runs line by line: the first iteration that differs,
-what differs in it, the earliest first, and what may have caused that. Or
-compare the tensors of two checkpoints bit for bit.
+Compare the ledgers of two runs line by line, and show the first iteration that
+differs, what differs in it and possible causes. Or compare the tensors of two
+checkpoints bit for bit.
 
 Exit code 0: both are equal. 1: they differ. 2: wrong usage, or one of them
 cannot be read.
@@ -27,7 +27,7 @@ _MOST_TENSORS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of the command its arguments."""
+    """Add the arguments of the command to its parser."""
     for name in ("first", "second"):
         text = "the folder of a run, its ledger, or a checkpoint"
         parser.add_argument(name, metavar="RUN|FILE", help=text)
@@ -44,7 +44,7 @@ def run(namespace: argparse.Namespace) -> int:
     are_checkpoints = [path.suffix == file_names.SUFFIX for path in paths]
     if are_checkpoints[0] != are_checkpoints[1]:
         raise UsageError(
-            f"Both must be runs, or both checkpoints, got {paths[0]} and {paths[1]}. Name two "
+            f"A run cannot be compared with a checkpoint, got {paths[0]} and {paths[1]}. Pass two "
             "checkpoints, or the folders of two runs."
         )
     try:

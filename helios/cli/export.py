@@ -32,7 +32,7 @@ The checkpoint is verified first. An existing file is overwritten only with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of the command its arguments."""
+    """Add the arguments of the command to its parser."""
     # Versions of Python wrap a generated usage line at different places.
     parser.usage = "%(prog)s FILE --to FORMAT [options]"
     parser.add_argument("file", metavar="FILE", help="a checkpoint")

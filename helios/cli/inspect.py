@@ -42,7 +42,7 @@ _COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of the command its arguments."""
+    """Add the arguments of the command to its parser."""
     parser.add_argument("file", metavar="FILE", help="a checkpoint")
     parser.add_argument(
         "--depth",

@@ -42,7 +42,7 @@ _MARKS = {StartOutcome.RESUMES: "*", StartOutcome.REFUSES: "!", StartOutcome.FRE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of the command its arguments."""
+    """Add the arguments of the command to its parser."""
     parser.add_argument("folder", metavar="DIR", help="folder of a run, or chkpt_root")
     parser.add_argument(
         "--verify", action="store_true", help="read all files and compare their digests"

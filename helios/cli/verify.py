@@ -33,7 +33,7 @@ _HOW = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of the command its arguments."""
+    """Add the arguments of the command to its parser."""
     parser.add_argument("path", metavar="FILE|DIR", help="a checkpoint, or a folder of them")
     output.add_json_option(parser)
 
@@ -57,7 +57,9 @@ def run(namespace: argparse.Namespace) -> int:
             lines = _ledger_lines(part) if isinstance(part, LedgerStatus) else [_line(part)]
             output.print_lines(*lines)
     if not found and not ledgers:
-        raise ArgumentError(f"There must be a checkpoint to verify, got none in {root}.")
+        raise ArgumentError(
+            f"There is no checkpoint to verify in {root}. Pass a checkpoint or the folder of a run."
+        )
     is_good = all(status.is_good for status in found) and all(each.is_good for each in ledgers)
     if namespace.json:
         documents = [output.status_document(status) for status in found]

@@ -36,9 +36,9 @@ class DataLoaderParams:
         pin_memory: whether to pin batches, if there is an accelerator.
         drop_last: whether to drop an incomplete last batch.
         debug_mode: whether to fetch in the training process regardless of ``num_workers``.
-        is_distributed: whether replicas share the data; ``None`` for the setting of the data
-            module. With several replicas, a trainer shares the data unless this is False, in which
-            case each replica trains on all of it. Evaluation data is always shared.
+        is_distributed: whether the data is sharded over replicas; ``None`` for the setting of the
+            data module. With several replicas, a trainer shards the data unless this is False, in
+            which case each replica trains on all of it. Evaluation data is always sharded.
         sampler: the order, instead of ``shuffle``; derived from ``ResumableSampler`` or
             ``ResumableDistributedSampler``.
         collate_fn: combines samples into a batch; PyTorch's default if ``None``.

@@ -295,20 +295,21 @@ class Context:
         self._run.interrupt(reason)
 
     def skip_step(self, reason: str) -> None:
-        """Skip the current update; call it from ``on_training_step_start`` to its start event.
+        """Skip the current update; call this before or in ``on_optimizer_step_start``.
 
         Its gradients are discarded; schedulers and, in ITERATION unit, ``current_iteration`` do
         not advance. One process that requests it is enough: all of them skip the update, and
         :attr:`is_optimizer_step_committed` says so in ``on_before_zero_grad``.
 
         Raises:
-            UsageError: in manual mode, where the model steps its optimizers, and outside a window:
-                it would affect the next one, and be lost if the run resumes in between.
+            UsageError: in manual mode, where the model steps its optimizers itself, and outside an
+                accumulation window: the skip would affect the next window, and be lost if the run
+                resumes in between.
         """
         if self._run.is_manual_mode:
             raise UsageError(
                 "Context.skip_step() must be called in automatic mode, but train_step returns None "
-                "and steps itself. Skip the step there, or return the loss."
+                "and updates the weights itself. Skip the update there, or return the loss."
             )
         if not self.is_window_open:
             raise UsageError(

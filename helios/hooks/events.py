@@ -72,7 +72,7 @@ def _start_rows() -> tuple[Event, ...]:
         Event("prepare_data", (), (D,), "once, before everything else", call),
         Event("setup", (), (P, D, M), "build networks, data and the like", call),
         Event("on_load_checkpoint", ("checkpoint",), pdme, "fit resumes; nothing is loaded yet"),
-        Event("on_checkpoint_loaded", (), pdme, "all is loaded except the generators"),
+        Event("on_checkpoint_loaded", (), pdme, "everything is loaded except the generators"),
         Event("on_fit_start", (), (P, M), "fit: everything is set up and loaded"),
         Event("on_sanity_check_start", (), (P,), "a new run; sanity_steps is set"),
         Event("on_sanity_check_end", (), (P,), "changes of the sanity check are undone"),

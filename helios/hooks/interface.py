@@ -1,7 +1,7 @@
 """The events that plugins and models receive, as methods that editors and type checkers know.
 
 Override what you need. A method that is not overridden is not called, so it costs nothing. The
-table in ``helios.hooks.events`` says in which order receivers are called; a test holds both equal.
+table in ``helios.hooks.events`` defines the order of receivers; a test keeps the two in sync.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The ledger of a run: what each iteration was, bound line to line by hashes."""
+"""The ledger of a run: one line per iteration, chained by hashes."""
 
 from helios.ledger.differences import Difference, diff
 from helios.ledger.verification import LedgerStatus, verify

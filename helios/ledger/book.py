@@ -23,8 +23,8 @@ _MOST_PENDING = 64
 class Book:
     """Appends lines to the ledger of a run; closed until :meth:`open` is called.
 
-    A disk that refuses a write does not stop the training: the lines wait in memory, and a later
-    write tries again. Only a checkpoint needs them on the disk: see :meth:`sync`.
+    A failed write does not stop the training: the lines stay in memory, and the next write tries
+    again. Only a checkpoint needs them on the disk: see :meth:`sync`.
 
     Args:
         folder: the run's folder.
@@ -89,7 +89,7 @@ class Book:
             self._try_write()
 
     def mark(self) -> dict[str, Any]:
-        """Return size and hash of the ledger up to here, for a checkpoint."""
+        """Return the size and hash of the ledger so far, for a checkpoint."""
         self._try_write()
         return {"size": self._size, "hash": self._chain, "every": self.every}
 
@@ -97,7 +97,7 @@ class Book:
         """Wait until all lines are on the disk; another thread may call this.
 
         Raises:
-            OSError: if the disk refuses them.
+            OSError: if they cannot be written.
         """
         with self._lock:
             self._write()
@@ -105,7 +105,7 @@ class Book:
                 files.fsync(self._handle)
 
     def close(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining lines, and close the file."""
         if self._is_open:
             self._try_write()
         self._is_open = False
@@ -123,10 +123,10 @@ class Book:
             if found == tail:
                 files.truncate(self._path, size)
         except OSError as error:
-            self._warn(f"cannot be read ({error})")
+            self._warn(f"could not be read ({error})")
             return False
         if found != tail:
-            self._warn("is not the one of the checkpoint, or was cut off or changed")
+            self._warn("does not match the checkpoint: it was cut off, changed or replaced")
             return False
         self._chain, self._size, self._waiting, self._head = chain, size, (size, []), None
         return True
@@ -134,7 +134,7 @@ class Book:
     def _warn(self, what: str) -> None:
         _LOGGER.warning(
             "The ledger %s %s. Training continues with a new ledger, which begins after the "
-            "checkpoint, so `helios verify` will report that lines are missing. To keep them, stop "
+            "checkpoint, so `helios verify` will report missing lines. To keep them, stop the run "
             "and put the file back.",
             self._path,
             what,
@@ -192,14 +192,16 @@ class Book:
             target = self._path.with_name(f"{self._path.stem}.before-{number}{self._path.suffix}")
             number += 1
         files.replace(self._path, target)
-        _LOGGER.warning("The ledger that was found in %s is now %s.", self._path.parent, target)
+        _LOGGER.warning(
+            "The ledger %s is of an earlier start, and was renamed to %s.", self._path, target.name
+        )
 
     def _report(self, error: Exception) -> None:
         if not self._has_failed:
             self._has_failed = True
             _LOGGER.error(
-                "Could not write the ledger %s: %s. Training continues, and a later write tries "
-                "again; no checkpoint is saved without its lines.",
+                "Could not write the ledger %s: %s. Training continues and tries again; no "
+                "checkpoint is saved until the ledger is on the disk. Make room or check the disk.",
                 self._path,
                 error,
             )

@@ -1,4 +1,4 @@
-"""Compares two ledgers: where two runs came apart, in what, and what may have caused it."""
+"""Compares two ledgers: where two runs diverge, what differs there, and possible causes."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Difference:
         begins_after: the last iteration before the first that both ledgers have; usually 0.
         num_equal: the last iteration up to which both are equal.
         iteration: the first iteration that differs; ``None`` if there is none.
-        what: all parts of it that differ, the earliest in an iteration first.
-        details: the values in both runs, by name.
+        what: the parts of it that differ, in the order in which an iteration computes them.
+        details: the differing values of both runs, by name.
         causes: what may have caused the first part to differ.
         lengths: the last iteration of each ledger.
         have_ended: whether each ledger has the line of the end of its run.
@@ -84,7 +84,7 @@ class Difference:
         return self.iteration is None and is_as_long and is_at_end
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
+        """Return the result as plain values."""
         paths = {"first": str(self.first), "second": str(self.second)}
         return {**vars(self), **paths, "is_equal": self.is_equal}
 
@@ -94,7 +94,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
 
     Args:
         first: the folder of a run, or its ledger.
-        second: that of the other one.
+        second: the other run, likewise.
 
     Raises:
         LedgerError: if one of them is missing or damaged, or if they have no iteration in common.

@@ -31,11 +31,11 @@ def find_ledger(place: str | Path) -> Path:
         return found[0]
     if not found:
         raise LedgerError(
-            f"There is no {FILE_NAME} in {path} or in a folder of it. A run writes one beside its "
-            'checkpoints, unless Trainer(ledger="off") is set. Name the folder of a run.'
+            f"There is no {FILE_NAME} in {path} or directly below it. A run writes one beside its "
+            'checkpoints, unless Trainer(ledger="off") is set. Pass the folder of a run.'
         )
     names = ", ".join(each.parent.name for each in found)
-    raise LedgerError(f"{path} holds several runs: {names}. Name the folder of one.")
+    raise LedgerError(f"{path} holds several runs: {names}. Pass the folder of one.")
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -55,14 +55,14 @@ def parse_header(data: bytes, path: Path) -> dict[str, Any]:
     """Return the content of a ledger's first line.
 
     Raises:
-        LedgerError: if it is none, or one of a newer version.
+        LedgerError: if it is not a header, or that of another version.
     """
     try:
         header = json.loads(data)
         version = header["ledger"]
         header["run"], header["every"], header["after"]
     except (ValueError, LookupError, TypeError) as error:
-        raise LedgerError(f"{path} is no ledger, or its first line is damaged.") from error
+        raise LedgerError(f"{path} is not a ledger, or its first line is damaged.") from error
     if version != VERSION:
         raise LedgerError(
             f"{path} is a ledger of version {version}, but this version of Helios reads version "

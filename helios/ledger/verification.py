@@ -22,8 +22,8 @@ class LedgerStatus:
         begins_after: the last iteration before the first line: 0, but for a branch of another run,
             or if the ledger was switched on later or was lost.
         has_ended: whether the run has ended, not only been interrupted.
-        hash: the hash of the last line, which stands for the whole run.
-        findings: what is wrong, line by line; empty for a sound ledger.
+        hash: the hash of the last line, which covers all lines.
+        findings: what is wrong, line by line; empty if nothing is.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class LedgerStatus:
         return not self.findings
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in plain values."""
+        """Return the result as plain values."""
         return {**vars(self), "path": str(self.path), "is_good": self.is_good}
 
 
@@ -57,7 +57,7 @@ def verify(
         ended_at: the entry of the checkpoint with which the run is known to have ended.
 
     Returns:
-        The status, with every line that was changed, removed, repeated or exchanged.
+        The status, with a finding for every line that was changed, removed, repeated or moved.
 
     Raises:
         LedgerError: if there is no ledger, or if it cannot be read at all.
@@ -72,12 +72,12 @@ def verify(
         size += len(data)
         places.discard((size, reader.chain))
     if not reader.chain:
-        raise LedgerError(f"{path} is empty.")
+        raise LedgerError(f"The ledger {path} is empty, so there is nothing to verify.")
     status.hash = reader.chain
     if ended_at is not None and not status.has_ended and size <= ended_at["size"]:
         status.findings.append("the run has ended, but the last line does not say so")
     status.findings += [
-        f"{name} is a checkpoint of another ledger, or of lines that are no longer there"
+        f"{name} belongs to another ledger, or to lines that are missing"
         for name, place in sorted(missing.items())
         if place in places
     ]
@@ -85,7 +85,7 @@ def verify(
 
 
 class _Reader:
-    """Reads line after line, and notes what is wrong in the status."""
+    """Reads line by line, and adds what is wrong to the status."""
 
     def __init__(self, status: LedgerStatus) -> None:
         self.chain = ""

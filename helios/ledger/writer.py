@@ -44,7 +44,7 @@ def _quote(number: Any) -> str:
 
 @final
 class LedgerWriter:
-    """The ledger as the loops see it; on other ranks than 0 it only hashes batches.
+    """Writes the lines of the ledger; on ranks other than 0 it only makes fingerprints.
 
     Args:
         book: the file; ``None`` on ranks that do not write.
@@ -102,7 +102,7 @@ class LedgerWriter:
         try:
             return fingerprint(batch, replica)
         except Exception as error:
-            # A tensor of a user's class may refuse what is asked of it: no reason to stop.
+            # A tensor of a user's class may fail here; that is no reason to stop.
             self._warn("batches", error)
             return Fingerprint(0, num_unseen=1)
 
@@ -186,7 +186,7 @@ class LedgerWriter:
 
     @staticmethod
     def _is_far(tensor: Tensor) -> bool:
-        """Whether to read a number would wait for an accelerator."""
+        """Whether reading a number would wait for an accelerator."""
         return tensor.device.type != "cpu"
 
     def _number(self, number: Any) -> str:

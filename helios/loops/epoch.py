@@ -191,14 +191,14 @@ class EpochLoop(Loop):
         if self._num_done == 0 and session.cursor.batch == 0 and not self._has_left:
             if session.is_leaving:
                 raise UsageError(
-                    "A hook raises StopIteration at every first batch, while the run waits for the "
-                    "end of an accumulation window, where it may end. Request the end only with "
+                    "The run must end at the end of an accumulation window, but a hook raises "
+                    "StopIteration at the first batch of every epoch. To end a run, only call "
                     "request_stop or interrupt, and let the window be completed."
                 )
             raise UsageError(
-                f"Epoch {session.state.global_epoch} has no batches at all. Either the data is an "
-                "iterator that can be read only once (let its __iter__ start anew), or a hook "
-                "raises StopIteration at every first batch."
+                f"Epoch {session.state.global_epoch} has no batches. Either the data is an "
+                "iterator that can be read only once (let its __iter__ return a new iterator), or "
+                "a hook raises StopIteration at the first batch."
             )
 
     def _warn_of_lost_steps(self) -> None:

@@ -242,7 +242,7 @@ class Loop(ABC):
         """Whether the loop has ended."""
 
     def on_skip(self) -> Any:
-        """Return the result of a run that is skipped."""
+        """Return the result of :meth:`run` if :attr:`skip` is True."""
         return None
 
     def reset(self) -> None:

@@ -26,7 +26,7 @@ class EarlyStopping(Plugin):
     model's own ``on_validation_end``. A score that is not finite counts as no improvement, and is
     logged as a warning. Sanity checks and ``Trainer.validate`` do not count.
 
-    If you extend a run that this plugin has ended, its patience starts anew, and the best score
+    If you extend a run that this plugin has ended, its patience starts over, and the best score
     stays; if the run ended for another reason, the count continues.
 
     Args:
@@ -121,7 +121,7 @@ class EarlyStopping(Plugin):
             return
         if self._has_stopped:
             _LOGGER.info(
-                "Plugin %r had ended this run, which was extended: its patience starts anew.",
+                "Plugin %r has ended this run, but the run was extended: its patience starts over.",
                 self.plug_id,
             )
             self._has_stopped = False

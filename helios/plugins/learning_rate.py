@@ -1,7 +1,7 @@
 """``LearningRateMonitor``: log learning rates and momenta.
 
-It logs the rate that the step just made has used: a scheduler steps right after the optimizer, so
-at the end of a batch the optimizer already holds the rate of the next step.
+It logs the rate that the last update used: a scheduler steps right after the optimizer, so at the
+end of a batch the optimizer already holds the rate of the next update.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class Intake(ABC):
 
     @abstractmethod
     def read(self, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-        """Return the states in what :meth:`capture` returned, by replica."""
+        """Return the states by replica from the result of :meth:`capture`."""
 
     def restore(self, saved: Mapping[int, Any]) -> None:
         """Restore the states of the replicas of this process."""

@@ -225,10 +225,10 @@ class Tally:
         return tally
 
     def join(self, states: Sequence[Mapping[str, Any]], spare: Tally) -> None:
-        """Merge the data of several, one after the other, into this one.
+        """Merge the states of several tallies into this one, one after the other.
 
         Args:
-            states: their captured states, in order. Those without data are skipped, because an
+            states: the captured states, in order. Those without data are skipped, because an
                 empty state need not be neutral.
             spare: a copy to load each state into.
         """

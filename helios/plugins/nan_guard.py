@@ -1,7 +1,7 @@
 """``NaNGuard``: keep losses and gradients that are not finite from reaching the weights.
 
-Losses are recorded without waiting for the device; at each update, one number is read that says
-whether all of them and all gradients are finite. Only if not, the causes are searched for.
+Losses are recorded without waiting for the device. At each update, one number is read that says
+whether all losses and gradients are finite; the causes are searched for only if they are not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``Profiler``: run ``torch.profiler`` for some iterations.
 
-It changes no bit of the training and holds no state: a resumed run starts its schedule anew. With
+It changes no bit of the training and holds no state: a resumed run restarts its schedule. With
 several processes, rank 0 is recorded.
 """
 

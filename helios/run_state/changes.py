@@ -55,7 +55,7 @@ class Changes:
         others: what no checkpoint can hold.
         reached: storages of which plain values see more than what is saved with a tensor, and
             the paths of these values.
-        room: bytes that further plain values may have.
+        room: bytes left for further plain values.
     """
 
     values: dict[str, Any]

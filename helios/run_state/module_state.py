@@ -208,7 +208,7 @@ def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def structure_since(before: dict[str, Shape], found: WalkResult) -> dict[str, str]:
-    """Describe what no longer has its shape after setup, by path.
+    """Describe what no longer has the shape that it had after setup, by path.
 
     Args:
         before: results of :func:`shape_of` by path.

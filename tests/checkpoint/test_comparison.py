@@ -113,4 +113,4 @@ def test_the_command_names_a_flipped_bit(
         "  model.weight: 1 of 40 elements, by at most 1 ulp",
     ]
     assert main(["diff", str(one), str(tmp_path)]) == 2
-    assert "Both must be runs, or both checkpoints" in capsys.readouterr().err
+    assert "A run cannot be compared with a checkpoint" in capsys.readouterr().err

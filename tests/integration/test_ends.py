@@ -255,7 +255,7 @@ def test_data_that_can_be_read_once_only_is_an_error_and_no_endless_loop(tmp_pat
 
     setting = Setting(chkpt_frequency=None, validates=False)
     trainer = helios.Trainer("", "iteration", 50, use_cpu=True, print_banner=False)
-    with pytest.raises(UsageError, match="Epoch 2 has no batches at all"):
+    with pytest.raises(UsageError, match="Epoch 2 has no batches"):
         trainer.fit(SmallModel(setting), OnceModule(setting))
 
 
@@ -321,7 +321,7 @@ def test_a_hook_that_ends_every_epoch_at_once_is_an_error_and_no_endless_loop(
         def on_training_batch_start(self, state: TrainingState) -> None:
             raise StopIteration
 
-    with pytest.raises(UsageError, match="has no batches at all"):
+    with pytest.raises(UsageError, match="has no batches"):
         train(tmp_path, Setting(unit=unit, total_steps=3), Cutting("cutting"))
 
 

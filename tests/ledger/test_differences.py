@@ -237,5 +237,5 @@ def test_a_damaged_ledger_is_refused(harm: Any, known: Path, tmp_path: Path) -> 
 
 def test_a_ledger_that_is_none_is_refused(known: Path, tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text("{}\n")
-    with pytest.raises(LedgerError, match="is no ledger"):
+    with pytest.raises(LedgerError, match="is not a ledger"):
         diff(known, tmp_path / "other.jsonl")

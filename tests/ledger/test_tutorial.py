@@ -1,4 +1,4 @@
-"""What the tutorial of differences shows is what its commands print."""
+"""The tutorial on differences shows what its commands print."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_an_extended_run_that_was_ended_gets_its_patience_anew(
     stopping = EarlyStopping("quality", patience=2)
     extended = fit(scores, stopping, setting=longer, root=tmp_path)
     assert count(extended) == 7
-    assert "patience starts anew" in capsys.readouterr().err
+    assert "patience starts over" in capsys.readouterr().err
     assert (stopping.best, stopping.count) == (4.0, 2)
 
 

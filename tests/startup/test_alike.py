@@ -104,8 +104,8 @@ def test_what_differs_between_processes_is_named_by_all(
     (first, told), (second, hinted) = run_ranks(train_unlike, 2, kind, tmp_path)
     assert first == second
     assert first == (
-        f"All processes must have the same: for {what}, rank 1 of 2 has {there}, but rank 0 has "
-        f"{here}. {_REMEDY}"
+        f"All processes must agree on {what}, but rank 1 of 2 has {there}, and rank 0 has {here}. "
+        f"{_REMEDY}"
     )
     # In full by rank 0, in a line by the other.
     assert told.startswith("Training ended with an error") or kind == "evaluation"
@@ -115,9 +115,9 @@ def test_what_differs_between_processes_is_named_by_all(
 def test_other_data_is_named_with_what_it_is(tmp_path: Path) -> None:
     (first, _), (second, _) = run_ranks(train_unlike, 2, "data", tmp_path)
     assert first == second
-    assert "for the training data, loader 0, rank 1 of 2 has {" in first
-    assert "'length': 12" in first.partition("but rank 0")[0]
-    assert "'length': 8" in first.partition("but rank 0")[2]
+    assert "agree on the training data, loader 0, but rank 1 of 2 has {" in first
+    assert "'length': 12" in first.partition("and rank 0")[0]
+    assert "'length': 8" in first.partition("and rank 0")[2]
 
 
 def train_alike(rank: int) -> bool:

@@ -38,12 +38,12 @@ class RunLedger:
             self.book.open(self.found, after=self.after)
 
     def mark(self) -> dict[str, Any] | None:
-        """Return length and hash for a checkpoint; on rank 0."""
+        """Return the size and hash for a checkpoint; ``None`` on ranks other than 0."""
         self.writer.settle()
         return None if self.book is None else self.book.mark()
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk; raises ``OSError`` if it refuses them."""
+        """Wait until all lines are on the disk; raises ``OSError`` if they cannot be written."""
         if self.book is not None:
             self.book.sync()
 
@@ -70,7 +70,7 @@ def make_ledger(
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
         record: the checkpoint to continue from; ``None`` for a new run.
-        is_branch: whether the checkpoint is of another folder, which keeps its ledger.
+        is_branch: whether the checkpoint is from another folder, which keeps its own ledger.
     """
     book = None
     if replicas.rank == 0:

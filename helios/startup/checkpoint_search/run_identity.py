@@ -147,7 +147,7 @@ def reconcile(
     """Compare what defines the run with the checkpoint; returns changes as ``name: old -> new``.
 
     After an allowed change of data set, length, shuffle, seed or sampler, the current epoch starts
-    anew; with another batch size it continues at the stored sample.
+    over; with another batch size it continues at the stored sample.
 
     Raises:
         RunMismatchError: for a change that was not allowed.

@@ -101,10 +101,10 @@ def require_alike(team: Replicas, own: Mapping[str, str]) -> None:
             here, there = first.get(name, _NOTHING), other.get(name, _NOTHING)
             if here != there:
                 # Rank 0 reports it; the errors of the others follow from that.
-                cause = None if team.rank == 0 else RankError("Rank 0 has raised it, too.")
+                cause = None if team.rank == 0 else RankError("Rank 0 has raised the same error.")
                 raise UsageError(
-                    f"All processes must have the same: for {name}, rank {rank} of "
-                    f"{team.num_processes} has {there}, but rank 0 has {here}. Create the trainer, "
-                    "its plugins and the data in the same way on all processes; to let a plugin "
-                    "act on rank 0 only, check context.global_rank in it."
+                    f"All processes must agree on {name}, but rank {rank} of {team.num_processes} "
+                    f"has {there}, and rank 0 has {here}. Create the trainer, its plugins and the "
+                    "data in the same way on all processes; to let a plugin act on rank 0 only, "
+                    "check context.global_rank in it."
                 ) from cause

@@ -73,7 +73,7 @@ class EvaluationRun(Run):
         if trained is not None:
             self.model.load_state_dict(trained.model, fast_init=True)
             if is_handed:
-                _LOGGER.info("%s of the model as it was trained before.", self.verb)
+                _LOGGER.info("%s of the model with the weights of the last training.", self.verb)
                 apply_tables(trained.tables, self.model)
             return
         if type(self.model).load_for_testing is Model.load_for_testing:

@@ -298,9 +298,9 @@ class FitRun(Run):
         lacking = {p: text for p, text in record.missing.items() if p not in self._stranded}
         if lacking:
             _LOGGER.warning(
-                "The checkpoint of iteration %d is incomplete: it lacks %s. In the resumed run, "
-                "setup() creates it anew, so bits may differ from those of an uninterrupted run. "
-                "Declare what need not be saved: unsaved = (...,). "
+                "The checkpoint of iteration %d is incomplete: it lacks %s. The resumed run has "
+                "the values from setup() there, so bits may differ from those of an uninterrupted "
+                "run. Declare what need not be saved: unsaved = (...,). "
                 'Trainer(on_incomplete="raise") refuses to write such a checkpoint.',
                 record.place[1],
                 list_missing(lacking, most=len(lacking)),

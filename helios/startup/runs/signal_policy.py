@@ -50,8 +50,8 @@ class Signals:
     Attributes:
         numbers: the signals, such as ``(signal.SIGTERM, signal.SIGUSR1)``; ``()`` for none. By
             default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, as far as the system has them.
-        grace: if no safe point is reached that many seconds after the first signal, the process
-            exits with code 75 without saving; ``float("inf")`` for no limit.
+        grace: seconds from the first signal after which the process exits with code 75 without
+            saving, if it has reached no safe point; ``float("inf")`` for no limit.
 
     Raises:
         ArgumentError: for something that is not a signal, is named twice or cannot be handled, and
