@@ -101,8 +101,9 @@ class Book:
         """
         with self._lock:
             self._write()
-            if self._handle is not None:
-                files.fsync(self._handle)
+        # With a handle of its own, because the training appends lines meanwhile.
+        with self._path.open("r+b", buffering=0) as handle:
+            files.fsync(handle)
 
     def close(self) -> None:
         """Write the remaining lines, and close the file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,28 @@ def test_a_handle_that_went_stale_is_opened_again(
     book.sync()
     book.close()
     assert verify(tmp_path).num_iterations == 128
+
+
+def test_lines_are_appended_while_a_thread_waits_for_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = _open(tmp_path)
+    _append(book, 1)
+    is_waiting, may_go = threading.Event(), threading.Event()
+
+    def wait(handle: Any) -> None:
+        is_waiting.set()
+        assert may_go.wait(60)
+
+    monkeypatch.setattr(files, "fsync", wait)
+    thread = threading.Thread(target=book.sync)
+    thread.start()
+    assert is_waiting.wait(60)
+    _append(book, *range(2, 300))
+    may_go.set()
+    thread.join()
+    book.close()
+    assert verify(tmp_path).num_iterations == 299
 
 
 def test_a_file_that_cannot_be_created_stops_nobody(
