@@ -116,7 +116,7 @@ def test_a_run_may_be_left_at_a_batch_that_is_refused(unit: str, ask: str, tmp_p
 def test_a_run_that_can_be_left_nowhere_says_so() -> None:
     """By steps an open window is no place to leave at; without batches it never ends."""
     trainer = make_trainer(total_steps=50, accumulation_steps=3, plugins=[Leaving("request_stop")])
-    with pytest.raises(UsageError, match="waits for the end of an accumulation window"):
+    with pytest.raises(UsageError, match="must end at the end of an accumulation window"):
         trainer.fit(Linear(), Numbers(4))
 
 
