@@ -2098,8 +2098,8 @@ FAULTS = (
     Fault(
         "a number of an accelerator is not copied before it changes",
         "helios/ledger/writer.py",
-        "non_blocking=is_cuda, copy=True",
-        "non_blocking=is_cuda",
+        "non_blocking=number.is_cuda, copy=True",
+        "non_blocking=number.is_cuda",
         "tests/ledger/test_writer.py::test_numbers_of_an_accelerator_are_read_late_and_as_they_were",
     ),
     Fault(

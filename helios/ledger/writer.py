@@ -6,11 +6,11 @@ losses, exactly, so that their sum does not depend on the number of processes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -24,9 +24,8 @@ from helios.storage.content_hash import Fingerprint, fingerprint, hash_indices
 _LOGGER = logging.getLogger(__name__)
 _LOW = 0xFFFF_FFFF
 _MODULUS = 1 << 64
-# Where a number of an accelerator belongs in a line; JSON text holds no such character.
-_LATE = "\x01"
-_MOST_LATE = 32
+# Lines are composed many at a time, which is faster, once numbers of an accelerator have arrived.
+_FEWEST, _MOST = 32, 96
 _NOTHING = "null"
 
 
@@ -40,6 +39,18 @@ def _quote(number: Any) -> str:
         return f'"{write_float(float(number))}"'
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return _NOTHING
+
+
+class _Iteration(NamedTuple):
+    """What a line will say, before it is composed; the numbers are floats, or tensors to come."""
+
+    place: tuple[int, int, int]
+    totals: Sequence[float]
+    losses: list[tuple[Any, Any]]
+    rates: list[Any]
+    norm: Any
+    rest: str
+    moment: Any
 
 
 @final
@@ -70,9 +81,9 @@ class LedgerWriter:
         self._attributes = attributes
         self._holders: dict[str, Any] = {}
         self._optimizers: list[Optimizer] = []
-        self._losses = ""
-        self._late: deque[tuple[str, list[Tensor], Any]] = deque()
-        self._arriving: list[Tensor] = []
+        self._losses: list[tuple[Any, Any]] = []
+        self._iterations: list[_Iteration] = []
+        self._is_far = False
         self._names: dict[Any, str] = {}
         self._has_warned = False
 
@@ -122,14 +133,8 @@ class LedgerWriter:
         Args:
             losses: numbers or tensors of one element, as means over replicas.
         """
-        if self._book is None:
-            return
-        names, parts = self._names, []
-        for name, loss in losses.items():
-            if name not in names:
-                names[name] = json.dumps(str(name))
-            parts.append(f"{names[name]}:{self._number(loss)}")
-        self._losses = ",".join(parts)
+        if self._book is not None:
+            self._losses = [(name, self._read(loss)) for name, loss in losses.items()]
 
     def write(
         self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
@@ -144,77 +149,94 @@ class LedgerWriter:
         book = self._book
         if book is None:
             return
-        body = f"{{{_place(state)},{_data(totals)}"
-        if self._losses:
-            body += f',"loss":{{{self._losses}}}'
-        rates = self._rates()
-        if rates:
-            body += f',"lr":[{rates}]'
-        if norm is not None:
-            body += f',"norm":{self._number(norm)}'
+        rest = ""
         if state.is_step_boundary:
             if not state.is_step_committed:
-                body += ',"skipped":1'
+                rest = ',"skipped":1'
             elif state.global_step % book.every == 0:
-                body += self._digests()
-        if self._arriving or self._late:
-            self._late.append((body, self._arriving, _mark_time(self._arriving)))
-            self._arriving = []
-            self._append_late(_MOST_LATE)
-        else:
-            book.append(body)
+                rest = self._digests()
+        rates = self._rates()
+        norm = None if norm is None else self._read(norm)
+        moment = _mark_time() if self._is_far else None
+        place = (state.global_epoch, state.global_iteration, state.global_step)
+        iterations = self._iterations
+        iterations.append(_Iteration(place, totals, self._losses, rates, norm, rest, moment))
+        if len(iterations) >= _MOST:
+            self._compose(_FEWEST)
 
     def end(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended, not only been interrupted."""
         self.settle()
         if self._book is not None:
-            self._book.append(f'{{{_place(state)},"end":1{self._digests()}')
+            place = f"{state.global_epoch},{state.global_iteration},{state.global_step}"
+            self._book.append(f'{{"at":[{place}],"end":1{self._digests()}')
 
     def settle(self) -> None:
         """Wait for numbers on an accelerator, so that all lines are complete."""
-        self._append_late(0)
+        self._compose(0)
 
-    def _append_late(self, most: int) -> None:
-        """Append the oldest waiting lines, whose numbers have arrived by now."""
-        while len(self._late) > most and self._book is not None:
-            body, numbers, moment = self._late.popleft()
+    def _compose(self, most: int) -> None:
+        """Append the oldest lines that wait, whose numbers have arrived by now.
+
+        Args:
+            most: how many of the newest ones wait longer.
+        """
+        book, names = self._book, self._names
+        if book is None:
+            return
+        count = max(0, len(self._iterations) - most)
+        due, self._iterations = self._iterations[:count], self._iterations[count:]
+        for place, totals, losses, rates, norm, rest, moment in due:
             if moment is not None:
                 moment.synchronize()
-            for number in numbers:
-                body = body.replace(_LATE, _quote(number), 1)
-            self._book.append(body)
+            parts = []
+            for name, loss in losses:
+                if name not in names:
+                    names[name] = json.dumps(str(name))
+                parts.append(f"{names[name]}:{_quote(loss)}")
+            epoch, iteration, step = place
+            body = f'{{"at":[{epoch},{iteration},{step}],{_data(totals)}'
+            if parts:
+                body += f',"loss":{{{",".join(parts)}}}'
+            if rates:
+                body += f',"lr":[{",".join(map(_quote, rates))}]'
+            if norm is not None:
+                body += f',"norm":{_quote(norm)}'
+            book.append(body + rest)
 
     @staticmethod
-    def _is_far(tensor: Tensor) -> bool:
-        """Whether reading a number would wait for an accelerator."""
-        return tensor.device.type != "cpu"
+    def _waits(tensor: Tensor) -> bool:
+        """Whether to read a number would wait for an accelerator."""
+        return not tensor.is_cpu
 
-    def _number(self, number: Any) -> str:
-        """Return the bits of a number; those of an accelerator follow later."""
+    def _read(self, number: Any) -> Any:
+        """Return a number as it is now; one of an accelerator arrives later."""
         if isinstance(number, Tensor):
             number = number.detach()
-            if self._is_far(number):
-                # A copy, because the training may change it in place.
-                is_cuda = number.device.type == "cuda"
-                self._arriving.append(number.to("cpu", non_blocking=is_cuda, copy=True))
-                return _LATE
-        return _quote(number)
+            if self._waits(number):
+                self._is_far = True
+                return number.to("cpu", non_blocking=number.is_cuda, copy=True)
+            return number.item() if number.numel() == 1 else None
+        if type(number) not in (float, int, type(None)):
+            # A number of the user's own may change until the line is composed.
+            with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+                return float(number)
+            return None
+        return number
 
-    def _rates(self) -> str:
+    def _rates(self) -> list[Any]:
         attributes = self._attributes
         if not self._holders or any(
             attributes.get(name) is not holder or not isinstance(holder, Optimizer)
             for name, holder in self._holders.items()
         ):
             self.find_optimizers()
-        return ",".join(
-            [
-                self._number(group["lr"])
-                for optimizer in self._optimizers
-                for group in optimizer.param_groups
-                if "lr" in group
-            ]
-        )
+        return [
+            self._read(group["lr"])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            if "lr" in group
+        ]
 
     def find_optimizers(self) -> None:
         """Search for the optimizers: at the start of an epoch, or if one may be another now."""
@@ -235,17 +257,13 @@ class LedgerWriter:
         return f',"weights":"{hashes[0]}","optimizer":"{hashes[1]}"'
 
 
-def _mark_time(numbers: Sequence[Tensor]) -> Any:
-    """Return an event behind the copies to the host, or ``None`` if they are complete."""
-    if not torch.cuda.is_available() or not numbers:
+def _mark_time() -> Any:
+    """Return an event after the copies to the host; ``None`` where copies are complete at once."""
+    if not torch.cuda.is_available():
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-def _place(state: TrainingState) -> str:
-    return f'"at":[{state.global_epoch},{state.global_iteration},{state.global_step}]'
 
 
 def _data(totals: Sequence[float]) -> str:

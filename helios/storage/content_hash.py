@@ -140,7 +140,10 @@ class _Reader:
         if len(members) > _MANY and all(type(member) is int for member in members):
             with contextlib.suppress(struct.error):  # a number of more than 64 bits
                 return [struct.pack(f"<{len(members)}q", *members)]
-        return [self.read(member) for member in members]
+        return [
+            self._read_tensor(member) if type(member) is Tensor else self.read(member)
+            for member in members
+        ]
 
     def _read_tensor(self, tensor: Tensor) -> bytes:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

@@ -52,6 +52,7 @@ def test_a_line_holds_the_bits_of_every_number(tmp_path: Path) -> None:
     totals = writer.see([torch.ones(2)], [[4, 2]])
     writer.take_losses({"loss": torch.tensor(0.1), 'a "name"': 0.2})
     writer.write(_state(1), totals, norm=torch.tensor(2.5))
+    writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
     assert line["at"] == [1, 1, 1]
@@ -70,6 +71,7 @@ def test_a_line_of_one_loss_and_one_rate_has_at_most_160_bytes(tmp_path: Path) -
     state.global_step = 999_999  # no hash of the weights
     state.global_epoch = 100
     writer.write(state, totals)
+    writer.settle()
     book.close()
     assert len((tmp_path / FILE_NAME).read_bytes().splitlines(keepends=True)[1]) <= 160
 
@@ -84,6 +86,7 @@ def test_an_update_that_was_left_out_is_marked(
     writer, book = _make(tmp_path, Holder())
     state = _state(1, is_boundary=is_boundary, is_committed=is_committed)
     writer.write(state, writer.see([1], None))
+    writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
     assert ("skipped" in line) is is_skipped
@@ -92,6 +95,7 @@ def test_an_update_that_was_left_out_is_marked(
 def test_what_is_unknown_or_unseen_is_said(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder())
     writer.write(_state(1), writer.see([{"x": torch.ones(2), "y": object()}], None))
+    writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
     order, content, num_unseen = line["data"]
@@ -102,6 +106,7 @@ def test_what_is_unknown_or_unseen_is_said(tmp_path: Path) -> None:
 
 def test_replicas_that_exchange_their_batches_are_seen(tmp_path: Path) -> None:
     writer, book = _make(tmp_path, Holder(), range(2))
+    writer.settle()
     book.close()
     one = writer.see([1, 2], [[3], [4]])
     other = writer.see([2, 1], [[4], [3]])
@@ -120,6 +125,7 @@ def test_the_sum_over_replicas_does_not_depend_on_who_runs_them(tmp_path: Path) 
             totals = [one + other for one, other in zip(totals, part, strict=True)]
             begin = end
         writer.write(_state(1), totals)
+        writer.settle()
         book.close()
         found.add((tmp_path / FILE_NAME).read_bytes())
     assert len(found) == 1
@@ -136,6 +142,7 @@ def test_a_batch_that_cannot_be_read_stops_nobody(
     writer, book = _make(tmp_path, Holder())
     for _ in range(2):
         assert writer.see([torch.ones(2).as_subclass(Refusing)], [[0]])[4:] == [1.0, 0.0]
+    writer.settle()
     book.close()
     assert caplog.text.count("cannot read the batches") == 1
 
@@ -147,6 +154,7 @@ def test_what_is_no_number_is_null_and_stops_nobody(number: Any, tmp_path: Path)
     writer, book = _make(tmp_path, holder)
     writer.take_losses({"loss": number, 3: 1.0})
     writer.write(_state(1), writer.see([1], [[0]]))
+    writer.settle()
     book.close()
     (line,) = _lines(tmp_path)
     assert line["loss"]["loss"] is None
@@ -173,6 +181,7 @@ def test_an_optimizer_that_is_replaced_inside_of_a_list_is_found(tmp_path: Path)
     for number in (1, 2):
         writer.write(_state(number), writer.see([1], [[0]]))
         holder.optimizers[0] = torch.optim.SGD([holder.weight], lr=0.25)
+    writer.settle()
     book.close()
     assert [read_float(line["lr"][0]) for line in _lines(tmp_path)] == [0.5, 0.25]
 
@@ -183,6 +192,7 @@ def test_an_optimizer_that_is_replaced_is_found_in_the_next_line(tmp_path: Path)
     for number in (1, 2):
         writer.write(_state(number), writer.see([1], [[0]]))
         holder.optimizer = torch.optim.SGD([holder.weight], lr=0.25)
+    writer.settle()
     book.close()
     assert [read_float(line["lr"][0]) for line in _lines(tmp_path)] == [0.5, 0.25]
 
@@ -200,6 +210,7 @@ def test_weights_and_moments_are_hashed_in_every_so_many_steps_and_at_the_end(
     writer.end(_state(7))
     holder.optimizer.state[holder.weight]["momentum_buffer"][0] += 1
     writer.end(_state(7))
+    writer.settle()
     book.close()
     lines = _lines(tmp_path)
     assert [line["at"][1] for line in lines if "weights" in line] == [3, 6, 7, 7]
@@ -212,7 +223,7 @@ def test_numbers_of_an_accelerator_are_read_late_and_as_they_were(
 ) -> None:
     found = []
     for name, is_far in (("near", False), ("far", True)):
-        monkeypatch.setattr(LedgerWriter, "_is_far", staticmethod(lambda tensor, far=is_far: far))
+        monkeypatch.setattr(LedgerWriter, "_waits", staticmethod(lambda tensor, far=is_far: far))
         (tmp_path / name).mkdir()
         writer, book = _make(tmp_path / name, Holder())
         loss = torch.zeros(())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,11 @@ class RunLedger:
             self.book.sync()
 
     def close(self) -> None:
-        """Close the file."""
+        """Write the lines that wait, and close the file."""
         if self.book is not None:
+            # After an error of an accelerator, its numbers cannot be read.
+            with contextlib.suppress(RuntimeError):
+                self.writer.settle()
             self.book.close()
 
 
