@@ -79,6 +79,8 @@ class Book:
         Args:
             body: a JSON object without its closing brace.
         """
+        if not self._is_open:
+            return
         data, self._chain = line.seal(body, self._chain)
         self._size += len(data)
         with self._lock:
@@ -99,11 +101,21 @@ class Book:
         Raises:
             OSError: if they cannot be written.
         """
-        with self._lock:
-            self._write()
-        # With a handle of its own, because the training appends lines meanwhile.
-        with self._path.open("r+b", buffering=0) as handle:
-            files.fsync(handle)
+        if not self._is_open:
+            return
+        try:
+            with self._lock:
+                self._write()
+            # With a handle of its own, because the training appends lines meanwhile.
+            with self._path.open("r+b", buffering=0) as handle:
+                files.fsync(handle)
+        except FileNotFoundError:
+            self._is_open = False
+            _LOGGER.warning(
+                "The ledger %s was deleted while the run wrote it. The run continues without one, "
+                "and begins a new one at its next start.",
+                self._path,
+            )
 
     def close(self) -> None:
         """Write the remaining lines, and close the file."""
