@@ -200,11 +200,7 @@ class Book:
         with self._path.open("rb") as handle:
             if head.startswith(handle.read(len(head))):
                 return
-        number, target = 1, self._path
-        while target.exists():
-            target = self._path.with_name(f"{self._path.stem}.before-{number}{self._path.suffix}")
-            number += 1
-        files.replace(self._path, target)
+        target = files.rename_aside(self._path)
         _LOGGER.warning(
             "The ledger %s is of an earlier start, and was renamed to %s.", self._path, target.name
         )

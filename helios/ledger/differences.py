@@ -138,14 +138,9 @@ def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> 
     """Note the first iteration that differs, and in what.
 
     Raises:
-        LedgerError: if lines are missing in one of them.
+        LedgerError: if one of the lines cannot be right.
     """
-    for path, content in ((found.first, one), (found.second, other)):
-        if content["at"][1] != found.num_equal + ("end" not in content):
-            raise LedgerError(
-                f"{path} has the line of iteration {content['at'][1]} after that of iteration "
-                f"{found.num_equal}. `helios verify` names all lines that are wrong."
-            )
+    _check_places(found, one, other)
     found.iteration = one["at"][1]
     data = [[*line.get("data", ()), None, None, None][:3] for line in (one, other)]
     if data[0][0] != data[1][0]:
@@ -153,17 +148,31 @@ def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> 
     if data[0][1:] != data[1][1:]:
         found.what.append(CONTENT)
     for what, keys in _KEYS:
-        if any(one.get(key) != other.get(key) for key in keys):
+        changed = [key for key in keys if one.get(key) != other.get(key)]
+        found.details |= {key: (_read(key, one), _read(key, other)) for key in changed}
+        if changed:
             found.what.append(what)
-        for key in keys:
-            if one.get(key) != other.get(key):
-                found.details[key] = (_read(key, one), _read(key, other))
     if one["at"] != other["at"]:
         found.what = found.what or [COUNTERS]
         found.details["at"] = (one["at"], other["at"])
+    if not found.what:
+        raise LedgerError(
+            f"{found.first} and {found.second} differ in iteration {found.iteration} in nothing "
+            "that a ledger holds. `helios verify` names lines that were changed."
+        )
     first = found.what[0]
     found.causes = [_FIRST] if first == NUMERICS and found.num_equal == 0 else []
     found.causes += _CAUSES[first]
+
+
+def _check_places(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Check that no line is missing before the two; raises ``LedgerError`` otherwise."""
+    for path, content in ((found.first, one), (found.second, other)):
+        if content["at"][1] != found.num_equal + ("end" not in content):
+            raise LedgerError(
+                f"{path} has the line of iteration {content['at'][1]} after that of iteration "
+                f"{found.num_equal}. `helios verify` names all lines that are wrong."
+            )
 
 
 def _read(key: str, line: Mapping[str, Any]) -> Any:

@@ -56,6 +56,17 @@ def replace(source: Path, target: Path) -> None:
     source.replace(target)
 
 
+def rename_aside(path: Path) -> Path:
+    """Rename a file durably to ``<stem>.before-<n><suffix>``, and return the new path."""
+    number, target = 1, path
+    while target.exists():
+        target = path.with_name(f"{path.stem}.before-{number}{path.suffix}")
+        number += 1
+    replace(path, target)
+    fsync_folder(target.parent)
+    return target
+
+
 def unlink(path: Path, *, missing_ok: bool = False) -> None:
     """Remove a file."""
     path.unlink(missing_ok=missing_ok)

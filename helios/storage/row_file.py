@@ -169,13 +169,7 @@ class RowFile:
         """Rename an existing file with rows, and log a warning with the old and new path."""
         if not self._path.exists() or self._holds_no_row():
             return
-        number, target = 1, self._path
-        while target.exists():
-            target = self._path.with_name(f"{self._path.stem}.before-{number}{self._path.suffix}")
-            number += 1
-        files.replace(self._path, target)
-        files.fsync_folder(target.parent)
-        _LOGGER.warning(text, self._path, target)
+        _LOGGER.warning(text, self._path, files.rename_aside(self._path))
 
     def _holds_no_row(self) -> bool:
         """Whether the file contains at most its header, possibly cut off by a kill."""

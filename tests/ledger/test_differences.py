@@ -224,8 +224,9 @@ def test_a_ledger_without_iterations_is_a_shorter_one(known: Path, tmp_path: Pat
         lambda lines: [*lines[:4], *lines[5:]],
         lambda lines: [*lines[:4], lines[4].replace(b'"loss":"', b'"loss":"g'), *lines[5:]],
         lambda lines: [*lines[:4], b"{}\n", *lines[5:]],
+        lambda lines: [*lines[:4], lines[4].replace(b'{"at"', b'{ "at"'), *lines[5:]],
     ],
-    ids=["a line is missing", "a number is none", "a line is none"],
+    ids=["a line is missing", "a number is none", "a line is none", "a blank"],
 )
 def test_a_damaged_ledger_is_refused(harm: Any, known: Path, tmp_path: Path) -> None:
     (ledger,) = known.glob(f"*/{FILE_NAME}")
