@@ -94,8 +94,8 @@ def test_a_kill_while_files_are_put_aside_never_brings_a_damaged_one_back(
 def test_the_kills_cover_every_file_operation_that_changes_something() -> None:
     from helios.storage import files
 
-    # What these do leaves nothing behind, or not under a name; a replacement is made of the others.
-    passing = {"check_writable", "replacing", "temporary_path", "truncate"}
+    # What these do leaves nothing behind, or not under a name, or is made of the others.
+    passing = {"check_writable", "rename_aside", "replacing", "temporary_path", "truncate"}
     public = {
         name
         for name, value in vars(files).items()
