@@ -97,7 +97,9 @@ class Trainer:
         allow_changes: names of settings that may differ from those in the checkpoint.
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
-            written; ``"off"`` does not.
+            written; ``"off"`` does not, and writes no manifest and no lineage either.
+        reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
+            changed in a way that may change the training; ``"warn"`` warns.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -158,6 +160,7 @@ class Trainer:
         allow_changes: Sequence[Change] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "off"] = "steps",
+        reproducibility: Literal["warn", "strict"] = "warn",
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
@@ -194,6 +197,7 @@ class Trainer:
                 allow_changes=allow_changes,
                 on_incomplete=on_incomplete,
                 ledger=ledger,
+                reproducibility=reproducibility,
             ),
             signals=as_signals(signals),
             engine=EngineOptions(

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from helios.checkpoint import file_names
 from helios.checkpoint.sidecar import Sidecar
@@ -26,14 +26,26 @@ _LOGGER = logging.getLogger(__name__)
 _START_SECONDS = 1.0
 
 
+class SaveWatcher(Protocol):
+    """What follows the saves of a run, in the thread that writes them."""
+
+    def before_commit(self) -> None:
+        """Write what a checkpoint relies on; an ``OSError`` makes the save fail."""
+
+    def after_commit(self, path: Path) -> None:
+        """Note that a checkpoint was committed."""
+
+    def after_failure(self, path: Path, error: Exception) -> None:
+        """Note that a checkpoint could not be saved."""
+
+
 class Saver:
     """Saves the checkpoints of one run, in the process that writes.
 
     Args:
         folder: the run's folder, with its options.
         pins: whether the state is on CUDA devices.
-        before_commit: called before a checkpoint is committed, in the thread that writes it: what
-            the checkpoint relies on must be on the disk by then.
+        watcher: told of each save, in the thread that writes it; ``None`` for nobody.
 
     Attributes:
         newest: the newest committed checkpoint; ``None`` before there is one.
@@ -45,12 +57,12 @@ class Saver:
         folder: RunFolder,
         *,
         pins: bool = False,
-        before_commit: Callable[[], None] | None = None,
+        watcher: SaveWatcher | None = None,
     ) -> None:
         self.newest: Path | None = None
         self.failure: Exception | None = None
         self._folder = folder
-        self._before_commit = before_commit
+        self._watcher = watcher
         self._buffers = HostBuffers(pins=pins) if folder.options.is_async else None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -147,10 +159,12 @@ class Saver:
 
     def _write(self, draft: Draft) -> None:
         try:
-            if self._before_commit is not None:
-                self._before_commit()
+            if self._watcher is not None:
+                self._watcher.before_commit()
             self.newest = self._folder.commit(draft)
             self._refused = None
+            if self._watcher is not None:
+                self._watcher.after_commit(self.newest)
         except OSError as error:
             if self._folder.options.on_save_error == "raise":
                 self._condemn(draft.path, error)
@@ -164,6 +178,7 @@ class Saver:
 
     def _tolerate(self, path: Path, error: OSError) -> None:
         self._refused = (path, error)
+        self._note_failure(path, error)
         _LOGGER.error(
             "The checkpoint %s %s: %s. Older checkpoints are unchanged (newest: %s), and training "
             "continues; the next due save tries again. Meanwhile, check the disk (space, quota, "
@@ -182,6 +197,7 @@ class Saver:
 
     def _condemn(self, path: Path, error: Exception) -> None:
         self.failure = error
+        self._note_failure(path, error)
         # If another error ends the training first, this one would go unnoticed.
         _LOGGER.error(
             "The checkpoint %s was NOT saved (%s: %s). Training ends with this error at its next "
@@ -190,6 +206,10 @@ class Saver:
             type(error).__name__,
             error,
         )
+
+    def _note_failure(self, path: Path, error: Exception) -> None:
+        if self._watcher is not None:
+            self._watcher.after_failure(path, error)
 
     def has(self, epoch: int, iteration: int) -> bool:
         """Whether a checkpoint of this (epoch, iteration) is committed or in progress."""

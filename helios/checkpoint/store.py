@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger(__name__)
-_LEDGERS = "ledger*.jsonl"
+# What a run records of itself, also of earlier starts.
+_EVIDENCE = ("ledger*.jsonl", "lineage.jsonl", "run.json", "run.before-*.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +63,16 @@ class RunFolder:
     Args:
         folder: ``chkpt_root/<save_name>``; created by the first save.
         options: how to write and keep checkpoints.
+
+    Attributes:
+        damaged: the damaged checkpoints that :meth:`load_newest` has passed over.
     """
 
     def __init__(self, folder: Path, options: CheckpointStore | None = None) -> None:
         self._path = Path(folder)
         self._options = options or CheckpointStore()
         self._retention = Retention(self._options)
+        self.damaged: list[Path] = []
         self._protected: set[Path] = set()
         # Files that are known to be damaged, and could not be renamed.
         self._left: set[Path] = set()
@@ -251,14 +256,14 @@ class RunFolder:
             CheckpointError: if the newest one is undamaged, but cannot be used here.
         """
         types = list(safe_types)
-        damaged: list[Path] = []
+        self.damaged = []
 
         def look(path: Path) -> Loaded | None:
             try:
                 return loading.load_present(path, types, maps=True)
             except DamagedCheckpointError as error:
-                if path not in damaged:
-                    damaged.append(path)
+                if path not in self.damaged:
+                    self.damaged.append(path)
                     _LOGGER.warning("%s Continuing with the next older checkpoint.", error)
                 if renames_damaged:
                     self._put_aside(path)
@@ -266,7 +271,7 @@ class RunFolder:
 
         loaded = file_names.search(self._path, look, listed=listed)
         if loaded is None:
-            self._refuse_silent_restart(damaged + self._find_damaged())
+            self._refuse_silent_restart(self.damaged + self._find_damaged())
             return None
         self.protect(loaded.path)
         return loaded
@@ -345,7 +350,7 @@ class RunFolder:
         )
 
     def move_aside(self, clock_text: str, *, keep: Path | None = None) -> Path | None:
-        """Move all checkpoints, sidecars, ledgers and damaged files to ``before-<clock_text>/``.
+        """Move all checkpoints, damaged files and evidence to ``before-<clock_text>/``.
 
         Args:
             clock_text: date and time, as part of a file name.
@@ -360,7 +365,7 @@ class RunFolder:
         moved += self._find_damaged()
         if not moved:
             return None
-        moved += sorted(self._path.glob(_LEDGERS))
+        moved += [path for pattern in _EVIDENCE for path in sorted(self._path.glob(pattern))]
         target, number = self._path / f"before-{clock_text}", 1
         while target.exists():
             number += 1

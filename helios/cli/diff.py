@@ -11,6 +11,7 @@ from helios.checkpoint.comparison import CheckpointDifference, compare
 from helios.cli import output
 from helios.errors import DamagedCheckpointError, LedgerError, UsageError
 from helios.ledger.differences import Difference, diff
+from helios.ledger.manifest.manifest_changes import Effect, ManifestChange
 
 NAME = "diff"
 SUMMARY = "find the first difference between two runs or two checkpoints"
@@ -24,6 +25,7 @@ cannot be read.
 """
 
 _MOST_TENSORS = 20
+_MOST_CHANGES = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +100,20 @@ def _lines(found: Difference) -> list[str]:
     lines += [
         f"  {name}: {_show(one)} | {_show(other)}" for name, (one, other) in found.details.items()
     ]
-    return [*lines, "possible causes:", *(f"  - {cause}" for cause in found.causes)]
+    lines += ["possible causes:", *(f"  - {cause}" for cause in found.causes)]
+    return [*lines, *_manifest_lines(found.manifest)]
+
+
+def _manifest_lines(changes: list[ManifestChange]) -> list[str]:
+    shown = [each for each in changes if each.effect is not Effect.NONE]
+    if not shown:
+        return []
+    lines = ["the newest starts of both runs differ in:"]
+    lines += [f"  - {each} ({each.effect.value}: {each.reason})" for each in shown[:_MOST_CHANGES]]
+    rest = len(shown) - _MOST_CHANGES
+    lines += [f"  and {rest} more, see --json"] if rest > 0 else []
+    harmless = len(changes) - len(shown)
+    return [*lines, f"  and {harmless} harmless differences"] if harmless else lines
 
 
 def _show(value: Any) -> str:

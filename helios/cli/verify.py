@@ -83,21 +83,27 @@ def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
             for part in files
             if part.sidecar is not None and part.sidecar.ledger is not None
         }
+        digests = {
+            part.path.name: part.sidecar.digest
+            for part in files
+            if part.sidecar is not None and part.sidecar.digest
+        }
         newest = files[-1].sidecar if files else None
         ended_at = newest.ledger if newest is not None and newest.finished else None
         if marks or (folder.path / FILE_NAME).exists():
-            yield _verify_ledger(folder.path / FILE_NAME, marks, ended_at)
+            yield _verify_ledger(folder.path / FILE_NAME, marks, digests, ended_at)
 
 
 def _verify_ledger(
     path: Path,
     marks: dict[str, dict[str, Any]] | None = None,
+    digests: dict[str, str] | None = None,
     ended_at: dict[str, Any] | None = None,
 ) -> LedgerStatus:
     if not path.is_file():
         return LedgerStatus(path, findings=["is missing"])
     try:
-        return verify(path, marks, ended_at=ended_at)
+        return verify(path, marks, digests=digests, ended_at=ended_at)
     except LedgerError as error:
         return LedgerStatus(path, findings=[str(error)])
 

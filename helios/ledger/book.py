@@ -32,10 +32,12 @@ class Book:
 
     Attributes:
         every: the number of steps between two hashes of the weights, as at the first start.
+        loss: why the ledger of a checkpoint could not be continued; ``None`` if it was.
     """
 
     def __init__(self, folder: Path, *, run: str) -> None:
         self.every = EVERY
+        self.loss: str | None = None
         self._path = folder / FILE_NAME
         self._run = run
         self._is_open = False
@@ -60,6 +62,7 @@ class Book:
             after: the last iteration before the first new line.
         """
         self.close()
+        self.loss = None
         self._is_open, self._has_failed = True, False
         if mark is not None:
             self.every = mark["every"]
@@ -145,6 +148,7 @@ class Book:
         return True
 
     def _warn(self, what: str) -> None:
+        self.loss = what
         _LOGGER.warning(
             "The ledger %s %s. Training continues with a new ledger, which begins after the "
             "checkpoint, so `helios verify` will report missing lines. To keep them, stop the run "

@@ -12,6 +12,8 @@ from typing import Any
 
 from helios.errors import LedgerError
 from helios.ledger.line import TAIL_BYTES, read_float
+from helios.ledger.manifest.manifest_changes import ManifestChange, compare_facts
+from helios.ledger.manifest.manifest_file import read_manifest
 from helios.ledger.reading import find_ledger, parse_header, read_lines
 
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
@@ -62,6 +64,8 @@ class Difference:
         lengths: the last iteration of each ledger.
         have_ended: whether each ledger has the line of the end of its run.
         has_same_definition: whether both runs have the same definition: options, data and seed.
+        manifest: what differs between the newest starts of both runs, the strongest effect first;
+            empty if one of them has no manifest.
     """
 
     first: Path
@@ -75,6 +79,7 @@ class Difference:
     lengths: tuple[int, int] = (0, 0)
     have_ended: tuple[bool, bool] = (False, False)
     has_same_definition: bool = True
+    manifest: list[ManifestChange] = field(default_factory=list)
 
     @property
     def is_equal(self) -> bool:
@@ -86,7 +91,8 @@ class Difference:
     def as_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""
         paths = {"first": str(self.first), "second": str(self.second)}
-        return {**vars(self), **paths, "is_equal": self.is_equal}
+        manifest = [change.as_dict() for change in self.manifest]
+        return {**vars(self), **paths, "is_equal": self.is_equal, "manifest": manifest}
 
 
 def diff(first: str | Path, second: str | Path) -> Difference:
@@ -131,7 +137,15 @@ def diff(first: str | Path, second: str | Path) -> Difference:
             f"iteration {begins[0]} and {begins[1]}, and end at {counts[0]} and {counts[1]}."
         )
     found.lengths, found.have_ended = (counts[0], counts[1]), (ends[0], ends[1])
+    found.manifest = _compare_manifests(found.first.parent, found.second.parent)
     return found
+
+
+def _compare_manifests(first: Path, second: Path) -> list[ManifestChange]:
+    manifests = read_manifest(first), read_manifest(second)
+    if manifests[0] is None or manifests[1] is None:
+        return []
+    return compare_facts(manifests[0].sections[-1].facts, manifests[1].sections[-1].facts)
 
 
 def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from helios.errors import LedgerError
 from helios.ledger.line import stated_hash, unseal
+from helios.ledger.lineage import read_lineage
 from helios.ledger.reading import find_ledger, parse_header, read_lines
 
 
@@ -47,6 +48,7 @@ def verify(
     run: str | Path,
     marks: Mapping[str, Mapping[str, Any]] | None = None,
     *,
+    digests: Mapping[str, str] | None = None,
     ended_at: Mapping[str, Any] | None = None,
 ) -> LedgerStatus:
     """Verify the ledger of a run.
@@ -54,6 +56,8 @@ def verify(
     Args:
         run: the folder of the run, or its ledger.
         marks: the ``ledger`` entry of each checkpoint, by file name: they must be in the ledger.
+        digests: the digest of each checkpoint, by file name: if the lineage names the checkpoint,
+            it must name this digest.
         ended_at: the entry of the checkpoint with which the run is known to have ended.
 
     Returns:
@@ -81,7 +85,19 @@ def verify(
         for name, place in sorted(missing.items())
         if place in places
     ]
+    status.findings += _check_digests(path.parent, digests or {})
     return status
+
+
+def _check_digests(folder: Path, digests: Mapping[str, str]) -> Iterator[str]:
+    """Yield what differs from the lineage, which names each checkpoint that was saved or loaded."""
+    known: dict[str, set[str]] = {}
+    for event in read_lineage(folder):
+        if "digest" in event:
+            known.setdefault(str(event.get("checkpoint")), set()).add(event["digest"])
+    for name, digest in sorted(digests.items()):
+        if digest not in known.get(name, {digest}):
+            yield f"{name} is not the file that the run has saved: it was replaced"
 
 
 class _Reader:

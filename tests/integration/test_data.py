@@ -231,7 +231,7 @@ def test_a_loader_with_state_resumes_exactly(
     ids = ids_of(whole)
     assert sorted(join(ids[:5])) == sorted(join(ids[5:10])) == list(range(20))
     assert ids[:5] != ids[5:10]
-    (sidecar, *_) = (tmp_path / "whole").glob("*/*.json")
+    (sidecar, *_) = (tmp_path / "whole").glob("*/*_iter_*.json")
     assert '"level": "restart"' in sidecar.read_text()
 
 

@@ -12,7 +12,6 @@ import pytest
 
 import helios
 from helios.errors import SaveError
-from helios.ledger.book import FILE_NAME
 from helios.storage.folder_lock import LOCK_NAME
 from tests.support import faults
 from tests.support.faults import DISK_ERRORS, KILLS, KINDS, Fault, Faults, Operation, make_store
@@ -128,7 +127,9 @@ def check_no_rest(folder: Path, part: str = "commit") -> None:
     A deletion that fails between the two files may leave one, which the next start removes.
     """
     found = [
-        path for path in (folder / "small").iterdir() if path.name not in (LOCK_NAME, FILE_NAME)
+        path
+        for path in (folder / "small").iterdir()
+        if path.name not in faults.EVIDENCE | {LOCK_NAME}
     ]
     assert not [path for path in found if path.suffix == ".tmp"]
     alone = [path for path in found if not path.with_suffix(".pth").exists()]

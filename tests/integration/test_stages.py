@@ -37,7 +37,7 @@ def _train_in_stages(folder: Path, unit: str, kill: KillAt | None = None) -> lis
 
 
 def _finished(folder: Path) -> dict[str, str | None]:
-    sidecars = [json.loads(path.read_text()) for path in (folder / "small").glob("*.json")]
+    sidecars = [json.loads(path.read_text()) for path in (folder / "small").glob("*_iter_*.json")]
     return {sidecar["iteration"]: sidecar["finished"] for sidecar in sidecars}
 
 

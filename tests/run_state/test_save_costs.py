@@ -62,7 +62,7 @@ def _fit(folder: Path, model: Timed, **options: Any) -> Timed:
 
 
 def _missing(folder: Path) -> list[list[str]]:
-    sidecars = [json.loads(path.read_text()) for path in folder.glob("net/*.json")]
+    sidecars = [json.loads(path.read_text()) for path in folder.glob("net/*_iter_*.json")]
     return [sorted(each["missing"]) for each in sorted(sidecars, key=lambda s: s["iteration"])]
 
 

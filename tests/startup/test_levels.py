@@ -111,7 +111,7 @@ def fit(
 
 
 def sidecars(folder: Path) -> list[dict[str, Any]]:
-    paths = sorted((folder / "net").glob("*.json"))
+    paths = sorted((folder / "net").glob("*_iter_*.json"))
     return [json.loads(path.read_text()) for path in paths]
 
 

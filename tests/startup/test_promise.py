@@ -71,7 +71,7 @@ def fit(
 
 
 def levels(folder: Path) -> list[str]:
-    paths = sorted((folder / "net").glob("*.json"))
+    paths = sorted((folder / "net").glob("*_iter_*.json"))
     return [json.loads(path.read_text())["level"] for path in paths]
 
 

@@ -22,7 +22,8 @@ import torch
 
 import helios
 from helios.checkpoint import file_names
-from helios.ledger.book import FILE_NAME
+from helios.ledger import book, lineage
+from helios.ledger.manifest import manifest_file
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage import files
@@ -67,12 +68,17 @@ class Operation:
         return f"{self.name} {self.about}"
 
 
-_LEDGER = "".join(Path(FILE_NAME).suffixes)
+EVIDENCE = frozenset((book.FILE_NAME, lineage.FILE_NAME, manifest_file.FILE_NAME))
+"""What a run records of itself, beside its checkpoints."""
+
+
+def _path_of(subject: Any) -> Path:
+    return subject if isinstance(subject, Path) else Path(subject.name)
 
 
 def _about(subject: Any) -> str:
     """Return the end of a file's name, which tells its part in a save."""
-    path = subject if isinstance(subject, Path) else Path(subject.name)
+    path = _path_of(subject)
     if path.name == LOCK_NAME:
         return "lock"
     return "".join(path.suffixes[-2:]) or "folder"
@@ -130,7 +136,7 @@ class Faults(Plugin):
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(subject: Any, *args: Any, **kwargs: Any) -> Any:
             about = _about(subject)
-            if about == _LEDGER:
+            if _path_of(subject).name.removesuffix(files.TEMPORARY_SUFFIX) in EVIDENCE:
                 # Its own faults are those of tests/ledger.
                 return call(subject, *args, **kwargs)
             number = len(self.operations)
@@ -220,8 +226,8 @@ def committed(folder: Path) -> list[int]:
 
 
 def names(folder: Path) -> list[str]:
-    """Return what lies in a folder, besides the ledger."""
-    return sorted(path.name for path in folder.iterdir() if path.name != FILE_NAME)
+    """Return what lies in a folder, besides the evidence."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in EVIDENCE)
 
 
 def make_store(mode: str, **more: Any) -> dict[str, Any]:

@@ -22,21 +22,29 @@ class RunLedger:
     """The ledger of a run.
 
     Attributes:
+        run: hash of the run's definition.
         writer: what the loops see of it.
         book: its file, which rank 0 writes; ``None`` on other ranks.
         found: the mark in the checkpoint that the run continues from.
         after: the last iteration before this start.
     """
 
+    run: str
     writer: LedgerWriter
     book: Book | None
     found: dict[str, Any] | None
     after: int
 
-    def open(self) -> None:
-        """Begin or continue the file, once nothing can refuse the start any more."""
-        if self.book is not None:
-            self.book.open(self.found, after=self.after)
+    def open(self) -> str | None:
+        """Begin or continue the file, once nothing can refuse the start any more.
+
+        Returns:
+            Why the ledger of the checkpoint could not be continued; ``None`` if it was.
+        """
+        if self.book is None:
+            return None
+        self.book.open(self.found, after=self.after)
+        return self.book.loss
 
     def mark(self) -> dict[str, Any] | None:
         """Return the size and hash for a checkpoint; ``None`` on ranks other than 0."""
@@ -76,9 +84,8 @@ def make_ledger(
         record: the checkpoint to continue from; ``None`` for a new run.
         is_branch: whether the checkpoint is from another folder, which keeps its own ledger.
     """
-    book = None
-    if replicas.rank == 0:
-        book = Book(folder, run=hash_of({**definition, "num_replicas": replicas.num_replicas}))
+    run = hash_of({**definition, "num_replicas": replicas.num_replicas})
+    book = Book(folder, run=run) if replicas.rank == 0 else None
     discovery = model.discovery
     writer = LedgerWriter(
         book,
@@ -88,4 +95,4 @@ def make_ledger(
         attributes=vars(model),
     )
     found = None if record is None or is_branch else record.ledger
-    return RunLedger(writer, book, found, after=0 if record is None else record.place[1])
+    return RunLedger(run, writer, book, found, after=0 if record is None else record.place[1])

@@ -23,6 +23,7 @@ from helios.model.model import Model
 from helios.protocols import Meter
 from helios.run_state.state_size import storage_sizes
 from helios.schedule import Schedule, count_saves
+from helios.startup.building.run_evidence import RunEvidence
 from helios.startup.checkpoint_search.resume_point import Start
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.options.logging_options import LoggingOptions
@@ -102,11 +103,11 @@ class FitRecorder:
     Args:
         name: the name of the run.
         model: appends to checkpoint names and holds the metrics.
-        start: the run's folder and history.
+        start: the run's folder, definition and history.
         reproducibility: the level of reproducibility that the run reaches.
         engine: the engine, with the replicas; rank 0 writes.
         schedule: determines whether checkpoints are written.
-        definition: what defines the run and what ends it.
+        evidence: what the run records of itself; ``None`` for nothing.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class FitRecorder:
         reproducibility: Reproducibility,
         engine: Engine,
         schedule: Schedule,
-        definition: dict[str, Any],
+        evidence: RunEvidence | None,
     ) -> None:
         self._name = name
         self._schedule = schedule
@@ -126,17 +127,16 @@ class FitRecorder:
         self._start = start
         self._reproducibility = reproducibility
         self._replicas = engine.replicas
-        self._definition = definition
         self._machine = machine(engine)
         self._saver: Saver | None = None
         self._scores = ScoreLog()
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
-        self._ledger = start.ledger
+        self._evidence = evidence
         if start.folder is not None:
             self._saver = Saver(
                 start.folder,
                 pins=engine.device.type == "cuda",
-                before_commit=None if start.ledger is None else start.ledger.sync,
+                watcher=evidence,
             )
             self._saver.newest = self._newest
             model.discovery.values.limit = start.folder.options.max_plain_bytes
@@ -144,7 +144,7 @@ class FitRecorder:
     @property
     def ledger(self) -> LedgerWriter | None:
         """The ledger; ``None`` if the run has none."""
-        return None if self._ledger is None else self._ledger.writer
+        return None if self._evidence is None else self._evidence.ledger
 
     def prepare(self, state: TrainingState) -> None:
         """Allocate memory for the first save, and warn if the disk is too small.
@@ -203,10 +203,10 @@ class FitRecorder:
             self._start.lock.renew()
         record = replace(
             record,
-            options=self._definition,
+            options=self._start.definition,
             machine=self._machine,
             resumed_from=self._start.origin,
-            ledger=None if self._ledger is None else self._ledger.mark(),
+            ledger=None if self._evidence is None else self._evidence.mark(),
             **_log_places(),
         )
         stem = file_names.stem(self._name, *record.place)
@@ -307,8 +307,8 @@ class FitRecorder:
 
     def _conclude_ledger(self) -> None:
         try:
-            if self._ledger is not None:
-                self._ledger.sync()
+            if self._evidence is not None:
+                self._evidence.before_commit()
         except OSError as error:
             _LOGGER.error(
                 "The last line of the ledger could not be written: %s. All checkpoints are saved, "
@@ -328,5 +328,3 @@ class FitRecorder:
         """Wait for saves in progress, whatever has happened."""
         if self._saver is not None:
             self._saver.close()
-        if self._ledger is not None:
-            self._ledger.close()

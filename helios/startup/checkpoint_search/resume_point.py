@@ -20,7 +20,6 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError
 from helios.replicas.replicas import Replicas
-from helios.startup.building.run_ledger import RunLedger
 from helios.startup.checkpoint_search.run_folder import SHARING, open_folder
 from helios.startup.launching.on_all_ranks import on_each, on_first
 from helios.startup.launching.process_plan import Stored
@@ -42,7 +41,7 @@ class Start:
         changes: changes that were allowed, in all starts of the run.
         is_shortened: whether this run is shorter than the one that wrote the checkpoint.
         lock: keeps a second run out of the folder during the call; rank 0 holds it.
-        ledger: the run's ledger, once it is open; ``None`` without one.
+        definition: what defines the run and what ends it, once its data is known.
     """
 
     folder: RunFolder | None = None
@@ -52,7 +51,7 @@ class Start:
     changes: list[str] = field(default_factory=list)
     is_shortened: bool = False
     lock: FolderLock | None = None
-    ledger: RunLedger | None = None
+    definition: dict[str, Any] = field(default_factory=dict)
 
     def forget_payload(self) -> None:
         """Release the checkpoint's content, once it is loaded."""

@@ -24,6 +24,16 @@ Change: TypeAlias = Literal[
     "limit_batches",
     "is_distributed",
     "precision",
+    "command",
+    "program",
+    "options",
+    "versions",
+    "libraries",
+    "environment",
+    "switches",
+    "data",
+    "parameters",
+    "code",
 ]
 CHANGEABLE: tuple[str, ...] = get_args(Change)
 """What ``allow_changes`` may name."""
@@ -45,6 +55,7 @@ class CheckpointOptions:
     allow_changes: Sequence[str]
     on_incomplete: str
     ledger: str
+    reproducibility: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chkpt_root", as_folder("chkpt_root", self.chkpt_root))
@@ -59,6 +70,12 @@ class CheckpointOptions:
         if self.ledger not in ("steps", "off"):
             rule = '"steps" or "off"'
             raise refusal("ledger", rule, self.ledger, "Omit it for a line per iteration.")
+        if self.reproducibility not in ("warn", "strict"):
+            rule = '"warn" or "strict"'
+            raise refusal("reproducibility", rule, self.reproducibility, "Omit it for a warning.")
+        if self.reproducibility == "strict" and self.ledger == "off":
+            rule = '"warn" with ledger="off": without evidence there is nothing to compare with'
+            raise refusal("reproducibility", rule, "strict", "Omit ledger.")
         object.__setattr__(self, "allow_changes", _as_changes(self.allow_changes))
         if self.store is not None and not isinstance(self.store, CheckpointStore):
             raise refusal("store", "a CheckpointStore", self.store, "Pass CheckpointStore(...).")

@@ -20,7 +20,8 @@ from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
-from helios.startup.building.run_ledger import make_ledger
+from helios.startup.building.run_evidence import RunEvidence, make_evidence
+from helios.startup.building.start_facts import describe_start
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
@@ -50,6 +51,7 @@ class FitRun(Run):
         self._can_save = self.options.checkpoints.can_save
         self._start = resume_point.Start()
         self._recorder: run_outputs.FitRecorder | None = None
+        self._evidence: RunEvidence | None = None
         self._stranded: dict[str, str] = {}
 
     def _run(self, stack: ExitStack) -> bool:
@@ -84,12 +86,11 @@ class FitRun(Run):
         is_interrupted = self.session is not None and self.session.is_interrupted
         if self._recorder is not None:
             self._recorder.finish(None if is_interrupted else reason)
-        if self.session is not None and is_interrupted:
-            _LOGGER.warning(
-                "The training was interrupted: %s. %s",
-                self.session.requests.interruption,
-                self._describe_rescue(),
-            )
+        cause = None if self.session is None else self.session.requests.interruption
+        if self._evidence is not None:
+            self._evidence.note_end(reason, interruption=cause if is_interrupted else None)
+        if is_interrupted:
+            _LOGGER.warning("The training was interrupted: %s. %s", cause, self._describe_rescue())
             return False
         self.call.runtime.listener.warn_of_late_signals()
         _LOGGER.info("Training has ended: %s.", reason)
@@ -107,8 +108,9 @@ class FitRun(Run):
         log_order(self.plugins, self.hooks)
         if record is not None:
             self._load(session, record)
-        if self._start.ledger is not None:
-            self._start.ledger.open()
+        if self._evidence is not None:
+            on_first(self.replicas, self._evidence.check)
+            self._evidence.open(self._start)
 
     @property
     def _record(self) -> Record | None:
@@ -204,16 +206,21 @@ class FitRun(Run):
             claim=claim,
         )
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
-        folder = self._start.folder
-        if folder is not None and self.options.checkpoints.writes_ledger:
-            self._start.ledger = make_ledger(
-                folder.path,
+        self._start.definition = identity | run_identity.limits(self.options.schedule)
+        if self._start.folder is not None and self.options.checkpoints.writes_ledger:
+            self._evidence = make_evidence(
+                self._start,
                 self.model,
                 self.replicas,
                 identity,
-                record=self._record,
-                is_branch=self._start.is_branch,
+                facts=describe_start(
+                    self.options, self.model, self.datamodule, self.plugins, source
+                )
+                | {"processes": {"number": self.replicas.num_processes}}
+                | {"level": {"level": reproducibility.level.value, "text": str(reproducibility)}},
+                options=self.options.checkpoints,
             )
+            self._settings.callback(self._evidence.close)
         recorder = run_outputs.FitRecorder(
             self._name,
             self.model,
@@ -221,7 +228,7 @@ class FitRun(Run):
             reproducibility=reproducibility,
             engine=self.engine,
             schedule=self.options.schedule,
-            definition=identity | run_identity.limits(self.options.schedule),
+            evidence=self._evidence,
         )
         self._settings.callback(recorder.close)
         loaded = self._start.loaded
@@ -308,6 +315,11 @@ class FitRun(Run):
             self.model.discovery.note_named(lacking)
             self.owners.note_named(lacking)
         return [f"resumed without: {', '.join(record.missing)}"]
+
+    def _report(self, error: BaseException) -> None:
+        if self._evidence is not None:
+            self._evidence.note_error(error)
+        super()._report(error)
 
     def _describe_rescue(self) -> str:
         loaded = self._start.loaded

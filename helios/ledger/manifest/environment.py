@@ -1,0 +1,199 @@
+"""What a process runs on: versions, installed packages, processor, GPUs, environment variables.
+
+Everything is a plain value, and what is unknown is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import deterministic
+
+from helios.ledger.manifest.source_files import hash_package
+from helios.version import __version__
+
+# Variables that may change the bits of arithmetic, or the order of what a program does.
+_PREFIXES = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "VECLIB_", "ONEDNN_", "DNNL_"),
+    *("ATEN_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_"),
+    *("NVIDIA_TF32", "NUMEXPR_"),
+)
+_NAMES = ("PYTHONHASHSEED", "PYTHONOPTIMIZE", "LD_PRELOAD", "NCCL_ALGO", "NCCL_PROTO")
+_ADDRESSES = re.compile(r"_(?:ADDR|HOST|HOSTID|PORT|DIR|PATH|HOME|FILE|KEY|TOKEN|ID|IFNAME)$")
+_FLAGS = re.compile(r"(?:avx|amx|fma|f16c|sse4|bmi|asimd|sve|bf16|fphp)\w*")
+_DISTRIBUTION = re.compile(r"(.+?)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return everything that can be read without a training, by topic."""
+    folders = tuple(sys.path)
+    return {
+        "versions": _describe_versions(),
+        "libraries": find_distributions(folders),
+        "imported": find_imported(folders),
+        "system": _describe_system(),
+        "gpu": _describe_gpus(),
+        "environment": _describe_variables(),
+    }
+
+
+def describe_switches() -> dict[str, Any]:
+    """Return the settings of PyTorch that change bits, as this thread has them now."""
+    cudnn, cuda, cpu = torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill_uninitialized_memory": bool(deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
+        "cudnn_deterministic": cudnn.deterministic,
+        "cudnn_benchmark": cudnn.benchmark,
+        "cudnn_tf32": cudnn.allow_tf32,
+        "matmul_tf32": cuda.allow_tf32,
+        "fp16_reduced_precision": bool(cuda.allow_fp16_reduced_precision_reduction),
+        "bf16_reduced_precision": bool(cuda.allow_bf16_reduced_precision_reduction),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "onednn": bool(cpu.enabled),
+        "flush_denormal": bool(torch.tensor(1e-40).mul(1.0).item() == 0.0),
+        "default_dtype": str(torch.get_default_dtype()),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+    }
+
+
+def _describe_versions() -> dict[str, str]:
+    build = torch.__config__.show()
+    return {
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "python_build": f"{platform.python_implementation()} {platform.python_version()}",
+        "helios": __version__,
+        "helios_files": hash_package(),
+        "torch": str(torch.__version__),
+        "torch_build": hashlib.sha256(build.encode()).hexdigest()[:16],
+        "numpy": np.__version__,
+    }
+
+
+@functools.lru_cache(maxsize=8)
+def find_distributions(folders: tuple[str, ...]) -> dict[str, str]:
+    """Return the version of each installed distribution, by its normalized name.
+
+    Args:
+        folders: where they are; the first one of a name counts.
+    """
+    found: dict[str, str] = {}
+    for match, _ in _list_distributions(folders):
+        found.setdefault(_normalize(match[1]), match[2])
+    return dict(sorted(found.items()))
+
+
+def _list_distributions(folders: tuple[str, ...]) -> Iterator[tuple[re.Match[str], Path]]:
+    for folder in map(Path, folders):
+        if folder.is_dir():
+            for path in sorted(folder.iterdir()):
+                match = _DISTRIBUTION.fullmatch(path.name)
+                if match is not None:
+                    yield match, path
+
+
+def find_imported(folders: tuple[str, ...]) -> list[str]:
+    """Return the normalized names of the distributions of which this process has a module."""
+    present = {name.partition(".")[0] for name in sys.modules.copy()}
+    owners = _find_modules(folders)
+    return sorted(name for name, modules in owners.items() if not present.isdisjoint(modules))
+
+
+@functools.lru_cache(maxsize=8)
+def _find_modules(folders: tuple[str, ...]) -> dict[str, frozenset[str]]:
+    """Return the top-level modules of each distribution."""
+    found: dict[str, frozenset[str]] = {}
+    for match, path in _list_distributions(folders):
+        found.setdefault(_normalize(match[1]), frozenset(_read_modules(path)))
+    return found
+
+
+def _read_modules(info: Path) -> Iterator[str]:
+    try:
+        yield from (info / "top_level.txt").read_text().split()
+    except OSError:
+        with contextlib.suppress(OSError):
+            for line in (info / "RECORD").read_text().splitlines():
+                yield line.partition(",")[0].partition("/")[0].partition(".")[0]
+
+
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _describe_system() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "os": platform.system(),
+        "kernel": platform.release(),
+        "architecture": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+    }
+    facts = _read_processor()
+    if "model name" in facts:
+        found["cpu"] = facts["model name"]
+    flags = facts.get("flags", facts.get("Features", ""))
+    if flags:
+        found["cpu_flags"] = " ".join(sorted(set(_FLAGS.findall(flags))))
+    return found
+
+
+@functools.cache
+def _read_processor() -> dict[str, str]:
+    """Return what the system says of the first processor; empty if it says nothing."""
+    try:
+        text = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _describe_gpus() -> dict[str, Any]:
+    """Return the GPUs and what drives them; empty if this process uses none."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    count = torch.cuda.device_count()
+    found: dict[str, Any] = {
+        "devices": [torch.cuda.get_device_name(index) for index in range(count)],
+        "capability": [list(torch.cuda.get_device_capability(index)) for index in range(count)],
+        **dict(_find_gpu_versions()),
+    }
+    return found
+
+
+def _find_gpu_versions() -> Iterator[tuple[str, str]]:
+    if torch.version.cuda is not None:
+        yield "cuda", str(torch.version.cuda)
+    if torch.version.hip is not None:
+        yield "hip", str(torch.version.hip)
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    if cudnn is not None:
+        yield "cudnn", str(cudnn)
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        yield "nccl", ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    try:
+        yield "driver", Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return
+
+
+def _describe_variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in _NAMES or (name.startswith(_PREFIXES) and not _ADDRESSES.search(name))
+    }

@@ -1,0 +1,104 @@
+"""Hashes of the source files that a run has imported, except for installed packages."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = __name__.partition(".")[0]
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def hash_sources(rest: Callable[[float], None]) -> dict[str, dict[str, str]]:
+    """Return hashes of the source files of all imported modules outside of installed packages.
+
+    Args:
+        rest: called after each file with the seconds that it took; may sleep, so that a training
+            continues meanwhile.
+
+    Returns:
+        For each module its ``file``, the hash of its ``text``, and that of its ``code``: of the
+        syntax tree without comments and docstrings.
+    """
+    library = f"{sysconfig.get_path('stdlib')}{os.sep}"
+    found: dict[str, dict[str, str]] = {}
+    for name, module in sorted(sys.modules.copy().items()):
+        path = _find_source(module)
+        # A rank that was started by the script has the script a second time.
+        is_own = name.partition(".")[0] in (_PACKAGE, "__mp_main__")
+        if path is None or is_own or path.startswith(library) or _is_installed(path):
+            continue
+        begin = time.perf_counter()
+        try:
+            status = Path(path).stat()
+            hashes = _hash_file(path, status.st_mtime_ns, status.st_size)
+        except OSError:
+            continue
+        found[name] = {"file": _shorten(path), **hashes}
+        rest(time.perf_counter() - begin)
+    return found
+
+
+@functools.cache
+def hash_package() -> str:
+    """Return a hash of the source files of Helios itself."""
+    root = Path(__file__).parents[2]
+    total = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        total.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()[:16]
+
+
+def find_script_folder() -> Path:
+    """Return the folder of the script that runs; the current folder in an interactive session."""
+    script = _find_source(sys.modules.get("__main__"))
+    return Path.cwd() if script is None else Path(script).absolute().parent
+
+
+def _find_source(module: Any) -> str | None:
+    path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return path if isinstance(path, str) and path.endswith(".py") else None
+
+
+def _is_installed(path: str) -> bool:
+    return any(f"{os.sep}{folder}{os.sep}" in path for folder in _INSTALLED)
+
+
+def _shorten(path: str) -> str:
+    """Return a path below the script's folder or the home folder without that folder."""
+    whole = Path(path).absolute()
+    for root, mark in ((find_script_folder(), ""), (Path.home(), "~")):
+        if whole.is_relative_to(root):
+            return Path(mark, whole.relative_to(root)).as_posix()
+    return whole.as_posix()
+
+
+@functools.lru_cache(maxsize=4096)
+def _hash_file(path: str, _changed_at: int, _size: int) -> dict[str, str]:
+    data = Path(path).read_bytes()
+    found = {"text": hashlib.sha256(data).hexdigest()[:16]}
+    try:
+        tree = ast.parse(data)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return found
+    _drop_docstrings(tree)
+    return found | {"code": hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]}
+
+
+def _drop_docstrings(tree: ast.Module) -> None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            if is_text and isinstance(first.value.value, str):  # type: ignore[union-attr]
+                node.body = node.body[1:]

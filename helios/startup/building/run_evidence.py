@@ -1,0 +1,196 @@
+"""The evidence of a run: its ledger, its manifest and its lineage, in the folder of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from helios.checkpoint import loading
+from helios.errors import CheckpointError
+from helios.ledger import lineage
+from helios.ledger.lineage import Lineage
+from helios.ledger.manifest.scrubbing import scrub
+from helios.ledger.writer import LedgerWriter
+from helios.model.model import Model
+from helios.replicas.replicas import Replicas
+from helios.startup.building.run_ledger import RunLedger, make_ledger
+from helios.startup.building.run_manifest import RunManifest
+from helios.startup.checkpoint_search.resume_point import Start
+from helios.startup.options.checkpoint_options import CheckpointOptions
+
+_MOST_CHARACTERS = 300
+
+
+class RunEvidence:
+    """What a run records of itself, beside its checkpoints.
+
+    Args:
+        ledger: the ledger, which all processes help to write.
+        manifest: the manifest; ``None`` on ranks other than 0.
+        events: the lineage; ``None`` on ranks other than 0.
+        processes: the number of processes.
+        num_known: how many allowed changes earlier starts have recorded.
+    """
+
+    def __init__(
+        self,
+        ledger: RunLedger,
+        manifest: RunManifest | None,
+        events: Lineage | None,
+        *,
+        processes: int,
+        num_known: int,
+    ) -> None:
+        self._ledger = ledger
+        self._manifest = manifest
+        self._events = events
+        self._processes = processes
+        self._num_known = num_known
+        self._is_open = False
+
+    @property
+    def ledger(self) -> LedgerWriter:
+        """What the loops see."""
+        return self._ledger.writer
+
+    def check(self) -> None:
+        """Refuse a start that differs in what may change the training, if the user demands it.
+
+        Raises:
+            RunMismatchError: naming what differs.
+        """
+        if self._manifest is not None:
+            self._manifest.check()
+
+    def open(
+        self,
+        start: Start,
+    ) -> None:
+        """Begin or continue the files, once nothing can refuse the start any more.
+
+        Args:
+            start: where the run starts.
+        """
+        loaded = start.loaded
+        loss = self._ledger.open()
+        self._is_open = True
+        begin = {
+            "host": lineage.host(),
+            "processes": self._processes,
+            "iteration": 0 if loaded is None else loaded.record.place[1],
+        }
+        if loaded is not None:
+            digest = None if loaded.sidecar is None else loaded.sidecar.digest
+            begin |= {"checkpoint": loaded.path.name, "digest": digest or None}
+        for path in [] if start.folder is None else start.folder.damaged:
+            self._add(lineage.FALLBACK, checkpoint=path.name, cause="the file is damaged")
+        if loaded is None:
+            self._add(lineage.START, **begin)
+        else:
+            self._add(lineage.BRANCH if start.is_branch else lineage.RESUME, **begin)
+            if loaded.record.is_migrated:
+                self._add(lineage.MIGRATION, cause=f"helios-ml {loaded.record.migrated_from}")
+        for text in start.changes[self._num_known :]:
+            self._add(lineage.CHANGE, cause=text)
+        if loss is not None:
+            self._add(lineage.LOST_LEDGER, cause=loss)
+        if self._manifest is not None:
+            known = {name: value for name, value in begin.items() if value is not None}
+            self._manifest.open({"time": lineage.now(), **known})
+
+    def note_end(self, reason: str | None, *, interruption: str | None) -> None:
+        """Add the end of the training to the lineage, or its interruption."""
+        if interruption is None:
+            self._add(lineage.END, cause=reason)
+        else:
+            self._add(lineage.INTERRUPTION, cause=interruption)
+
+    def note_error(self, error: BaseException) -> None:
+        """Add an error that ends the training to the lineage; a start that is refused adds none."""
+        if not self._is_open:
+            return
+        self._add(lineage.ERROR, cause=scrub(f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]))
+
+    def _add(self, event: str, **details: Any) -> None:
+        if self._events is not None:
+            self._events.add(event, **details)
+
+    def mark(self) -> dict[str, Any] | None:
+        """Return the size and hash of the ledger for a checkpoint."""
+        return self._ledger.mark()
+
+    def before_commit(self) -> None:
+        """Wait until the lines of the ledger are on the disk; raises ``OSError``."""
+        self._ledger.sync()
+
+    def after_commit(self, path: Path) -> None:
+        """Add a committed checkpoint to the lineage."""
+        try:
+            sidecar = loading.read_sidecar(path)
+        except (CheckpointError, OSError):
+            sidecar = None
+        digest = None if sidecar is None else sidecar.digest or None
+        self._add(lineage.SAVE, checkpoint=path.name, digest=digest)
+
+    def after_failure(self, path: Path, error: Exception) -> None:
+        """Add a checkpoint that could not be written to the lineage."""
+        self._add(
+            lineage.FAILED_SAVE, checkpoint=path.name, cause=f"{type(error).__name__}: {error}"
+        )
+
+    def close(self) -> None:
+        """Write what waits, and close the files."""
+        self._ledger.close()
+        if self._manifest is not None:
+            self._manifest.close()
+
+
+def make_evidence(
+    start: Start,
+    model: Model,
+    replicas: Replicas,
+    definition: Mapping[str, Any],
+    *,
+    facts: Mapping[str, Any],
+    options: CheckpointOptions,
+) -> RunEvidence:
+    """Return the evidence of a run; no file is opened yet.
+
+    Args:
+        start: where the run starts; it has a folder.
+        model: the model.
+        replicas: the replicas of the run; rank 0 writes.
+        definition: what defines the run.
+        facts: what is known of this start, by topic.
+        options: what may differ from the last start.
+    """
+    assert start.folder is not None
+    folder = start.folder.path
+    is_resume = start.loaded is not None and not start.is_branch
+    ledger = make_ledger(
+        folder,
+        model,
+        replicas,
+        definition,
+        record=None if start.loaded is None else start.loaded.record,
+        is_branch=start.is_branch,
+    )
+    manifest = events = None
+    if replicas.rank == 0:
+        events = Lineage(folder)
+        manifest = RunManifest(
+            folder,
+            ledger.run,
+            facts,
+            is_resume=is_resume,
+            allowed=options.allow_changes,
+            is_strict=options.reproducibility == "strict",
+        )
+    return RunEvidence(
+        ledger,
+        manifest,
+        events,
+        processes=replicas.num_processes,
+        num_known=len(start.changes),
+    )

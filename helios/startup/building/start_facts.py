@@ -1,0 +1,113 @@
+"""Facts of a start that are known without searching: the command, the options, the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from helios.data.datamodule import DataModule
+from helios.data.source import Source
+from helios.ledger.manifest.environment import describe_switches
+from helios.ledger.manifest.scrubbing import scrub_arguments
+from helios.model.model import Model
+from helios.plugins.plugin import Plugin
+from helios.startup.options.trainer_options import TrainerOptions
+
+
+def describe_start(
+    options: TrainerOptions,
+    model: Model,
+    datamodule: DataModule,
+    plugins: Mapping[str, Plugin],
+    source: Source,
+) -> dict[str, Any]:
+    """Return what is known of a start, by topic of the manifest.
+
+    Args:
+        options: options of the trainer.
+        model: the model, after its setup.
+        datamodule: the data module.
+        plugins: by id.
+        source: the training data.
+    """
+    return {
+        "command": _describe_command(),
+        "program": {
+            "model": _name_type(model),
+            "datamodule": _name_type(datamodule),
+            "plugins": {name: _name_type(plugin) for name, plugin in plugins.items()},
+        },
+        "options": _describe_options(options),
+        "switches": describe_switches(),
+        "seeds": {"random_seed": options.run.seed},
+        "data": _as_plain(source.description),
+        "parameters": {
+            path: _count_parameters(network) for path, network in model.discovery.modules().items()
+        },
+    }
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a value as JSON has it: without ``None`` in tables, and objects as their types."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if value is None or isinstance(value, str | int | bool):
+        return value
+    if isinstance(value, float):
+        # JSON has no infinities.
+        return value if abs(value) < float("inf") else repr(value)
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _as_plain(
+            {
+                each.name: getattr(value, each.name)
+                for each in dataclasses.fields(value)
+                if each.init
+            }
+        )
+    if isinstance(value, Mapping):
+        pairs = ((_as_plain(name), _as_plain(each)) for name, each in value.items())
+        return {str(name): each for name, each in pairs if each is not None}
+    if isinstance(value, Sequence | set | frozenset):
+        return [_as_plain(each) for each in value]
+    return _name_type(value)
+
+
+def _name_type(value: Any) -> str:
+    """Return the module and name of an object's class."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _describe_options(options: TrainerOptions) -> dict[str, Any]:
+    """Return every option of a trainer as resolved, by name."""
+    found: dict[str, Any] = {"signals": _as_plain(options.signals)}
+    for group in dataclasses.fields(options):
+        if group.name != "signals":
+            found |= _as_plain(getattr(options, group.name))
+    return found | {"train_unit": found.pop("unit"), "gpus": options.engine.gpu_ids}
+
+
+def _describe_command() -> dict[str, Any]:
+    return {
+        "script": sys.argv[0],
+        "arguments": scrub_arguments(sys.argv[1:]),
+        "python": sys.executable,
+        "folder": str(Path.cwd()),
+    }
+
+
+def _count_parameters(network: nn.Module) -> dict[str, int]:
+    """Return how many elements a network's parameters have; lazy ones have none yet."""
+    present = [each for each in network.parameters() if not is_lazy(each)]
+    return {
+        "all": sum(each.numel() for each in present),
+        "trainable": sum(each.numel() for each in present if each.requires_grad),
+    }

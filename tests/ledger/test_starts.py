@@ -1,0 +1,340 @@
+"""Manifest and lineage of whole trainings: what they say of each start, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import helios
+from helios.checkpoint import file_names, loading
+from helios.checkpoint.store import RunFolder
+from helios.errors import ArgumentError, RunMismatchError
+from helios.ledger import diff, lineage, verify
+from helios.ledger.lineage import read_lineage
+from helios.ledger.manifest.manifest_file import FILE_NAME, Manifest, read_manifest
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from helios.storage import codec, files
+from tests.support.runs import Setting, train
+from tests.support.warned import collect_warnings
+
+SETTING = Setting(total_steps=4, chkpt_frequency=2)
+LONGER = dataclasses.replace(SETTING, total_steps=6)
+VARIABLE = "PYTHONHASHSEED"
+"""A variable that may change a training, so far as anybody knows."""
+
+
+def _manifest(folder: Path) -> Manifest:
+    found = read_manifest(folder / "small")
+    assert found is not None
+    return found
+
+
+def _events(folder: Path) -> list[str]:
+    return [event["event"] for event in read_lineage(folder / "small")]
+
+
+def _strict(setting: Setting, **options: Any) -> Setting:
+    return dataclasses.replace(setting, options={"reproducibility": "strict", **options})
+
+
+def test_every_start_has_a_section(tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    (first,) = _manifest(tmp_path).sections
+    assert first.start["iteration"] == 0
+    assert first.facts["options"]["total_steps"] == 4
+    assert first.facts["options"]["train_unit"] == "iteration"
+    assert first.facts["seeds"] == {"random_seed": 5}
+    assert first.facts["data"]["dataset"] == "IndexData"
+    assert first.facts["parameters"]["net"] == {"all": 73, "trainable": 25}
+    assert first.facts["program"]["model"] == "tests.support.runs.SmallModel"
+    assert "code" in first.facts["code"]["tests.support.runs"]
+    assert first.facts["level"]["level"] == "restart"
+    train(tmp_path, LONGER)
+    _, second = _manifest(tmp_path).sections
+    assert second.start["checkpoint"] == "small_epoch_1_iter_4.pth"
+    assert second.facts["options"]["total_steps"] == 6
+
+
+def test_a_finished_run_that_is_started_again_adds_nothing(tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "small").iterdir()}
+    train(tmp_path, SETTING)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "small").iterdir()} == before
+
+
+def test_no_thread_outlives_the_training(tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    assert not [each for each in threading.enumerate() if each.name == "helios-manifest"]
+
+
+def test_without_checkpoints_or_with_ledger_off_there_is_no_evidence(tmp_path: Path) -> None:
+    train(tmp_path, dataclasses.replace(SETTING, options={"ledger": "off"}))
+    train(tmp_path, dataclasses.replace(SETTING, chkpt_frequency=None))
+    names = {path.name for path in (tmp_path / "small").iterdir()}
+    assert not names & {FILE_NAME, lineage.FILE_NAME}
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_the_same_program_resumes_without_a_word(is_strict: bool, tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    with collect_warnings() as said:
+        train(tmp_path, _strict(LONGER) if is_strict else LONGER)
+    assert said == []
+    assert "end" in _events(tmp_path)
+
+
+def test_what_may_change_the_training_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, SETTING)
+    monkeypatch.setenv(VARIABLE, "3")
+    monkeypatch.setenv("MKL_CBWR", "AVX")
+    with collect_warnings() as said:
+        train(tmp_path, LONGER)
+    first, second = said
+    assert f"environment.{VARIABLE}: - -> 3" in first
+    assert "may change the rounding" in second
+    assert "environment.MKL_CBWR: - -> AVX" in second
+
+
+def test_a_strict_start_refuses_what_may_change_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, SETTING)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "small").iterdir()}
+    monkeypatch.setenv(VARIABLE, "3")
+    with pytest.raises(RunMismatchError, match=rf"{VARIABLE}: - -> 3.*allow_changes=\('environ"):
+        train(tmp_path, _strict(LONGER))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "small").iterdir()} == before
+    train(tmp_path, _strict(LONGER, allow_changes=("environment",)))
+    # The next start compares itself with this one.
+    train(tmp_path, _strict(dataclasses.replace(SETTING, total_steps=8)))
+    assert len(_manifest(tmp_path).sections) == 3
+
+
+@pytest.mark.parametrize("name", ["MKL_CBWR", "OMP_NUM_THREADS"])
+def test_a_strict_start_accepts_what_only_may_change_the_rounding(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, SETTING)
+    monkeypatch.setenv(name, "5")
+    train(tmp_path, _strict(LONGER))
+    assert _manifest(tmp_path).sections[1].facts["environment"][name] == "5"
+
+
+def test_a_change_that_defines_the_run_and_is_allowed_passes_a_strict_start(tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    changed = dataclasses.replace(LONGER, seed=6)
+    train(tmp_path, _strict(changed, allow_changes=("random_seed", "seed")))
+    assert "random_seed: 5 -> 6" in [
+        event["cause"] for event in read_lineage(tmp_path / "small") if event["event"] == "change"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"reproducibility": "maybe"}, '"warn" or "strict"'),
+        ({"reproducibility": "strict", "ledger": "off"}, 'ledger="off"'),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        helios.Trainer(total_steps=1, **options)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_damaged_manifest_is_renamed(is_strict: bool, tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    (tmp_path / "small" / FILE_NAME).write_text("{")
+    with collect_warnings() as said:
+        train(tmp_path, _strict(LONGER) if is_strict else LONGER)
+    assert any("damaged" in text for text in said)
+    assert (tmp_path / "small" / "run.before-1.json").read_text() == "{"
+    assert len(_manifest(tmp_path).sections) == 1
+
+
+def test_a_manifest_of_another_run_is_renamed_and_one_of_the_same_is_replaced(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path, SETTING)
+    for path in file_names.find_checkpoints(tmp_path / "small"):
+        path.unlink()
+    train(tmp_path, SETTING)
+    assert len(_manifest(tmp_path).sections) == 1
+    for path in file_names.find_checkpoints(tmp_path / "small"):
+        path.unlink()
+    train(tmp_path, dataclasses.replace(SETTING, seed=6))
+    assert (tmp_path / "small" / "run.before-1.json").exists()
+    assert _manifest(tmp_path).sections[0].facts["seeds"] == {"random_seed": 6}
+
+
+def test_a_disk_that_refuses_the_manifest_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = files.write_text_durably
+
+    def refuse(path: Path, text: str) -> None:
+        if path.name == FILE_NAME:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(files, "write_text_durably", refuse)
+    with collect_warnings() as said:
+        assert train(tmp_path, SETTING).records
+    assert any("manifest" in text and "No space left" in text for text in said)
+
+
+def test_facts_that_cannot_be_found_stop_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from helios.startup.building import run_manifest
+
+    def fail() -> None:
+        raise ZeroDivisionError("of the test")
+
+    monkeypatch.setattr(run_manifest, "describe_environment", fail)
+    with collect_warnings() as said:
+        train(tmp_path, SETTING)
+    assert any("of the test" in text for text in said)
+    assert "options" in _manifest(tmp_path).sections[0].facts
+
+
+class Leave(Plugin):
+    """Interrupts the training after an iteration, or fails there."""
+
+    unsaved = ("iteration", "error")
+
+    def __init__(self, iteration: int, error: Exception | None = None) -> None:
+        super().__init__("leave")
+        self.iteration = iteration
+        self.error = error
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        if state.global_iteration == self.iteration:
+            if self.error is not None:
+                raise self.error
+            self.context.interrupt("the test says so")
+
+
+def test_the_lineage_says_what_happened(tmp_path: Path) -> None:
+    # With saves in a thread, their order among the other events is open.
+    options = {"store": helios.CheckpointStore(is_async=False)}
+    first, longer = (dataclasses.replace(each, options=options) for each in (SETTING, LONGER))
+    train(tmp_path, first, Leave(3))
+    with pytest.raises(KeyError):
+        train(tmp_path, longer, Leave(5, KeyError("token = 'abcdefgh'")))
+    train(tmp_path, longer)
+    events = list(read_lineage(tmp_path / "small"))
+    two, three, four, six = (f"small_epoch_1_iter_{number}.pth" for number in (2, 3, 4, 6))
+    assert [(each["event"], each.get("checkpoint"), each.get("cause")) for each in events] == [
+        ("start", None, None),
+        ("save", two, None),
+        ("save", three, None),
+        ("interruption", None, "the test says so"),
+        ("resume", three, None),
+        ("change", None, "total_steps: 4 -> 6"),
+        ("save", four, None),
+        ("error", None, "KeyError: \"token = '***'\""),
+        ("resume", four, None),
+        ("save", six, None),
+        ("end", None, "total_steps reached"),
+    ]
+    sidecar = loading.read_sidecar(tmp_path / "small" / three)
+    assert sidecar is not None
+    digests = [event["digest"] for event in events if event.get("checkpoint") == three]
+    assert digests == [sidecar.digest] * 2
+
+
+def test_a_damaged_checkpoint_and_a_lost_ledger_are_events(tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    newest = tmp_path / "small" / "small_epoch_1_iter_4.pth"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    (tmp_path / "small" / "ledger.jsonl").unlink()
+    train(tmp_path, LONGER)
+    events = [
+        event for event in read_lineage(tmp_path / "small") if event["event"] not in ("save", "end")
+    ]
+    assert [event["event"] for event in events][1:] == [
+        "fallback",
+        "resume",
+        "change",
+        "lost ledger",
+    ]
+    assert events[1]["checkpoint"] == newest.name
+    assert events[2]["iteration"] == 2
+
+
+def test_a_save_that_fails_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, seen = files.replace, []
+
+    def refuse(source: Path, target: Path) -> None:
+        if target.suffix == ".pth" and not seen:
+            seen.append(target)
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(files, "replace", refuse)
+    train(tmp_path, SETTING)
+    (failed,) = [e for e in read_lineage(tmp_path / "small") if e["event"] == "failed save"]
+    assert failed["checkpoint"] == "small_epoch_1_iter_2.pth"
+    assert "Input/output error" in failed["cause"]
+
+
+def test_a_branch_and_a_new_run_keep_the_evidence_apart(tmp_path: Path) -> None:
+    train(tmp_path / "first", SETTING)
+    source = tmp_path / "first" / "small" / "small_epoch_1_iter_2.pth"
+    before = {path.name: path.read_bytes() for path in source.parent.iterdir()}
+    train(tmp_path / "second", dataclasses.replace(SETTING, options={"resume": source}))
+    assert {path.name: path.read_bytes() for path in source.parent.iterdir()} == before
+    assert _events(tmp_path / "second")[0] == "branch"
+    assert len(_manifest(tmp_path / "second").sections) == 1
+    train(tmp_path / "first", dataclasses.replace(SETTING, options={"resume": "never"}))
+    (aside,) = (tmp_path / "first" / "small").glob("before-*")
+    for name in (FILE_NAME, lineage.FILE_NAME):
+        assert (aside / name).read_bytes() == before[name]
+    assert _events(tmp_path / "first")[0] == "start"
+
+
+def test_a_replaced_checkpoint_is_found_though_its_sidecar_matches(tmp_path: Path) -> None:
+    """The file of another run with the same ledger, so that only the lineage knows it."""
+    train(tmp_path / "first", SETTING)
+    train(tmp_path / "second", SETTING)
+    folder, name = tmp_path / "first" / "small", "small_epoch_1_iter_2.pth"
+    payload = {**codec.read(tmp_path / "second" / "small" / name), "planted": 1}
+    sidecar = loading.read_sidecar(folder / name)
+    assert sidecar is not None
+    digests = {name: sidecar.digest}
+    assert verify(folder, digests=digests).is_good
+    (folder / name).unlink()
+    runs = RunFolder(folder)
+    runs.commit(runs.draft(payload, stem=Path(name).stem, sidecar=sidecar))
+    replaced = loading.read_sidecar(folder / name)
+    assert replaced is not None
+    (finding,) = verify(folder, digests={name: replaced.digest}).findings
+    assert finding == f"{name} is not the file that the run has saved: it was replaced"
+
+
+def test_a_difference_names_what_the_starts_differ_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "first", SETTING)
+    monkeypatch.setenv(VARIABLE, "3")
+    train(tmp_path / "second", dataclasses.replace(SETTING, seed=6))
+    found = diff(tmp_path / "first", tmp_path / "second")
+    names = [change.name for change in found.manifest]
+    assert {"seeds.random_seed", f"environment.{VARIABLE}", "options.chkpt_root"} <= set(names)
+    assert names.index("seeds.random_seed") < names.index("options.chkpt_root")
+    assert json.loads(json.dumps(found.as_dict()))["manifest"][0]["effect"] == "trajectory-changing"
+    (tmp_path / "second" / "small" / FILE_NAME).unlink()
+    assert diff(tmp_path / "first", tmp_path / "second").manifest == []
