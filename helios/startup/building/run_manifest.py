@@ -29,8 +29,10 @@ _MOST_NAMED = 8
 _REST = 4.0
 
 
-# The files that git compares were imported once, and later changes do not concern the process.
-_describe_git = functools.cache(describe_git)
+@functools.cache
+def _describe_git(folder: Path) -> dict[str, Any]:
+    # The process has imported its files once; later changes of them do not concern it.
+    return describe_git(folder)
 
 
 class RunManifest:
