@@ -17,18 +17,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import helios
 from helios.cli import main
 from helios.core import rng
 from helios.errors import RunMismatchError
+from helios.ledger import diff
 from helios.ledger.book import FILE_NAME
+from helios.ledger.differences import CONTENT, NUMERICS, ORDER
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.distributed.test_elastic import KillRank
 from tests.integration.test_yield_loop import _train as train_gan
+from tests.ledger.test_differences import Plan
+from tests.ledger.test_differences import run as run_plan
+from tests.startup.test_alike import Linear
 from tests.support.elastic import Elastic, ElasticData, ElasticModel, Pictures, make_trainer
+from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 from tests.support.resume import assert_equal
 from tests.support.runs import Outcome, Setting, digest, train
@@ -253,8 +259,8 @@ def test_a_seed_of_a_source_counts_like_that_of_the_run(
     assert named.records[first] == whole.records[first]
     for source in SEEDS:
         other = run(tmp_path / source, 5, seeds={source: OTHER}).records
-        has_same_ids = [other[n][0] == ids for n, (ids, _) in whole.records.items()]
-        assert (any if source == "order" else all)(has_same_ids) != (source == "order")
+        with_same_ids = [n for n, (ids, _) in whole.records.items() if other[n][0] == ids]
+        assert with_same_ids == ([] if source == "order" else list(whole.records))
         assert all(other[n][1] != losses for n, (_, losses) in whole.records.items())
 
 
@@ -328,6 +334,57 @@ def test_seeds_are_shown_with_the_options(
     # The same seeds in another order are the same.
     resumed = train(tmp_path, _with({"init": 0, "training": largest}, total_steps=9))
     assert sorted(resumed.records) == [9]
+
+
+@pytest.mark.parametrize(
+    ("source", "what"), [("init", NUMERICS), ("order", ORDER), ("augmentation", CONTENT)]
+)
+def test_diff_names_what_another_seed_changes_first(source: str, what: str, tmp_path: Path) -> None:
+    plans = [Plan(steps=3), Plan(steps=3, options={"seeds": {source: OTHER}})]
+    found = diff(*(run_plan(tmp_path / str(n), plan) for n, plan in enumerate(plans)))
+    assert (found.what[0], found.iteration) == (what, 1)
+    assert any("seeds" in text or source in text for text in found.causes)
+
+
+def test_hooks_between_epochs_draw_from_the_source_that_was_last(tmp_path: Path) -> None:
+    """A loader of the user that has a length fetches once more at the end of an epoch."""
+
+    def drawn(**seeds: int) -> list[list[float]]:
+        log = _Epochs()
+        data = _OwnLoader()
+        options: dict[str, Any] = {"total_steps": 2, "use_cpu": True, "print_banner": False}
+        helios.Trainer(plugins=[log], seeds=seeds, **options).fit(Linear("linear"), data)
+        return log.drawn
+
+    whole = drawn()
+    for source, changed in (
+        ("init", [0]),
+        ("order", []),
+        ("augmentation", [1, 2, 3]),
+        ("training", []),
+    ):
+        other = drawn(**{source: OTHER})
+        assert [n for n, found in enumerate(other) if found != whole[n]] == changed
+
+
+class _Epochs(Quiet):
+    def __init__(self) -> None:
+        super().__init__("epochs")
+        self.drawn: list[list[float]] = []
+
+    def on_training_epoch_start(self, current_epoch: int) -> None:
+        self.drawn.append(draw())
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        self.drawn.append(draw())
+
+
+class _OwnLoader(helios.DataModule):
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=2)
 
 
 def test_the_ledger_begins_with_the_seeds(tmp_path: Path) -> None:
