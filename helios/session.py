@@ -70,7 +70,8 @@ class Session:
         engine: the engine.
         hooks: the receivers of each event.
         display: the progress bars.
-        seed: the run's seed.
+        seed: the run's seed; evaluations always use it.
+        training_seed: seed of the training steps; ``None`` for that of the run.
         schedule: the options that decide when something happens.
         sources: the data of each phase that has any, one source per loader.
         plugins: by id, in order of registration.
@@ -110,6 +111,7 @@ class Session:
     hooks: Bus
     display: Display
     seed: int
+    training_seed: int | None = None
     schedule: Schedule = field(default_factory=Schedule)
     sources: dict[Phase, list[Source]] = field(default_factory=dict)
     plugins: Mapping[str, Plugin] = field(default_factory=dict)
@@ -156,7 +158,8 @@ class Session:
         self.plugin_states = PluginStates(self.plugins, carries=self.recorder is not None)
         self.agreement = make_agreement(self.replicas, self._look_around, self.context.take_skip)
         watch = ReplicaWatch(self, self.replicas.gather_objects)
-        self.turns = make_turns(self.replicas, self.seed, self.model, watch, self.agreement)
+        seed = self.seed if self.training_seed is None else self.training_seed
+        self.turns = make_turns(self.replicas, seed, self.model, watch, self.agreement)
 
     @property
     def requests(self) -> Requests:
@@ -211,22 +214,6 @@ class Session:
     def trial_length(self) -> int | None:
         """Maximum number of batches per loader during a sanity check, else ``None``."""
         return self.sanity_steps if self.is_sanity_check else None
-
-    def seed_evaluation(
-        self, pass_number: int, step: int, loader: int = 0, replica: int | None = None
-    ) -> None:
-        """Seed the generators for one batch of an evaluation.
-
-        Args:
-            pass_number: number of the pass.
-            step: number of the batch in its loader.
-            loader: number of the loader.
-            replica: replica of the batch, if there are several; ``None`` for their hooks.
-        """
-        which: tuple[int | str, ...] = (loader,) if loader else ()
-        if replica is not None:
-            which = (*which, "replica", replica)
-        rng.reseed(rng.key(self.seed, self.phase.value, pass_number, step, *which))
 
     @contextmanager
     def entering(self, phase: Phase, pass_number: int) -> Iterator[None]:

@@ -33,6 +33,7 @@ from helios.startup.options.schedule_options import make_schedule
 from helios.startup.options.trainer_options import (
     RegistryOptions,
     RunOptions,
+    SeedSource,
     TrainerOptions,
     as_signals,
 )
@@ -100,6 +101,8 @@ class Trainer:
             written; ``"off"`` does not, and writes no manifest and no lineage either.
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
+        seeds: seeds of single sources of random numbers, in place of ``random_seed``:
+            ``"init"`` (the model's ``setup``), ``"order"``, ``"augmentation"`` and ``"training"``.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -161,11 +164,12 @@ class Trainer:
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
+        seeds: Mapping[SeedSource, int] | None = None,
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
         self._options = TrainerOptions(
-            run=RunOptions(run_name=run_name, random_seed=random_seed),
+            run=RunOptions(run_name=run_name, random_seed=random_seed, seeds=seeds),
             registry=RegistryOptions(src_root=src_root, import_prefix=import_prefix),
             schedule=make_schedule(
                 train_unit=train_unit,

@@ -49,6 +49,7 @@ LEVELS = "tests/startup/test_levels.py"
 TRIAL = "tests/data/test_loader_state_check.py"
 RECORD = "tests/checkpoint/test_record.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
+SEEDS = "tests/integration/test_seeds.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,55 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "a seed of the source init is not applied",
+        "helios/startup/runs/base_run.py",
+        '        if "init" in run.seeds:',
+        '        if "initial" in run.seeds:',
+        f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
+    ),
+    Fault(
+        "a seed of the source order also seeds the fetches",
+        "helios/startup/runs/base_run.py",
+        '            fetch_seed=run.seed_of("augmentation") if trains else run.seed,',
+        '            fetch_seed=run.seed_of("order") if trains else run.seed,',
+        f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
+    ),
+    Fault(
+        "a seed of the source order also orders evaluations",
+        "helios/startup/runs/base_run.py",
+        '            run_seed=run.seed_of("order") if trains else run.seed,',
+        '            run_seed=run.seed_of("order"),',
+        f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
+    ),
+    Fault(
+        "a seed of the source training is not applied",
+        "helios/startup/runs/fit_run.py",
+        '            training_seed=self.options.run.seed_of("training"),',
+        "            training_seed=None,",
+        f"{SEEDS}::test_runs_that_differ_in_one_seed_share_all_else",
+    ),
+    Fault(
+        "seeds of sources that are no longer given are not compared",
+        "helios/startup/checkpoint_search/run_identity.py",
+        "    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **present}",
+        "    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **stored, **present}",
+        f"{SEEDS}::test_other_seeds_are_refused_at_a_resume_until_they_are_allowed",
+    ),
+    Fault(
+        "every run is defined by seeds of sources",
+        "helios/startup/checkpoint_search/run_identity.py",
+        '    return found | {"seeds": run.seeds} if run.seeds else found',
+        '    return found | {"seeds": run.seeds}',
+        f"{SEEDS}::test_a_run_without_seeds_stays_what_it_was",
+    ),
+    Fault(
+        "any seed of a source restarts the epoch",
+        "helios/startup/checkpoint_search/run_identity.py",
+        '    return options["seeds"].get("order", seed)',
+        '    return (options["seeds"], seed)',
+        f"{SEEDS}::test_other_seeds_are_refused_at_a_resume_until_they_are_allowed",
+    ),
     Fault(
         "an object takes the path of the first place that names it now",
         "helios/run_state/walk.py",
@@ -1394,8 +1444,8 @@ FAULTS = (
     ),
     Fault(
         "validation is not keyed",
-        "helios/session.py",
-        "        rng.reseed(rng.key(self.seed, self.phase.value, pass_number, step, *which))",
+        "helios/loops/evaluation.py",
+        "        rng.reseed(rng.key(self._session.seed, *fields))",
         "        pass",
         "tests/integration/test_several_loaders.py::"
         "test_the_scores_do_not_depend_on_who_fetches[workers0]",

@@ -19,6 +19,7 @@ class Wrong(Plugin):
     def on_training_step_end(self, state: TrainingState, committed: str) -> None: ...
 
 Trainer(on_incomplete="rise")
+Trainer(seeds={"oder": 1})
 """
 
 
@@ -55,6 +56,7 @@ def test_a_wrong_signature_and_a_wrong_choice_are_seen(checker: list[str], tmp_p
     assert done.returncode == 1, done.stdout + done.stderr
     assert "on_training_step_end" in done.stdout
     assert "on_incomplete" in done.stdout
+    assert "script.py:8" in done.stdout
 
 
 def test_the_script_runs(tmp_path: Path) -> None:

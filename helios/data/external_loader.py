@@ -37,7 +37,8 @@ class ExternalSource(Source):
     Args:
         loader: an iterable that can be iterated several times.
         sampler: the sampler that the user returned with it; its ``set_epoch`` is called.
-        run_seed: seed of the run.
+        run_seed: seed of what is drawn when a pass begins.
+        fetch_seed: seed of what is drawn by a fetch; ``None`` for the other one.
         purpose: name of the random streams of fetching.
         share: the part of this process: one replica, whose samples the loader returns.
 
@@ -51,6 +52,7 @@ class ExternalSource(Source):
         sampler: Any,
         *,
         run_seed: int,
+        fetch_seed: int | None = None,
         purpose: str,
         share: Shard = LONE,
     ) -> None:
@@ -58,6 +60,7 @@ class ExternalSource(Source):
         self.loader = loader
         self._share = share
         self._run_seed = run_seed
+        self._fetch_seed = fetch_seed
         self._purpose = purpose
         self._stateful = _find_stateful(loader)
         self._listeners = _find_listeners(loader, sampler)
@@ -121,7 +124,15 @@ class ExternalSource(Source):
         for listener in self._listeners:
             listener.set_epoch(epoch)
         replica = self._share.block.start
-        position = Position(self._run_seed, self._purpose, epoch, batch, sample, replica=replica)
+        position = Position(
+            run_seed=self._run_seed,
+            purpose=self._purpose,
+            epoch=epoch,
+            batch=batch,
+            sample=sample,
+            replica=replica,
+            fetch_seed=self._fetch_seed,
+        )
         if self._share.num_replicas > 1:
             self._seed_workers(position)
         self._watch.begin()
@@ -191,8 +202,7 @@ class ExternalSource(Source):
         """Seed the workers of a stream from ``create_dataloader`` differently on each replica."""
         loader = self.loader
         if isinstance(loader, DataLoader) and isinstance(loader.worker_init_fn, WorkerInit):
-            seed = rng.key("workers", position.run_seed, position.epoch, position.replica)
-            loader.generator.manual_seed(seed)
+            loader.generator.manual_seed(position.worker_key(position.replica))
 
     def close(self) -> None:
         """End persistent workers."""

@@ -148,7 +148,7 @@ class KeyedLoader(DataLoader[Any]):
             walk: iterates over the batches from there on, each with its key.
         """
         if self.generator is not None:
-            self.generator.manual_seed(rng.key("workers", position.run_seed, position.epoch))
+            self.generator.manual_seed(position.worker_key())
         self.batches.seek(walk)
         try:
             return super().__iter__()

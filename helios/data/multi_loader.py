@@ -48,6 +48,7 @@ def open_sources(
     *,
     label: str,
     run_seed: int,
+    fetch_seed: int | None = None,
     purpose: str,
     limit: int | None = None,
     share: Shard = LONE,
@@ -57,7 +58,8 @@ def open_sources(
     Args:
         found: a loader, a tuple ``(loader, sampler)``, or a list or dict of these.
         label: the name of the phase, for messages.
-        run_seed: seed of the run.
+        run_seed: seed of the order.
+        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
         purpose: name of the random streams of the first loader; the others derive their own.
         limit: maximum number of batches of each pass; ``None`` for all.
         share: the part of this process.
@@ -71,7 +73,14 @@ def open_sources(
     sources = []
     for number, (name, loader, sampler) in enumerate(_entries(found, f"loaders of {label}")):
         own_purpose = f"{purpose}-{number}" if number else purpose
-        source = open_source(loader, sampler, run_seed=run_seed, purpose=own_purpose, share=share)
+        source = open_source(
+            loader,
+            sampler,
+            run_seed=run_seed,
+            fetch_seed=fetch_seed,
+            purpose=own_purpose,
+            share=share,
+        )
         if source.num_batches() == 0:
             where = f" in loader {name!r}" if is_several else ""
             raise ArgumentError(

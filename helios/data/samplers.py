@@ -58,7 +58,7 @@ class ResumableSampler(Sampler[int], ABC):
 
     Attributes:
         epoch: the epoch of the next pass, from 0.
-        run_seed: seed of the run; affects the order of the built-in samplers.
+        run_seed: seed of the order in a run; affects the order of the built-in samplers.
     """
 
     epoch: int = 0

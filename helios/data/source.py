@@ -27,6 +27,7 @@ def open_source(
     sampler: object = None,
     *,
     run_seed: int,
+    fetch_seed: int | None = None,
     purpose: str,
     share: Shard = LONE,
 ) -> Source:
@@ -35,7 +36,8 @@ def open_source(
     Args:
         loader: the loader that a data module returned.
         sampler: the sampler that it returned with the loader.
-        run_seed: seed of the run.
+        run_seed: seed of the order.
+        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
         purpose: name of the random streams of fetching: ``"fetch"`` for training, another one for
             each other phase, so that evaluation and training use different random numbers.
         share: the part of this process.
@@ -44,8 +46,10 @@ def open_source(
         ArgumentError: if the replicas of the run cannot share the loader or sampler.
     """
     if isinstance(loader, KeyedLoader):
-        return KeyedSource(loader, run_seed, purpose, share)
-    return ExternalSource(loader, sampler, run_seed=run_seed, purpose=purpose, share=share)
+        return KeyedSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
+    return ExternalSource(
+        loader, sampler, run_seed=run_seed, fetch_seed=fetch_seed, purpose=purpose, share=share
+    )
 
 
 @final
@@ -54,18 +58,26 @@ class KeyedSource(Source):
 
     Args:
         loader: the loader.
-        run_seed: seed of the run.
+        run_seed: seed of the order.
         purpose: name of the random streams of fetching.
         share: the part of this process.
+        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
     """
 
     loader: KeyedLoader
 
     def __init__(
-        self, loader: KeyedLoader, run_seed: int, purpose: str, share: Shard = LONE
+        self,
+        loader: KeyedLoader,
+        run_seed: int,
+        purpose: str,
+        share: Shard = LONE,
+        *,
+        fetch_seed: int | None = None,
     ) -> None:
         self.loader = loader
         self._run_seed = run_seed
+        self._fetch_seed = fetch_seed
         self._purpose = purpose
         self._watch = LegacyWatch(purpose, loader.flag)
         self._deal = make_sharding_plan(loader, share)
@@ -109,7 +121,7 @@ class KeyedSource(Source):
 
     def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
         """Start a pass; nothing before its position is fetched."""
-        position = Position(self._run_seed, self._purpose, epoch, batch, sample)
+        position = self._place(epoch, batch, sample)
         self._pass_length = self.length
         self._watch.begin()
         return begin_pass(self.loader, self._deal, position, self._watch)
@@ -124,8 +136,18 @@ class KeyedSource(Source):
         They are those of all V replicas, replica by replica; ``None`` if a user's sampler has a
         state or splits the data by rank, or if there is no such batch.
         """
-        position = Position(self._run_seed, self._purpose, epoch, batch, sample)
+        position = self._place(epoch, batch, sample)
         return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
+
+    def _place(self, epoch: int, batch: int, sample: int) -> Position:
+        return Position(
+            run_seed=self._run_seed,
+            purpose=self._purpose,
+            epoch=epoch,
+            batch=batch,
+            sample=sample,
+            fetch_seed=self._fetch_seed,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return a user's sampler's state at the start of the epoch; empty if it has none."""

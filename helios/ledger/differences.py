@@ -23,10 +23,10 @@ _KEYS = (
     (NUMERICS, ("loss", "norm", "skipped")),
     (WEIGHTS, ("weights", "optimizer")),
 )
-_FIRST = "the seed and the code that make the first weights"
+_FIRST = "another random_seed or seeds, or other code that makes the first weights"
 _CAUSES: Mapping[str, tuple[str, ...]] = {
     ORDER: (
-        "another random_seed, sampler or shuffle option",
+        "another random_seed, seeds, sampler or shuffle option",
         "another number of samples, batch size or number of replicas",
     ),
     CONTENT: (

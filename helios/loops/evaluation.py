@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from helios.core import rng
 from helios.core.cuda import DisableCuDNNBenchmarkContext
 from helios.core.scalars import as_numbers
 from helios.data.shard import NO_BATCH
@@ -139,8 +140,12 @@ class EvaluationLoop(Loop):
         self._open_batches()
 
     def _seed(self, replica: int | None = None) -> None:
-        """Seed the generators for a replica, or, without one, for the hooks."""
-        self._session.seed_evaluation(self._pass_number, self._step, self._loader, replica)
+        """Seed the generators for a batch of a replica, or, without one, for the hooks."""
+        which: tuple[int | str, ...] = (self._loader,) if self._loader else ()
+        if replica is not None:
+            which = (*which, "replica", replica)
+        fields = (self.phase.value, self._pass_number, self._step, *which)
+        rng.reseed(rng.key(self._session.seed, *fields))
 
     def _process(self, batches: Sequence[Any], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""

@@ -162,7 +162,7 @@ class LoneTurns(Turns):
     """A single replica: its turn is the whole iteration, and nothing is exchanged.
 
     Args:
-        seed: the run's seed.
+        seed: seed of the training steps.
     """
 
     def __init__(self, seed: int) -> None:
@@ -179,7 +179,7 @@ class SharedTurns(Turns):
 
     Args:
         replicas: the replicas of the run.
-        seed: the run's seed.
+        seed: seed of the training steps.
         model: the model.
         watch: watches what steps change.
         announcer: provides and receives the flags of the window's message.
@@ -354,7 +354,7 @@ def make_turns(
 
     Args:
         replicas: the replicas of the run.
-        seed: the run's seed.
+        seed: seed of the training steps.
         model: the model.
         watch: watches what steps change apart from the state that each replica has of its own.
         announcer: provides and receives the flags of the window's message.

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from helios.engines.precision import Precision
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.schedule import Schedule
 from helios.startup.options.checkpoint_options import CHANGEABLE
-from helios.startup.options.trainer_options import TrainerOptions
+from helios.startup.options.trainer_options import SeedSource, TrainerOptions
 from helios.startup.runs.signal_policy import Signals
 from helios.state import Phase, TrainingUnit
 from tests.support.quiet import Quiet
@@ -64,6 +64,7 @@ DEFAULTS: dict[str, Any] = {
     "allow_changes": (),
     "on_incomplete": "warn",
     "ledger": "steps",
+    "seeds": None,
     "sanity_steps": 0,
     "batch_limits": None,
 }
@@ -178,6 +179,28 @@ def test_a_seed_must_have_64_bits(value: Any) -> None:
 def test_an_explicit_seed_wins_also_when_it_is_zero(value: int) -> None:
     """H1."""
     assert make(random_seed=value).run.seed == value
+
+
+@pytest.mark.parametrize("value", [-1, 1 << 64, 1.5, True, "7", None])
+def test_each_seed_of_a_source_must_have_64_bits(value: Any) -> None:
+    given = {"init": 1, "order": value}
+    check_refusal("seeds", given, seeds=given)
+
+
+@pytest.mark.parametrize("given", [{"oder": 1}, {"order": 1, 2: 3}, {None: 1}, [("order", 1)], 7])
+def test_the_sources_of_random_numbers_are_known_by_name(given: Any) -> None:
+    message = check_refusal("seeds", given, seeds=given)
+    assert "init, order, augmentation, training" in message
+
+
+def test_a_source_without_a_seed_has_that_of_the_run() -> None:
+    given = {"training": (1 << 64) - 1, "order": 0}
+    run = make(random_seed=7, seeds=MappingProxyType(given)).run
+    assert [run.seed_of(name) for name in get_args(SeedSource)] == [7, 0, 7, (1 << 64) - 1]
+    given["order"] = 5
+    assert list(run.seeds.items()) == [("order", 0), ("training", (1 << 64) - 1)]
+    for none in (None, {}):
+        assert make(random_seed=7, seeds=none).run == make(random_seed=7).run
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -596,6 +619,7 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "allow_changes": ("seed",),
         "on_incomplete": "raise",
         "ledger": "off",
+        "seeds": {"init": 1, "training": 0},
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
     }

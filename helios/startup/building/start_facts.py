@@ -46,7 +46,7 @@ def describe_start(
         },
         "options": _describe_options(options),
         "switches": describe_switches(),
-        "seeds": {"random_seed": options.run.seed},
+        "seeds": {"random_seed": options.run.seed, **options.run.seeds},
         "data": _as_plain(source.description),
         "parameters": {
             path: _count_parameters(network) for path, network in model.discovery.modules().items()

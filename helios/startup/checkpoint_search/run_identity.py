@@ -19,11 +19,14 @@ from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 
-_RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "random_seed", "is_distributed")
+_RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distributed")
 
 
 _UNCOUNTED = ("length", None)
 """Stored length of a loader with an unknown number of samples."""
+
+_UNNAMED: Mapping[str, Any] = {"seeds": {}}
+"""What is compared for a run without seeds of single sources, and for earlier versions."""
 
 _OF_DATA = (
     *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
@@ -34,13 +37,17 @@ _OF_DATA = (
 def identity(
     run: RunOptions, schedule: Schedule, description: Mapping[str, Any], engine: Engine
 ) -> dict[str, Any]:
-    """Return what defines a run, in the names of ``allow_changes``."""
-    return {name: description.get(name) for name in _OF_DATA} | {
+    """Return what defines a run, in the names of ``allow_changes``.
+
+    Seeds of single sources are in it only if there are any.
+    """
+    found = {name: description.get(name) for name in _OF_DATA} | {
         "random_seed": run.seed,
         "train_unit": schedule.unit.name.lower(),
         "accumulation_steps": schedule.accumulation_steps,
         "precision": engine.precision.value,
     }
+    return found | {"seeds": run.seeds} if run.seeds else found
 
 
 def limits(schedule: Schedule) -> dict[str, float | None]:
@@ -146,12 +153,13 @@ def reconcile(
 ) -> list[str]:
     """Compare what defines the run with the checkpoint; returns changes as ``name: old -> new``.
 
-    After an allowed change of data set, length, shuffle, seed or sampler, the current epoch starts
-    over; with another batch size it continues at the stored sample.
+    After an allowed change of data set, length, shuffle, sampler or a seed of the order, the
+    current epoch starts over; with another batch size it continues at the stored sample.
 
     Raises:
         RunMismatchError: for a change that was not allowed.
     """
+    stored, present = {**_UNNAMED, **stored}, {**_UNNAMED, **present}
     changed = {
         name: f"{name}: {stored[name]!r} -> {value!r}"
         for name, value in present.items()
@@ -165,9 +173,16 @@ def reconcile(
             f"{'; '.join(changed[name] for name in refused)}. Undo the change, or allow it "
             f"with Trainer(allow_changes=({names},))."
         )
-    if any(name in _RESTARTING for name in changed):
+    has_other_order = _order_seed(stored, present) != _order_seed(present, present)
+    if has_other_order or any(name in _RESTARTING for name in changed):
         cursor.restart_epoch()
         state.end_epoch()
     for text in changed.values():
         _LOGGER.warning("Changed since the checkpoint, as allowed: %s.", text)
     return list(changed.values())
+
+
+def _order_seed(options: Mapping[str, Any], default: Mapping[str, Any]) -> Any:
+    """Return the seed of the order; checkpoints of helios-ml do not contain any."""
+    seed = options.get("random_seed", default["random_seed"])
+    return options["seeds"].get("order", seed)

@@ -43,6 +43,7 @@ def describe_start(
     values = schedule | {
         "unit": options.schedule.unit.name.lower(),
         "random_seed": options.run.seed,
+        "seeds": options.run.seeds,
         "clip_norm": engine.clip_norm,
         "clip_value": engine.clip_value,
         "precision": None if engine.precision is None else engine.precision.value,

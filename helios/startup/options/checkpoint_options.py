@@ -19,6 +19,7 @@ Change: TypeAlias = Literal[
     "seed",
     "sampler",
     "random_seed",
+    "seeds",
     "train_unit",
     "accumulation_steps",
     "limit_batches",

@@ -7,8 +7,9 @@ without effect are reported as warnings.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from helios.core.rng import get_default_seed
 from helios.launch.launcher import require_deterministic_cublas
@@ -22,30 +23,64 @@ from helios.startup.runs.signal_policy import Signals
 
 _LOGGER = logging.getLogger(__name__)
 
+SeedSource: TypeAlias = Literal["init", "order", "augmentation", "training"]
+_SOURCES: tuple[str, ...] = get_args(SeedSource)
+
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The name and the seed of a run; see ``Trainer`` for the meaning of each field."""
+    """The name and the seeds of a run; see ``Trainer`` for the meaning of each field.
+
+    Attributes:
+        seeds: a ``dict`` once checked; empty without ``Trainer(seeds=...)``.
+    """
 
     run_name: str
     random_seed: int | None
+    seeds: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.run_name, str) or any(mark in self.run_name for mark in "/\\\0"):
             rule = "a string without path separators (it names files)"
             raise refusal("run_name", rule, self.run_name, "Pass folders as chkpt_root and so on.")
         seed = self.random_seed
-        if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 64):
+        if seed is not None and not _is_seed(seed):
             raise refusal("random_seed", "None or an int of 64 bits", seed, "Pass e.g. 42.")
+        object.__setattr__(self, "seeds", _as_seeds(self.seeds))
 
     @property
     def seed(self) -> int:
         """The seed of the run."""
         return get_default_seed() if self.random_seed is None else self.random_seed
 
+    def seed_of(self, source: SeedSource) -> int:
+        """Return the seed of a source of random numbers: that of the run if it has none."""
+        found: int = self.seeds.get(source, self.seed)
+        return found
+
     def name_for(self, save_name: str) -> str:
         """Return the name of a run that trains a model of this ``save_name``."""
         return self.run_name or save_name
+
+
+def _is_seed(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 64
+
+
+def _as_seeds(given: Any) -> dict[str, int]:
+    """Return the seeds by source, in a fixed order."""
+    if given is None:
+        return {}
+    known = ", ".join(_SOURCES)
+    if not isinstance(given, Mapping):
+        rule = f"None or a mapping of names among {known} to seeds"
+        raise refusal("seeds", rule, given, 'Pass e.g. {"order": 1}.')
+    if any(name not in _SOURCES for name in given):
+        raise refusal("seeds", f"a mapping with names among {known}", given, "Correct the names.")
+    if not all(map(_is_seed, given.values())):
+        remedy = "Leave out what has the seed of the run."
+        raise refusal("seeds", "a mapping to ints of 64 bits", given, remedy)
+    return {name: given[name] for name in _SOURCES if name in given}
 
 
 @dataclass(frozen=True)
@@ -87,7 +122,7 @@ class TrainerOptions:
     """The options of a trainer.
 
     Attributes:
-        run: its name and seed.
+        run: its name and seeds.
         registry: the package that fills the registries.
         schedule: when something happens.
         numerics: how exact the arithmetic is.

@@ -295,7 +295,8 @@ class Run(ABC):
 
     def _set_up(self, *, is_inference: bool) -> None:
         registry = self.options.registry
-        rng.seed_rngs(self.options.run.seed)
+        run = self.options.run
+        rng.seed_rngs(run.seed)
         if registry.src_root is not None:
             update_all_registries(registry.src_root, import_prefix=registry.import_prefix)
         self._set_places()
@@ -308,6 +309,8 @@ class Run(ABC):
         take_own_processor(self.model)
         for table in self.model.tables.values():
             table.clear()
+        if "init" in run.seeds:
+            rng.seed_rngs(run.seed_of("init"))
         self.model.setup(fast_init=is_inference)
         move_networks(self.model, self.engine.device)
         watch.end()
@@ -336,13 +339,16 @@ class Run(ABC):
                 f"a {type(found).__name__} of {len(found)}. Join the data sets, or use a "
                 "batch_sampler that mixes them."
             )
-        replicas = self.replicas
+        replicas, run = self.replicas, self.options.run
+        # Runs that differ in the seed of a source are evaluated with the same random numbers.
+        trains = phase is Phase.TRAINING
         self.sources[phase] = open_sources(
             found,
             label=phase.value,
-            run_seed=self.options.run.seed,
+            run_seed=run.seed_of("order") if trains else run.seed,
+            fetch_seed=run.seed_of("augmentation") if trains else run.seed,
             purpose=_PURPOSES[phase],
             limit=self.options.trial.limit_of(phase, self.plugins),
-            share=Shard(replicas.num_replicas, replicas.block, pads=phase is Phase.TRAINING),
+            share=Shard(replicas.num_replicas, replicas.block, pads=trains),
         )
         return self.sources[phase][0]

@@ -178,6 +178,7 @@ class FitRun(Run):
             hooks=self.hooks,
             display=self.display,
             seed=self.options.run.seed,
+            training_seed=self.options.run.seed_of("training"),
             schedule=self.options.schedule,
             sources=self.sources,
             plugins=self.plugins,
