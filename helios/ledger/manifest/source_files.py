@@ -6,16 +6,17 @@ import ast
 import functools
 import hashlib
 import os
+import re
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _PACKAGE = __name__.partition(".")[0]
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def hash_sources(rest: Callable[[float], None]) -> dict[str, dict[str, str]]:
@@ -29,14 +30,8 @@ def hash_sources(rest: Callable[[float], None]) -> dict[str, dict[str, str]]:
         For each module its ``file``, the hash of its ``text``, and that of its ``code``: of the
         syntax tree without comments and docstrings.
     """
-    library = f"{sysconfig.get_path('stdlib')}{os.sep}"
     found: dict[str, dict[str, str]] = {}
-    for name, module in sorted(sys.modules.copy().items()):
-        path = _find_source(module)
-        # A rank that was started by the script has the script a second time.
-        is_own = name.partition(".")[0] in (_PACKAGE, "__mp_main__")
-        if path is None or is_own or path.startswith(library) or _is_installed(path):
-            continue
+    for name, path in sorted(_list_sources()):
         begin = time.perf_counter()
         try:
             status = Path(path).stat()
@@ -46,6 +41,18 @@ def hash_sources(rest: Callable[[float], None]) -> dict[str, dict[str, str]]:
         found[name] = {"file": _shorten(path), **hashes}
         rest(time.perf_counter() - begin)
     return found
+
+
+def _list_sources() -> Iterator[tuple[str, str]]:
+    """Yield the names and source files of modules that are not installed."""
+    library = f"{sysconfig.get_path('stdlib')}{os.sep}"
+    for name, module in sys.modules.copy().items():
+        path = _find_source(module)
+        if path is None or _INSTALLED.search(path) or path.startswith(library):
+            continue
+        # A rank that was started by the script has the script a second time.
+        if name.partition(".")[0] not in (_PACKAGE, "__mp_main__"):
+            yield name, path
 
 
 @functools.cache
@@ -68,10 +75,6 @@ def find_script_folder() -> Path:
 def _find_source(module: Any) -> str | None:
     path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
     return path if isinstance(path, str) and path.endswith(".py") else None
-
-
-def _is_installed(path: str) -> bool:
-    return any(f"{os.sep}{folder}{os.sep}" in path for folder in _INSTALLED)
 
 
 def _shorten(path: str) -> str:
