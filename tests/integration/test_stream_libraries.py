@@ -157,7 +157,7 @@ def _read(folder: Path) -> dict[int, Any]:
 
 
 def _sidecars(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("follower/*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("follower/*_iter_*.json"))]
     assert found
     return found
 

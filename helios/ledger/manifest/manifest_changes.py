@@ -93,6 +93,7 @@ _RULES = (
     _Rule("switches.", Effect.ROUNDING, _KERNELS),
     _Rule("processes.", Effect.NONE, "the level of the run permits it"),
     _Rule("seeds.", Effect.TRAJECTORY, "other random numbers are drawn"),
+    _Rule("data.num_workers", Effect.NONE, "the number of workers changes no bit"),
     _Rule("data.", Effect.TRAJECTORY, "the data is described otherwise"),
     _Rule("parameters.", Effect.TRAJECTORY, "the networks are others"),
     _Rule("git.", Effect.NONE, "the files that were imported are compared themselves"),
@@ -137,6 +138,8 @@ def _pair(
 
 def _classify(name: str, before: Any, after: Any) -> ManifestChange:
     rule = next((rule for rule in _RULES if name.startswith(rule.prefix)), _UNKNOWN)
+    if before is None and name.startswith("data."):
+        rule = _Rule("", Effect.NONE, "the data did not state it before")
     return ManifestChange(name, before, after, rule.effect, rule.reason)
 
 
