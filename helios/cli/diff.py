@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from helios.checkpoint import file_names
 from helios.checkpoint.comparison import CheckpointDifference, compare
@@ -92,18 +91,4 @@ def _lines(found: Difference) -> list[str]:
             f"equal up to iteration {found.num_equal}; one has {first} iterations, the "
             f"other one {second}",
         ]
-    lines.append(f"different from iteration {found.iteration} on, first in: {found.what[0]}")
-    if found.what[1:]:
-        lines.append(f"then in: {', '.join(found.what[1:])}")
-    lines += [
-        f"  {name}: {_show(one)} | {_show(other)}" for name, (one, other) in found.details.items()
-    ]
-    return [*lines, "possible causes:", *(f"  - {cause}" for cause in found.causes)]
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {number!r}" for name, number in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(repr, value))
-    return "-" if value is None else str(value)
+    return [*lines, *output.difference_lines(found)]
