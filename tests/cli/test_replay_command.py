@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("script")
     (folder / "neighbour.py").write_text("RATE = 0.05\n")
     (folder / "train.py").write_text(SCRIPT)
-    words = [sys.executable, str(folder / "train.py"), "--root", str(folder / "runs")]
     (folder / "runs").mkdir()
-    subprocess.run([*words, "--stages", "one,two"], check=True, capture_output=True)
+    words = [str(folder / "train.py"), "--root", str(folder / "runs"), "--stages", "one,two"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        patch.syspath_prepend(folder)
+        runpy.run_path(words[0], run_name="__main__")
+    sys.modules.pop("neighbour", None)
     return folder
 
 

@@ -218,13 +218,14 @@ def test_a_replay_writes_nothing(
     assert not list(scratch.iterdir())
 
 
-def test_a_killed_replay_leaves_the_run_as_it_was(whole: Path) -> None:
+def test_a_killed_replay_leaves_the_run_as_it_was(whole: Path, tmp_path: Path) -> None:
     before = contents(whole)
 
     def kill(plugin: Plugin) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assert run_in_child(lambda: replay(whole, STEPS, _at(13, kill))) == -signal.SIGKILL
+    killed = run_in_child(lambda: replay(whole, STEPS, _at(13, kill)), tmp_path / "result")
+    assert killed == -signal.SIGKILL
     assert contents(whole) == before
 
 
