@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import helios
+from helios.checkpoint import loading
+from helios.checkpoint.store import RunFolder
 from helios.errors import (
     ArgumentError,
     CheckpointError,
@@ -443,6 +445,33 @@ def test_below_restart_a_replay_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"level 'restart' or 'elastic'.*'incomplete'.*iter_"):
             replay(tmp_path, STEPS, Incomplete("incomplete"), **part)
     assert contents(tmp_path) == before
+
+
+def test_below_elastic_a_replay_needs_the_processes_of_the_run(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    path = _checkpoints(folder)[0]
+    loaded = loading.load(path)
+    assert loaded.sidecar is not None
+    parts = {"values": None, "objects": {}, "data": None}
+    path.unlink()
+    run = RunFolder(path.parent)
+    payload = loaded.payload | {"by_rank": [parts, parts]}
+    run.commit(run.draft(payload, stem=path.stem, sidecar=loaded.sidecar))
+    with pytest.raises(UsageError, match=r"needs 2 processes.*there are 1.*nproc=2"):
+        replay(folder, STEPS)
+    assert replay(folder, STEPS, start=8)[0].is_equal
+
+
+def test_below_elastic_the_number_of_processes_may_be_the_cause(
+    whole: Path, tmp_path: Path
+) -> None:
+    setting = dataclasses.replace(STEPS, options={"num_replicas": 2})
+    train(tmp_path, setting)
+    found, _ = replay(tmp_path, setting, _at(7, _double_rate))
+    assert found.iteration == 7
+    assert "another number of processes" in found.causes[-1]
+    found, _ = replay(whole, STEPS, _at(7, _double_rate))
+    assert not any("processes" in cause for cause in found.causes)
 
 
 def test_a_script_below_restart_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
