@@ -74,7 +74,7 @@ class LineComparison:
 
 @dataclass
 class Difference(LineComparison):
-    """The result of :func:`diff`; see also :class:`LineComparison`.
+    """The result of :func:`diff`; see also its base class.
 
     Attributes:
         first, second: the two ledgers.

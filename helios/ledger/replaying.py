@@ -19,7 +19,7 @@ _END_KEY = ',"end":1'
 
 @dataclass
 class Replay(LineComparison):
-    """The result of ``Trainer.replay``; see also ``LineComparison``.
+    """The result of ``Trainer.replay``; see also its base class.
 
     Attributes:
         ledger: the ledger of the run.

@@ -338,6 +338,46 @@ def _interrupt(plugin: Plugin) -> None:
     plugin.context.interrupt("the test says so")
 
 
+@pytest.mark.parametrize("start", [0, 8, 9])
+def test_a_run_that_was_made_longer_is_repeated_across_its_first_end(
+    start: int, tmp_path: Path
+) -> None:
+    train(tmp_path, dataclasses.replace(STEPS, total_steps=9))
+    train(tmp_path, STEPS)
+    found, _ = replay(tmp_path, STEPS, start=start)
+    assert (found.is_equal, found.begins_after, found.num_equal) == (True, start, 14)
+
+
+class StopsLate(Plugin):
+    """Ends the run in the poll that follows the save of its second epoch."""
+
+    unsaved = ("polled", "saved")
+
+    def __init__(self) -> None:
+        super().__init__("stops-late")
+        self.polled: list[int] = []
+        self.saved: list[int] = []
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def should_training_stop(self) -> bool:
+        iteration = self.context.state.global_iteration
+        self.polled.append(iteration)
+        return iteration == 8 and self.polled.count(8) > 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved.append(self.context.state.global_iteration)
+
+
+def test_a_save_that_two_events_ask_for_is_one(tmp_path: Path) -> None:
+    whole, repeated = StopsLate(), StopsLate()
+    train(tmp_path, EPOCHS, whole)
+    assert replay(tmp_path, EPOCHS, repeated, start=0)[0].is_equal
+    assert repeated.saved == whole.saved == [4, 8]
+    assert repeated.polled == whole.polled
+
+
 def test_a_replay_that_something_interrupts_proves_nothing(whole: Path) -> None:
     with pytest.raises(UsageError, match=r"after iteration 9, before.* 14: the test says so"):
         replay(whole, STEPS, _at(9, _interrupt))

@@ -88,9 +88,10 @@ def find_stretch(
         for path in file_names.list_checkpoints(folder.path)
         if file_names.belongs_to(path, run_name)
     ]
-    if isinstance(options.resume, Path) and options.resume.is_file():
+    origin = options.resume
+    if isinstance(origin, Path) and _place(origin) == extent.after and origin.is_file():
         # Where the ledger of a branch begins.
-        present.append(options.resume)
+        present.append(origin)
     begins: list[tuple[int, Path | None]] = [(0, None)] if extent.after == 0 else []
     begins += sorted(
         (iteration, path) for path in present if extent.after <= (iteration := _place(path)) < stop
