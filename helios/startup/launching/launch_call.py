@@ -49,7 +49,7 @@ def carry_out(call: Call) -> Any:
     request = ReplayRequest.current
     if request is None:
         return _perform(call)
-    if not request.is_met(call.phase, call.model.save_name):
+    if not request.takes(call.phase, call.model.save_name):
         return [] if call.phase is Phase.PREDICTION else True
     call.asked = request.options
     try:

@@ -32,8 +32,8 @@ class ReplayRequest:
     failure: Exception | None = None
     current: ClassVar[ReplayRequest | None] = None
 
-    def is_met(self, phase: Phase, save_name: str) -> bool:
-        """Whether a call is the one to replay; any other one is noted as skipped."""
+    def takes(self, phase: Phase, save_name: str) -> bool:
+        """Return whether a call is the one to replay; any other one is noted as skipped."""
         is_fit, wanted = phase is Phase.TRAINING, self.save_name
         if is_fit and wanted in (None, save_name):
             return True
