@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from helios.cli import output
-from helios.distributed.collectives import get_global_rank
 from helios.errors import HeliosError, UsageError
 from helios.ledger.replaying import Replay
 from helios.startup.launching.replay_request import ReplayRequest
@@ -80,7 +79,7 @@ def run(namespace: argparse.Namespace) -> int:
     found = request.result
     if found is None:
         raise UsageError(str(request.failure or f"{script} {_describe_lack(request)}"))
-    if get_global_rank() == 0:
+    if request.rank == 0:
         if namespace.json:
             output.print_json(found.as_dict())
         else:

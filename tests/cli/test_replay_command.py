@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,19 @@ def test_a_run_of_one_process_is_repeated_on_two(
     ran = Ran(folder, capfd, "--nproc", "2", "--json")
     assert ran.code == 0, ran.err
     assert (ran.json["is_equal"], ran.json["num_equal"], ran.json["has_ended"]) == (True, 8, True)
+
+
+@pytest.mark.full
+def test_ranks_of_torchrun_print_one_result(folder: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    words += ["helios", "replay", str(folder / "train.py"), "--json", "--"]
+    before = contents(folder / "runs")
+    done = subprocess.run(
+        [sys.executable, *words, "--root", str(folder / "runs")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_equal"] == 8
+    assert contents(folder / "runs") == before

@@ -54,6 +54,7 @@ def carry_out(call: Call) -> Any:
     call.asked = request.options
     try:
         request.result = _perform(call)
+        request.rank = call.runtime.info.rank
     except Exception as error:
         request.failure = error
         raise

@@ -22,6 +22,7 @@ class ReplayRequest:
         skipped: the calls of the trainer that came before, which did nothing.
         result: the result; ``None`` until there is one.
         failure: why there is none, also if the script has caught the error.
+        rank: the rank of this process in the replay.
         current: the request that waits in this process; ``None`` outside ``helios replay``.
     """
 
@@ -30,6 +31,7 @@ class ReplayRequest:
     skipped: list[str] = field(default_factory=list)
     result: Replay | None = None
     failure: Exception | None = None
+    rank: int = 0
     current: ClassVar[ReplayRequest | None] = None
 
     def takes(self, phase: Phase, save_name: str) -> bool:
