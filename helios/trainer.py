@@ -17,6 +17,7 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import UsageError
 from helios.launch.ipc import refuse_nested_start
+from helios.ledger.replaying import Replay
 from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
@@ -28,6 +29,7 @@ from helios.startup.options.engine_options import EngineOptions, NumericsOptions
 from helios.startup.options.logging_options import LoggingOptions
 from helios.startup.options.object_checks import check_subjects
 from helios.startup.options.plugin_table import PluginTable, check_plugin_list
+from helios.startup.options.replay_options import ReplayOptions
 from helios.startup.options.root_loops import EvaluationRoot, Roots
 from helios.startup.options.schedule_options import make_schedule
 from helios.startup.options.trainer_options import (
@@ -456,14 +458,53 @@ class Trainer:
         predictions: list[Any] | None = self._call(Phase.PREDICTION, model, datamodule)
         return [] if predictions is None else predictions
 
-    def _call(self, phase: Phase, model: Model, datamodule: DataModule) -> Any:
+    def replay(
+        self,
+        model: Model,
+        datamodule: DataModule,
+        *,
+        start: int | None = None,
+        stop: int | None = None,
+    ) -> Replay:
+        """Repeat a part of a run, and compare each iteration with the run's ledger.
+
+        Pass the model, the data and the options of the run. It is trained as after a resume, with
+        the events of :meth:`fit`, until a line differs or ``stop`` is reached. Nothing is written:
+        no checkpoint, log or ledger. The run may be training meanwhile. Your own loggers can see
+        ``context.is_replay``.
+
+        Args:
+            model: the model of the run.
+            datamodule: its data.
+            start: begin at the newest checkpoint at or before this iteration; 0 for the beginning
+                of the run. By default, the oldest checkpoint, or the beginning without one.
+            stop: the last iteration to compare; by default, the last one in the ledger.
+
+        Raises:
+            ArgumentError: for iterations that the ledger does not hold (a ``ValueError``).
+            LedgerError: if the run has no ledger, or one that cannot be used.
+            CheckpointError: if there is no usable checkpoint to begin with.
+            UsageError: below the level ``restart``, or after an interruption.
+            Exception: whatever user code raises.
+        """
+        asked = ReplayOptions(start, stop)
+        found: Replay = self._call(Phase.TRAINING, model, datamodule, asked)
+        return found
+
+    def _call(
+        self,
+        phase: Phase,
+        model: Model,
+        datamodule: DataModule,
+        asked: ReplayOptions | None = None,
+    ) -> Any:
         refuse_nested_start()
         passed = tuple(self.train_exceptions if phase is Phase.TRAINING else self.test_exceptions)
         with only_call():
             check_subjects(model, datamodule)
             self.model, self.datamodule = model, datamodule
             own = (self._options, self.plugins, self.roots)
-            call = Call(phase, *own, model, datamodule, self._runtime, passed)
+            call = Call(phase, *own, model, datamodule, self._runtime, passed, asked)
             for owner in call.owners:
                 owner.trainer = self
             return carry_out(call)

@@ -2180,6 +2180,62 @@ FAULTS = (
         "    return bits",
         "tests/checkpoint/test_comparison.py",
     ),
+    Fault(
+        "a replay opens the logs of its run",
+        "helios/startup/runs/replay_run.py",
+        "    def _open_logs(",
+        "    def _open_no_logs(",
+        "tests/ledger/test_replay.py::test_a_replay_writes_nothing",
+    ),
+    Fault(
+        "a logger of rows writes in a replay",
+        "helios/plugins/row_loggers.py",
+        " and not self.context.is_replay",
+        "",
+        "tests/ledger/test_replay.py::test_a_replay_writes_nothing",
+    ),
+    Fault(
+        "a replay from the beginning has the threads of the process",
+        "helios/startup/runs/replay_run.py",
+        "        if record is not None or witness is None:",
+        "        if True:",
+        "tests/ledger/test_replay.py::test_the_run_decides_the_number_of_threads",
+    ),
+    Fault(
+        "a replay does not end at its last iteration",
+        "helios/startup/runs/replay_run.py",
+        "        if is_done and not stretch.meets_end:",
+        "        if False:",
+        "tests/ledger/test_replay.py::test_a_replay_ends_at_its_stop_or_with_its_window",
+    ),
+    Fault(
+        "a replay goes on after a difference",
+        "helios/startup/runs/replay_run.py",
+        '        return _ENOUGH if follower is not None and follower.is_over else ""',
+        '        return ""',
+        "tests/ledger/test_replay.py::test_a_changed_script_is_found_where_it_differs_first",
+    ),
+    Fault(
+        "a replay announces a save twice",
+        "helios/startup/building/run_outputs.py",
+        "            return self._unwritten == (state.global_epoch, state.global_iteration)",
+        "            return False",
+        "tests/ledger/test_replay.py::test_a_save_that_two_events_ask_for_is_one",
+    ),
+    Fault(
+        "a replay takes any level",
+        "helios/startup/checkpoint_search/replay_start.py",
+        "    if level.height < Level.RESTART.height:",
+        "    if False:",
+        "tests/ledger/test_replay.py::test_below_restart_a_replay_is_refused",
+    ),
+    Fault(
+        "the end of a replay is not compared",
+        "helios/ledger/replaying.py",
+        "        if self.is_over or (is_past and not is_end and not self._meets_end):",
+        "        if self.is_over or is_past:",
+        "tests/ledger/test_replay.py::test_weights_that_differ_at_the_end_only_are_found",
+    ),
 )
 
 

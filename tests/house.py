@@ -54,7 +54,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("ledger", "engines", "requests", "model", "plugins", "session", "loops"),
     ),
     "chkpt_migrator": (*_TOOLS, "migration"),
-    "cli": (*_TOOLS, "checkpoint", "ledger", "chkpt_migrator"),
+    "cli": (*_TOOLS, "checkpoint", "ledger", "trainer", "chkpt_migrator"),
     "__main__": ("cli",),
 }
 # The trainer and what starts its runs are one room.
@@ -104,7 +104,7 @@ KEPT_BY_GETTERS = {
 OWNERS_OF_TRAINER = ("data/datamodule.py", "model/model.py", "plugins/plugin.py")
 
 # The constructor names each option three times, a line each: what it means, its type, its group.
-LONG_FILES = {"trainer.py": 480}
+LONG_FILES = {"trainer.py": 520}
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_P90, MAX_PARAMETERS = 400, 60, 8, 30, 7
 # Historical signatures, and the one constructor whose arguments are the options of a run.
 LONG_SIGNATURES = {"Trainer.__init__", "create_dataloader"}

@@ -12,18 +12,18 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from helios.cli import diff, export, inspect, ls, migrate, verify
+from helios.cli import diff, export, inspect, ls, migrate, replay, verify
 from helios.errors import ArgumentError, HeliosError, UsageError
 from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
-_COMMANDS = (ls, inspect, verify, diff, export, migrate)
+_COMMANDS = (ls, inspect, verify, diff, replay, export, migrate)
 _WIDTH = 80
 _EPILOG = """\
-Nothing in a file is ever executed, and only export and migrate write files. All
-commands take --json: one document on standard output. Exit codes: 0 good, 1
-not good, 2 wrong usage.
+Nothing in a file is ever executed, except the script of replay, and only export
+and migrate write files. All commands take --json: one document on standard
+output. Exit codes: 0 good, 1 not good, 2 wrong usage.
 """
 
 
@@ -39,7 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each command stores its ``run`` in the result."""
     parser = argparse.ArgumentParser(
         prog="helios",
-        description="List, inspect, verify, export and migrate checkpoints; compare runs.",
+        description="List, inspect, verify, export and migrate checkpoints; compare and replay "
+        "runs.",
         epilog=_EPILOG,
         formatter_class=_Formatter,
     )
@@ -69,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with 2 for wrong usage, with 0 after ``--help``.
     """
-    namespace = build_parser().parse_args(argv)
+    words, rest = replay.split(sys.argv[1:] if argv is None else argv)
+    namespace = build_parser().parse_args(words)
+    namespace.rest = rest
     try:
         code: int = namespace.run(namespace)
         sys.stdout.flush()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from helios.checkpoint import file_names
 from helios.checkpoint.comparison import CheckpointDifference, compare
@@ -94,13 +93,7 @@ def _lines(found: Difference) -> list[str]:
             f"equal up to iteration {found.num_equal}; one has {first} iterations, the "
             f"other one {second}",
         ]
-    lines.append(f"different from iteration {found.iteration} on, first in: {found.what[0]}")
-    if found.what[1:]:
-        lines.append(f"then in: {', '.join(found.what[1:])}")
-    lines += [
-        f"  {name}: {_show(one)} | {_show(other)}" for name, (one, other) in found.details.items()
-    ]
-    lines += ["possible causes:", *(f"  - {cause}" for cause in found.causes)]
+    lines += output.difference_lines(found)
     return [*lines, *_manifest_lines(found.manifest)]
 
 
@@ -114,11 +107,3 @@ def _manifest_lines(changes: list[ManifestChange]) -> list[str]:
     lines += [f"  and {rest} more, see --json"] if rest > 0 else []
     harmless = len(changes) - len(shown)
     return [*lines, f"  and {harmless} harmless differences"] if harmless else lines
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {number!r}" for name, number in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(repr, value))
-    return "-" if value is None else str(value)

@@ -19,6 +19,7 @@ from typing import Any
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
 from helios.errors import ArgumentError
+from helios.ledger.differences import LineComparison
 
 _GAP = "  "
 _MIN_TEXT = 20
@@ -192,3 +193,22 @@ def status_document(status: Status) -> dict[str, Any]:
         "finished": None if sidecar is None else sidecar.finished,
         "is_migrated": None if sidecar is None else sidecar.is_migrated,
     }
+
+
+def difference_lines(found: LineComparison) -> list[str]:
+    """Return the first iteration that differs, in what, and possible causes, as lines of text."""
+    lines = [f"different from iteration {found.iteration} on, first in: {found.what[0]}"]
+    if found.what[1:]:
+        lines.append(f"then in: {', '.join(found.what[1:])}")
+    lines += [
+        f"  {name}: {_show(one)} | {_show(other)}" for name, (one, other) in found.details.items()
+    ]
+    return [*lines, "possible causes:", *(f"  - {cause}" for cause in found.causes)]
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number!r}" for name, number in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(repr, value))
+    return "-" if value is None else str(value)

@@ -47,6 +47,8 @@ class Context:
         resumed: whether the scope began before this start of the run, in another process.
         start_epoch: the epoch in which this start of the run began, from 0.
         start_step: optimizer steps made before this start.
+        is_replay: whether a part of a run is only repeated, to compare it with the run's ledger.
+            What you log or upload was logged before: write nothing then.
     """
 
     def __init__(self, run: RunView) -> None:
@@ -61,6 +63,7 @@ class Context:
         self.resumed = False
         self.start_epoch = 0
         self.start_step = 0
+        self.is_replay = False
         self._skip_reason = ""
         self.is_window_open = False
 

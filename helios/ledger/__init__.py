@@ -1,6 +1,7 @@
 """The ledger of a run: one line per iteration, chained by hashes."""
 
 from helios.ledger.differences import Difference, diff
+from helios.ledger.replaying import Replay
 from helios.ledger.verification import LedgerStatus, verify
 
-__all__ = ["Difference", "LedgerStatus", "diff", "verify"]
+__all__ = ["Difference", "LedgerStatus", "Replay", "diff", "verify"]

@@ -18,6 +18,7 @@ from helios.ledger.reading import find_ledger, parse_header, read_lines
 
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
 NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"
+END = "end of the run"
 _KEYS = (
     (RATES, ("lr",)),
     (NUMERICS, ("loss", "norm", "skipped")),
@@ -46,39 +47,49 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "another number of threads, library version, processor or GPU",
     ),
     COUNTERS: ("another length of epochs or of accumulation windows",),
+    END: ("another total_steps or early_stop_cycles", "hooks that end the run"),
 }
 
 
-@dataclass
-class Difference:
-    """The result of :func:`diff`.
+@dataclass(kw_only=True)
+class LineComparison:
+    """What a comparison of lines has found: the base of the results.
 
     Attributes:
-        first, second: the two ledgers.
-        begins_after: the last iteration before the first that both ledgers have; usually 0.
+        begins_after: the last iteration before the first that is compared; usually 0.
         num_equal: the last iteration up to which both are equal.
         iteration: the first iteration that differs; ``None`` if there is none.
         what: the parts of it that differ, in the order in which an iteration computes them.
         details: the differing values of both runs, by name.
         causes: what may have caused the first part to differ.
-        lengths: the last iteration of each ledger.
-        have_ended: whether each ledger has the line of the end of its run.
         has_same_definition: whether both runs have the same definition: options, data and seed.
-        manifest: what differs between the newest starts of both runs, the strongest effect first;
-            empty if one of them has no manifest.
     """
 
-    first: Path
-    second: Path
     begins_after: int = 0
     num_equal: int = 0
     iteration: int | None = None
     what: list[str] = field(default_factory=list)
     details: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     causes: list[str] = field(default_factory=list)
+    has_same_definition: bool = True
+
+
+@dataclass
+class Difference(LineComparison):
+    """The result of :func:`diff`; see also its base class.
+
+    Attributes:
+        first, second: the two ledgers.
+        lengths: the last iteration of each ledger.
+        have_ended: whether each ledger has the line of the end of its run.
+        manifest: what differs between the newest starts of both runs, the strongest effect first;
+            empty if one of them has no manifest.
+    """
+
+    first: Path
+    second: Path
     lengths: tuple[int, int] = (0, 0)
     have_ended: tuple[bool, bool] = (False, False)
-    has_same_definition: bool = True
     manifest: list[ManifestChange] = field(default_factory=list)
 
     @property
@@ -130,7 +141,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         if one[:-TAIL_BYTES] == other[:-TAIL_BYTES]:
             found.num_equal += are_iterations[0]
         elif are_iterations[0] == are_iterations[1]:
-            _describe(found, _parse(one, found.first), _parse(other, found.second))
+            describe(found, (one, str(found.first)), (other, str(found.second)))
     if start and start in counts:
         raise LedgerError(
             f"{found.first} and {found.second} have no iteration in common: they begin after "
@@ -148,45 +159,45 @@ def _compare_manifests(first: Path, second: Path) -> list[ManifestChange]:
     return compare_facts(manifests[0].sections[-1].facts, manifests[1].sections[-1].facts)
 
 
-def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> None:
+def describe(found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, str]) -> None:
     """Note the first iteration that differs, and in what.
+
+    Args:
+        found: what was found so far.
+        one: the line of one run, and the name of its ledger for messages.
+        other: that of the other one.
 
     Raises:
         LedgerError: if one of the lines cannot be right.
     """
-    _check_places(found, one, other)
-    found.iteration = one["at"][1]
-    data = [[*line.get("data", ()), None, None, None][:3] for line in (one, other)]
+    left, right = (_parse(*each, found.num_equal) for each in (one, other))
+    found.iteration = left["at"][1]
+    data = [[*line.get("data", ()), None, None, None][:3] for line in (left, right)]
     if data[0][0] != data[1][0]:
         found.what.append(ORDER)
     if data[0][1:] != data[1][1:]:
         found.what.append(CONTENT)
     for what, keys in _KEYS:
-        changed = [key for key in keys if one.get(key) != other.get(key)]
-        found.details |= {key: (_read(key, one), _read(key, other)) for key in changed}
+        changed = [key for key in keys if left.get(key) != right.get(key)]
+        found.details |= {key: (_read(key, left), _read(key, right)) for key in changed}
         if changed:
             found.what.append(what)
-    if one["at"] != other["at"]:
+    if left["at"] != right["at"]:
         found.what = found.what or [COUNTERS]
-        found.details["at"] = (one["at"], other["at"])
+        found.details["at"] = (left["at"], right["at"])
     if not found.what:
         raise LedgerError(
-            f"{found.first} and {found.second} differ in iteration {found.iteration} in nothing "
-            "that a ledger holds. `helios verify` names lines that were changed."
+            f"{one[1]} and {other[1]} differ in iteration {found.iteration} in nothing that a "
+            "ledger holds. `helios verify` names lines that were changed."
         )
+    found.causes = causes_of(found)
+
+
+def causes_of(found: LineComparison) -> list[str]:
+    """Return what may have caused the part that differs first."""
     first = found.what[0]
-    found.causes = [_FIRST] if first == NUMERICS and found.num_equal == 0 else []
-    found.causes += _CAUSES[first]
-
-
-def _check_places(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Check that no line is missing before the two; raises ``LedgerError`` otherwise."""
-    for path, content in ((found.first, one), (found.second, other)):
-        if content["at"][1] != found.num_equal + ("end" not in content):
-            raise LedgerError(
-                f"{path} has the line of iteration {content['at'][1]} after that of iteration "
-                f"{found.num_equal}. `helios verify` names all lines that are wrong."
-            )
+    causes = [_FIRST] if first == NUMERICS and found.num_equal == 0 else []
+    return [*causes, *_CAUSES[first]]
 
 
 def _read(key: str, line: Mapping[str, Any]) -> Any:
@@ -214,12 +225,22 @@ def _number(digits: str | None) -> float | None:
     return None if digits is None else read_float(digits)
 
 
-def _parse(data: bytes, path: Path) -> dict[str, Any]:
+def _parse(data: bytes, name: str, num_equal: int) -> dict[str, Any]:
+    """Return the content of the line that follows an iteration.
+
+    Raises:
+        LedgerError: if the line is damaged, or that of another iteration.
+    """
     try:
         content: dict[str, Any] = json.loads(data)
-        content["at"][1]
+        place = content["at"][1]
     except (ValueError, LookupError, TypeError) as error:
         raise LedgerError(
-            f"{path} has a damaged line: {data[:60]!r}. `helios verify` names all of them."
+            f"{name} has a damaged line: {data[:60]!r}. `helios verify` names all of them."
         ) from error
+    if place != num_equal + ("end" not in content):
+        raise LedgerError(
+            f"{name} has the line of iteration {place} after that of iteration {num_equal}. "
+            "`helios verify` names all lines that are wrong."
+        )
     return content

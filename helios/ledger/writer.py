@@ -10,13 +10,12 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.ledger.book import Book
 from helios.ledger.line import write_float, write_hash
 from helios.state import TrainingState
 from helios.storage.content_hash import Fingerprint, fingerprint, hash_indices
@@ -41,6 +40,20 @@ def _quote(number: Any) -> str:
         return _NOTHING
 
 
+class LineReceiver(Protocol):
+    """What takes the lines: a file, or a comparison.
+
+    Attributes:
+        every: the number of steps between two hashes of the weights.
+    """
+
+    every: int
+
+    def append(self, body: str) -> None:
+        """Take a line, given as a JSON object without its closing brace."""
+        ...
+
+
 class _Iteration(NamedTuple):
     """What a line will say, before it is composed; the numbers are floats, or tensors to come."""
 
@@ -58,7 +71,7 @@ class LedgerWriter:
     """Writes the lines of the ledger; on ranks other than 0 it only makes fingerprints.
 
     Args:
-        book: the file; ``None`` on ranks that do not write.
+        book: takes the lines; ``None`` on ranks that do not write.
         block: the replicas of this process.
         find_weights: returns all parameters by name.
         find_optimizers: returns the optimizers by path.
@@ -67,7 +80,7 @@ class LedgerWriter:
 
     def __init__(
         self,
-        book: Book | None,
+        book: LineReceiver | None,
         block: range,
         *,
         find_weights: Callable[[], Mapping[str, Tensor]],

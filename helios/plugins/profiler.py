@@ -96,7 +96,7 @@ class Profiler(Plugin):
 
     def on_training_start(self) -> None:
         """Start the schedule."""
-        if get_global_rank() != 0:
+        if get_global_rank() != 0 or self.context.is_replay:
             return
         self._num_steps = self._num_traces = 0
         self._open_ranges = []

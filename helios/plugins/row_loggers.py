@@ -78,6 +78,7 @@ class RowLogger(Plugin):
 
     def on_fit_start(self) -> None:
         """Open the file, truncated to the state of the checkpoint if there is one."""
+        self._is_writing = self._is_writing and not self.context.is_replay
         if not self._is_writing:
             return
         self._file.restore(self._mark)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 import helios
 from helios.core import rng
 from helios.hooks.events import EVENTS, Receiver, Verb
+from helios.ledger import Replay
 from helios.plugins import Plugin
 from helios.state import Cursor, TrainingState
 
@@ -339,6 +340,23 @@ class Requester(Plugin):
 
 def train(folder: Path, setting: Setting, *plugins: Plugin) -> Outcome:
     """Train in a folder; goes on from what lies there."""
+    return _run(folder, setting, plugins, helios.Trainer.fit)[1]
+
+
+def replay(
+    folder: Path, setting: Setting, *plugins: Plugin, **part: int | None
+) -> tuple[Replay, Outcome]:
+    """Replay a part of the run in a folder."""
+
+    def act(trainer: helios.Trainer, *given: Any) -> Replay:
+        return trainer.replay(*given, **part)
+
+    return _run(folder, setting, plugins, act)
+
+
+def _run(
+    folder: Path, setting: Setting, plugins: tuple[Plugin, ...], act: Callable[..., Any]
+) -> tuple[Any, Outcome]:
     log, end = EventLog(), _EndRecorder()
     trainer = helios.Trainer(
         train_unit=setting.unit,
@@ -357,8 +375,8 @@ def train(folder: Path, setting: Setting, *plugins: Plugin) -> Outcome:
     )
     model = SmallModel(setting)
     data = IndexModule(setting)
-    trainer.fit(model, data)
-    return Outcome(
+    result = act(trainer, model, data)
+    return result, Outcome(
         records=model.records,
         events=log.events,
         saves=log.saves,

@@ -36,11 +36,11 @@ class RunEvidence:
     def __init__(
         self,
         ledger: RunLedger,
-        manifest: RunManifest | None,
-        events: Lineage | None,
+        manifest: RunManifest | None = None,
+        events: Lineage | None = None,
         *,
-        processes: int,
-        num_known: int,
+        processes: int = 1,
+        num_known: int = 0,
     ) -> None:
         self._ledger = ledger
         self._manifest = manifest

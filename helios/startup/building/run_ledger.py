@@ -11,7 +11,7 @@ from typing import Any
 from helios.checkpoint.record import Record
 from helios.ledger.book import Book
 from helios.ledger.line import hash_of
-from helios.ledger.writer import LedgerWriter
+from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.run_state.network_parts import name_weights
@@ -84,15 +84,25 @@ def make_ledger(
         record: the checkpoint to continue from; ``None`` for a new run.
         is_branch: whether the checkpoint is from another folder, which keeps its own ledger.
     """
-    run = hash_of({**definition, "num_replicas": replicas.num_replicas})
+    run = hash_definition(definition, replicas)
     book = Book(folder, run=run) if replicas.rank == 0 else None
+    writer = make_writer(book, model, replicas)
+    found = None if record is None or is_branch else record.ledger
+    return RunLedger(run, writer, book, found, after=0 if record is None else record.place[1])
+
+
+def hash_definition(definition: Mapping[str, Any], replicas: Replicas) -> str:
+    """Return the hash of what defines a run, as the first line of its ledger holds it."""
+    return hash_of({**definition, "num_replicas": replicas.num_replicas})
+
+
+def make_writer(book: LineReceiver | None, model: Model, replicas: Replicas) -> LedgerWriter:
+    """Return what makes the lines of a run; ``book`` takes them on rank 0."""
     discovery = model.discovery
-    writer = LedgerWriter(
+    return LedgerWriter(
         book,
         replicas.block,
         find_weights=lambda: name_weights(discovery.modules(), discovery.moved()[0]),
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
     )
-    found = None if record is None or is_branch else record.ledger
-    return RunLedger(run, writer, book, found, after=0 if record is None else record.place[1])

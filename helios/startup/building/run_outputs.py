@@ -98,7 +98,7 @@ def _log_places() -> dict[str, Any]:
 
 
 class FitRecorder:
-    """Writes the checkpoints and scalars of one training.
+    """Writes the checkpoints and scalars of one training; without a folder, no checkpoints.
 
     Args:
         name: the name of the run.
@@ -132,6 +132,8 @@ class FitRecorder:
         self._scores = ScoreLog()
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
         self._evidence = evidence
+        # A replay emits the events of its saves, and writes nothing.
+        self._unwritten = None if start.loaded is None else start.loaded.record.place
         if start.folder is not None:
             self._saver = Saver(
                 start.folder,
@@ -187,6 +189,7 @@ class FitRecorder:
         """
         saver = self._saver
         if saver is None:
+            self._unwritten = Record.from_payload(snapshot).place
             return
         if has_failed():
             raise UsageError(
@@ -234,7 +237,7 @@ class FitRecorder:
         """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
         saver, replicas = self._saver, self._replicas
         if saver is None:
-            return False
+            return self._unwritten == (state.global_epoch, state.global_iteration)
         is_there = replicas.rank == 0 and saver.has(state.global_epoch, state.global_iteration)
         (is_there,) = replicas.agree(is_there)
         return is_there

@@ -28,10 +28,12 @@ from helios.startup.launching.process_plan import (
     choose_processes,
     choose_replicas,
 )
+from helios.startup.launching.replay_request import ReplayRequest
 from helios.startup.launching.trainer_call import Call, only_call
 from helios.startup.runs.base_run import Run
 from helios.startup.runs.evaluation_run import EvaluationRun
 from helios.startup.runs.fit_run import FitRun
+from helios.startup.runs.replay_run import ReplayRun
 from helios.startup.runs.signal_policy import Listener, listening
 from helios.state import Phase
 from helios.terminal.progress import Display, NullDisplay
@@ -42,7 +44,26 @@ def carry_out(call: Call) -> Any:
 
     Raises:
         BaseException: whatever the call raises, in this process or in a rank.
+        SystemExit: after the call that ``helios replay`` waits for.
     """
+    request = ReplayRequest.current
+    if request is None:
+        return _perform(call)
+    if not request.takes(call.phase, call.model.save_name):
+        return [] if call.phase is Phase.PREDICTION else True
+    call.asked = request.options
+    try:
+        request.result = _perform(call)
+        request.rank = call.runtime.info.rank
+    except Exception as error:
+        request.failure = error
+        raise
+    # What follows in the script belongs to a training.
+    raise SystemExit(0)
+
+
+def _perform(call: Call) -> Any:
+    call.find_replay()
     with call.plugins.used(), _listening(call):
         return _carry_out(call)
 
@@ -79,7 +100,7 @@ def _find_stored(call: Call) -> Stored | None:
     is_fit = call.phase is Phase.TRAINING
     types = model.types_for_safe_load()
     stored = find_stored(call.options.checkpoints, model.save_name, types, is_fit=is_fit)
-    if is_fit and stored is None:
+    if is_fit and stored is None and call.replay is None:
         # A new run will save. An existing one may be finished, on a read-only disk.
         require_writable(call.options.checkpoints, model.save_name)
     return stored
@@ -106,8 +127,10 @@ def _take_part(call: Call, process: ThisProcess) -> Any:
 
 
 def _make_run(call: Call, plan: Plan, process: ThisProcess) -> Run:
-    kind = FitRun if call.phase is Phase.TRAINING else EvaluationRun
     call.runtime.info = plan.info
+    kind: type[Run] = EvaluationRun
+    if call.phase is Phase.TRAINING:
+        kind = FitRun if call.replay is None else ReplayRun
     return kind(call, plan, process.device_for(call.options.engine))
 
 
@@ -155,7 +178,8 @@ class LauncherRun(Run):
             torch.device("cuda", gpus[0]) if gpus else torch.device("cpu"),
         )
         self._launch = plan
-        self.verb = "Training" if call.phase is Phase.TRAINING else call.phase.value.capitalize()
+        name = Phase.TRAINING.value if call.replay is None else ReplayRun.verb
+        self.verb = (name if call.phase is Phase.TRAINING else call.phase.value).capitalize()
         self._is_launched = False
 
     def _open_display(self) -> Display:

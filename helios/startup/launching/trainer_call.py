@@ -19,7 +19,9 @@ from helios.launch.ipc import LaunchQueue
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session
+from helios.startup.checkpoint_search.replay_start import Stretch, find_stretch
 from helios.startup.options.plugin_table import PluginTable
+from helios.startup.options.replay_options import ReplayOptions
 from helios.startup.options.root_loops import Roots
 from helios.startup.options.trainer_options import TrainerOptions
 from helios.startup.runs.signal_policy import Listener
@@ -143,8 +145,10 @@ class Call:
         datamodule: the user's data.
         runtime: the runtime state of the trainer.
         passed_through: types of exceptions that are not logged.
+        asked: what a replay is to repeat; ``None`` for other calls.
         is_trained: whether this trainer has just trained the model, in this process.
         handed: the state of a trained model, for ranks that set it up again.
+        replay: the part of a run that is only repeated, once it is found; ``None`` to train.
     """
 
     phase: Phase
@@ -155,8 +159,10 @@ class Call:
     datamodule: DataModule
     runtime: RuntimeState
     passed_through: tuple[type[BaseException], ...] = ()
+    asked: ReplayOptions | None = None
     is_trained: bool = dataclasses.field(init=False)
     handed: Trained | None = None
+    replay: Stretch | None = None
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING
@@ -172,6 +178,18 @@ class Call:
     def owners(self) -> list[Any]:
         """The user's objects that are set up."""
         return [*self.plugins.values(), self.datamodule, self.model]
+
+    def find_replay(self) -> None:
+        """Find what a replay repeats, before anything is done.
+
+        Raises:
+            HeliosError: if there is nothing to repeat, or to compare it with.
+        """
+        if self.asked is not None:
+            name, options = self.model.save_name, self.options
+            run_name = options.run.name_for(name)
+            self.replay = find_stretch(options.checkpoints, name, self.asked, run_name=run_name)
+            self.options = options.for_replay(self.asked.nproc)
 
     def show(self, session: Session | None) -> None:
         """Set the trainer's session."""

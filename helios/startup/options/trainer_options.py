@@ -6,9 +6,10 @@ without effect are reported as warnings.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from helios.core.rng import get_default_seed
@@ -151,6 +152,22 @@ class TrainerOptions:
         for name, is_useless in self._list_useless().items():
             if is_useless:
                 _LOGGER.warning("Trainer(%s=...) has no effect with the other arguments.", name)
+
+    def for_replay(self, nproc: int | None) -> TrainerOptions:
+        """Return the options of a replay, which saves nothing: signals end it at once.
+
+        Args:
+            nproc: number of processes; ``None`` for that of the options.
+        """
+        processes, checkpoints = self.processes, self.checkpoints
+        if nproc is not None:
+            processes = replace(processes, nproc=nproc)
+        if checkpoints.resume == "never":
+            checkpoints = replace(checkpoints, resume="auto")
+        # What has no effect was reported when the trainer was created.
+        found = copy.copy(self)
+        vars(found).update(signals=Signals(()), processes=processes, checkpoints=checkpoints)
+        return found
 
     def _list_useless(self) -> dict[str, bool]:
         """Return which options have no effect in combination with the others, by name."""

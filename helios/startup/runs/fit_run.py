@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from helios.startup.launching.trainer_call import Call
 from helios.startup.options.plugin_table import log_order
 from helios.startup.reporting import banner
 from helios.startup.reporting.loader_claims import Claim, judge
-from helios.startup.reporting.reproducibility_level import find_reproducibility
+from helios.startup.reporting.reproducibility_level import Reproducibility, find_reproducibility
 from helios.startup.runs.base_run import Run
 from helios.state import Phase, TrainingState
 
@@ -54,7 +53,7 @@ class FitRun(Run):
         self._evidence: RunEvidence | None = None
         self._stranded: dict[str, str] = {}
 
-    def _run(self, stack: ExitStack) -> bool:
+    def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
         name = self.model.save_name
         lock = lock_folder(self.options.checkpoints, name, stack, team=self.replicas)
@@ -73,16 +72,7 @@ class FitRun(Run):
             self._restore(Trained.of(self._detach(self._start.loaded.record)))
             return True
         on_first(self.replicas, lambda: require_writable(self.options.checkpoints, name))
-        self._prepare(stack)
-        # Its tensors are copied to their destinations; kept, they would double the memory.
-        self._start.forget_payload()
-        if self._recorder is not None and self.session is not None and self._can_save:
-            self._recorder.prepare(self.session.state)
-        self._has_begun = True
-        self.hooks.emit("on_fit_start")
-        reason = self.loop.run()
-        self.call.runtime.listener.note_safe_point()
-        self.display.close()
+        reason = self._train(stack)
         is_interrupted = self.session is not None and self.session.is_interrupted
         if self._recorder is not None:
             self._recorder.finish(None if is_interrupted else reason)
@@ -96,12 +86,24 @@ class FitRun(Run):
         _LOGGER.info("Training has ended: %s.", reason)
         return True
 
+    def _train(self, stack: ExitStack) -> str:
+        """Train from the start that was found; returns why training has ended."""
+        self._prepare(stack)
+        # Its tensors are copied to their destinations; kept, they would double the memory.
+        self._start.forget_payload()
+        if self._recorder is not None and self.session is not None and self._can_save:
+            self._recorder.prepare(self.session.state)
+        self._has_begun = True
+        self.hooks.emit("on_fit_start")
+        reason: str = self.loop.run()
+        self.call.runtime.listener.note_safe_point()
+        self.display.close()
+        return reason
+
     def _prepare(self, stack: ExitStack) -> None:
         record = self._record
         stack.enter_context(self._numerics(record))
-        # Logs of another run must not be truncated: a branch starts its own.
-        logged = None if self._start.is_branch else record
-        run_outputs.open_logs(self.options.logging, self._name, logged, is_training=True)
+        self._open_logs(record)
         self._set_up(is_inference=False)
         session = self._build()
         self._take_session(session)
@@ -111,6 +113,11 @@ class FitRun(Run):
         if self._evidence is not None:
             on_first(self.replicas, self._evidence.check)
             self._evidence.open(self._start)
+
+    def _open_logs(self, record: Record | None) -> None:
+        # Logs of another run must not be truncated: a branch starts its own.
+        logged = None if self._start.is_branch else record
+        run_outputs.open_logs(self.options.logging, self._name, logged, is_training=True)
 
     @property
     def _record(self) -> Record | None:
@@ -133,8 +140,12 @@ class FitRun(Run):
         run_identity.report_finished(self._name, loaded, reason, is_passed=is_passed)
         return True
 
+    def _find_threads(self, record: Record | None) -> int | None:
+        """Return the number of threads that the run began with; ``None`` for a new run."""
+        return None if record is None else record.num_threads
+
     def _numerics(self, record: Record | None) -> Any:
-        threads = None if record is None else record.num_threads
+        threads = self._find_threads(record)
         if threads not in (None, torch.get_num_threads()):
             _LOGGER.info(
                 "Threads of this process: %d, as at the first start of the run (%d were set), "
@@ -192,8 +203,12 @@ class FitRun(Run):
             claims=claim.words,
             refuses_incomplete=self.options.checkpoints.on_incomplete == "raise",
             note_last_safe_point=self.call.runtime.listener.note_safe_point,
-            outside=partial(self.call.runtime.listener.ask, saves=self._can_save),
+            outside=self._ask_outside,
         )
+
+    def _ask_outside(self) -> str:
+        """Return why the run is to be interrupted; empty if nothing outside asks for it."""
+        return self.call.runtime.listener.ask(saves=self._can_save)
 
     def _make_recorder(self, source: Source, claim: Claim) -> run_outputs.FitRecorder:
         """Log the banner, with the level that the run reaches, and return the recorder."""
@@ -208,19 +223,8 @@ class FitRun(Run):
         )
         identity = self._identify(source) | {"fingerprint": source.description.get("fingerprint")}
         self._start.definition = identity | run_identity.limits(self.options.schedule)
-        if self._start.folder is not None and self.options.checkpoints.writes_ledger:
-            self._evidence = make_evidence(
-                self._start,
-                self.model,
-                self.replicas,
-                identity,
-                facts=describe_start(
-                    self.options, self.model, self.datamodule, self.plugins, source
-                )
-                | {"processes": {"number": self.replicas.num_processes}}
-                | {"level": {"level": reproducibility.level.value, "text": str(reproducibility)}},
-                options=self.options.checkpoints,
-            )
+        self._evidence = self._make_evidence(source, identity, reproducibility)
+        if self._evidence is not None:
             self._settings.callback(self._evidence.close)
         recorder = run_outputs.FitRecorder(
             self._name,
@@ -244,6 +248,24 @@ class FitRun(Run):
                 where=None if loaded is None else loaded.path.name,
             )
         return recorder
+
+    def _make_evidence(
+        self, source: Source, identity: dict[str, Any], reproducibility: Reproducibility
+    ) -> RunEvidence | None:
+        """Return what the run records of itself; ``None`` for nothing."""
+        if self._start.folder is None or not self.options.checkpoints.writes_ledger:
+            return None
+        facts = describe_start(self.options, self.model, self.datamodule, self.plugins, source)
+        facts |= {"processes": {"number": self.replicas.num_processes}}
+        facts |= {"level": {"level": reproducibility.level.value, "text": str(reproducibility)}}
+        return make_evidence(
+            self._start,
+            self.model,
+            self.replicas,
+            identity,
+            facts=facts,
+            options=self.options.checkpoints,
+        )
 
     def _identify(self, source: Source) -> dict[str, Any]:
         """Return what defines the run, by name."""

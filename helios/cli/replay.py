@@ -1,0 +1,148 @@
+"""``helios replay``: whether a script repeats a part of its run bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from helios.cli import output
+from helios.errors import HeliosError, UsageError
+from helios.ledger.replaying import Replay
+from helios.startup.launching.replay_request import ReplayRequest
+from helios.startup.options.replay_options import ReplayOptions
+
+NAME = "replay"
+SUMMARY = "repeat a part of a run, and compare it with its ledger"
+DESCRIPTION = """\
+Run a training script up to its first call of fit. Instead of training, repeat a
+part of its run from a checkpoint, and compare each iteration with the ledger of
+the run. Then end the script. Nothing is written into the folder of the run.
+
+Pass the arguments of the run after --, as in
+
+    helios replay train.py --start 500 --nproc 1 -- --rate 0.1
+
+Exit code 0: all iterations are equal. 1: one differs. 2: wrong usage, or the
+run cannot be repeated.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    parser.usage = (
+        "helios replay [-h] [--start N] [--stop N] [--run NAME] [--nproc K]\n"
+        "                     [--json] SCRIPT [-- ARGS ...]"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the script of the run")
+    text = "begin at the newest checkpoint at or before iteration N; 0: at the beginning"
+    parser.add_argument("--start", metavar="N", type=int, help=f"{text} (default: oldest)")
+    text = "the last iteration to compare (default: that of the ledger)"
+    parser.add_argument("--stop", metavar="N", type=int, help=text)
+    text = "replay the call of fit for the model with this save_name, and skip calls before it"
+    parser.add_argument("--run", metavar="NAME", dest="save_name", help=text)
+    text = "number of processes, in place of the nproc of the script"
+    parser.add_argument("--nproc", metavar="K", type=int, help=text)
+    output.add_json_option(parser)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into its own words, and those after ``--`` for the script."""
+    words = list(argv)
+    if words[:1] != [NAME] or "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Replay; 0 if all iterations are equal, 1 if one differs.
+
+    Raises:
+        UsageError: if nothing could be compared.
+    """
+    script = output.existing_file(namespace.script)
+    request = ReplayRequest(
+        ReplayOptions(namespace.start, namespace.stop, namespace.nproc), namespace.save_name
+    )
+    words = [str(script), *namespace.rest]
+    try:
+        with request.waiting(), _stdout_on_stderr() if namespace.json else _as_it_is():
+            _run_script(words)
+    except HeliosError as error:
+        raise UsageError(str(error)) from error
+    found = request.result
+    if found is None:
+        raise UsageError(str(request.failure or f"{script} {_describe_lack(request)}"))
+    if request.rank == 0:
+        if namespace.json:
+            output.print_json(found.as_dict())
+        else:
+            output.print_lines(*_lines(found))
+    return 0 if found.is_equal else 1
+
+
+@contextlib.contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """Send what the script and its processes print to standard error, for a block."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _run_script(words: list[str]) -> None:
+    """Run a script as ``python SCRIPT ARGS`` does.
+
+    Raises:
+        UsageError: if it fails.
+    """
+    found = (sys.argv, sys.path[:])
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit:
+        # How most scripts end; whether there is a result is seen then.
+        pass
+    except HeliosError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise UsageError(f"{words[0]} failed with {type(error).__name__}: {error}") from error
+    finally:
+        sys.argv, sys.path[:] = found
+
+
+def _describe_lack(request: ReplayRequest) -> str:
+    if request.save_name is None:
+        return "ended without a call of Trainer.fit. Pass the script of a training."
+    skipped = ", ".join(request.skipped) or "none"
+    return (
+        f"has no call of fit for a model whose save_name is {request.save_name!r}; its calls were: "
+        f"{skipped}. Correct --run."
+    )
+
+
+def _lines(found: Replay) -> list[str]:
+    begin = "the beginning of the run" if found.checkpoint is None else found.checkpoint.name
+    first, last = found.begins_after + 1, found.num_equal
+    if found.is_equal:
+        end = ", with the end of the run" if found.has_ended else ""
+        return [f"replayed from {begin}", f"equal: iterations {first} to {last}{end}"]
+    return [f"replayed from {begin}", *output.difference_lines(found)]

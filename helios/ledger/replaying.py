@@ -1,0 +1,124 @@
+"""Compares the lines of a repeated training with those of a ledger, one by one as they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+from helios.errors import LedgerError
+from helios.ledger.differences import END, LineComparison, causes_of, describe
+from helios.ledger.line import TAIL_BYTES
+from helios.ledger.reading import parse_header, read_lines
+
+_CHECKPOINT = "a checkpoint that was changed, or lacks state that it does not name"
+_DEFINITION = "other options, seed or data than those that the ledger begins with"
+_END_KEY = ',"end":1'
+
+
+@dataclass
+class Replay(LineComparison):
+    """The result of ``Trainer.replay``; see also its base class.
+
+    Attributes:
+        ledger: the ledger of the run.
+        checkpoint: the checkpoint that was loaded; ``None`` if the replay began with the run.
+        stop: the last iteration to compare.
+        has_ended: whether the end of the run was compared too.
+    """
+
+    ledger: Path
+    checkpoint: Path | None
+    stop: int
+    has_ended: bool = False
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all lines are equal."""
+        return self.iteration is None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values."""
+        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
+        own = {"ledger": str(self.ledger), "checkpoint": checkpoint}
+        return {**vars(self), **own, "is_equal": self.is_equal}
+
+
+@final
+class LedgerFollower:
+    """Takes the lines of a replay instead of a file, up to the first one that differs.
+
+    Args:
+        found: the result, which is filled in.
+        meets_end: whether the replay must end where the run has ended.
+        run: hash of the definition of the replay.
+
+    Attributes:
+        found: the result so far.
+        every: the number of steps between two hashes of the weights, as in the ledger.
+        failure: what makes the ledger unusable; ``None`` if nothing does.
+
+    Raises:
+        LedgerError: if the ledger cannot be read.
+    """
+
+    def __init__(self, found: Replay, *, meets_end: bool, run: str) -> None:
+        lines = read_lines(found.ledger)
+        header = parse_header(next(lines, b""), found.ledger)
+        self.every: int = header["every"]
+        self.failure: LedgerError | None = None
+        self.found = found
+        self._meets_end = meets_end
+        self._lines = islice(lines, found.begins_after - header["after"], None)
+        found.has_same_definition = header["run"] == run
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to learn: a line differs, or the ledger cannot be used."""
+        return self.found.iteration is not None or self.failure is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all lines were compared."""
+        found = self.found
+        return found.num_equal >= found.stop and (found.has_ended or not self._meets_end)
+
+    def append(self, body: str) -> None:
+        """Compare a line with the next one of the ledger.
+
+        Args:
+            body: a JSON object without its closing brace.
+        """
+        found, is_end = self.found, _END_KEY in body
+        is_past = found.num_equal >= found.stop
+        # The window of the last iteration may end after it.
+        if self.is_over or (is_past and not is_end and not self._meets_end):
+            return
+        try:
+            line = next(self._lines, b"")
+            if body.encode() == line[:-TAIL_BYTES]:
+                found.num_equal += not is_end
+                found.has_ended |= is_end
+            elif _END_KEY.encode() in line or not is_past:
+                self._note(body, line, is_end=is_end)
+        except LedgerError as error:
+            # Raised here, it would end the training as an error of the user's code.
+            self.failure = error
+
+    def _note(self, body: str, line: bytes, *, is_end: bool) -> None:
+        found = self.found
+        if not line.endswith(b"\n"):
+            raise LedgerError(
+                f"The ledger {found.ledger} ended at iteration {found.num_equal} while it was "
+                "compared: another start of the run has cut it back. Replay again."
+            )
+        if is_end != (_END_KEY.encode() in line):
+            found.iteration, found.what = found.num_equal + 1, [END]
+            found.causes = causes_of(found)
+        else:
+            describe(found, (line, str(found.ledger)), ((body + "}").encode(), "The replay"))
+        if not found.has_same_definition:
+            found.causes.insert(0, _DEFINITION)
+        if found.checkpoint is not None and found.num_equal == found.begins_after:
+            found.causes.append(_CHECKPOINT)

@@ -1,0 +1,254 @@
+"""``helios replay``: a script is run up to its fit, which repeats a part of its run."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helios.cli import main
+from helios.startup.launching.replay_request import ReplayRequest
+from tests.ledger.test_replay import contents
+
+SCRIPT = """\
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import helios
+from neighbour import RATE
+
+
+class Data(helios.DataModule):
+    def setup(self):
+        x = torch.linspace(-1, 1, 40).unsqueeze(1)
+        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
+        self._train_dataset = self._create_dataset(TensorDataset(x, x.sin()), params)
+
+
+class Sine(helios.Model):
+    def __init__(self, name, arguments):
+        super().__init__(name)
+        self.arguments = arguments
+
+    unsaved = ("arguments",)
+
+    def setup(self, fast_init=False):
+        self.net = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=RATE)
+
+    def train_step(self, batch, state):
+        x, y = batch
+        loss = (self.net(x) - y).square().mean() * self.arguments.factor
+        self.loss_items["loss"] = loss.detach()
+        return loss
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--root", type=Path)
+parser.add_argument("--factor", type=float, default=1.0)
+parser.add_argument("--fails", action="store_true")
+parser.add_argument("--catches", action="store_true")
+parser.add_argument("--stages", default="one")
+
+
+def train(name, arguments):
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=8,
+        chkpt_frequency=3,
+        chkpt_root=arguments.root,
+        num_replicas=2,
+        use_cpu=True,
+        print_banner=False,
+    )
+    model = Sine(name, arguments)
+    try:
+        print("trained:", trainer.fit(model, Data()))
+    except helios.HeliosError:
+        if not arguments.catches:
+            raise
+    trainer.test(model, Data())
+    (arguments.root.parent / f"after-{name}").touch()
+
+
+if __name__ == "__main__":
+    arguments = parser.parse_args()
+    print("the script prints")
+    if arguments.fails:
+        raise KeyError("planted")
+    for stage in filter(None, arguments.stages.split(",")):
+        train(stage, arguments)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a script and its two runs."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "neighbour.py").write_text("RATE = 0.05\n")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "runs").mkdir()
+    words = [str(folder / "train.py"), "--root", str(folder / "runs"), "--stages", "one,two"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        patch.syspath_prepend(folder)
+        runpy.run_path(words[0], run_name="__main__")
+    sys.modules.pop("neighbour", None)
+    return folder
+
+
+class Ran:
+    """What a command gave, and whether it touched the runs."""
+
+    def __init__(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], *words: str, rest: str = ""
+    ) -> None:
+        for mark in folder.glob("after-*"):
+            mark.unlink()
+        before, path, argv = contents(folder / "runs"), sys.path[:], sys.argv
+        root = str(folder / "runs")
+        self.code = main(
+            ["replay", str(folder / "train.py"), *words, "--", "--root", root, *rest.split()]
+        )
+        self.out, self.err = capsys.readouterr()
+        assert contents(folder / "runs") == before
+        assert (sys.path, sys.argv, ReplayRequest.current) == (path, argv, None)
+        sys.modules.pop("neighbour", None)
+        self.marks = sorted(mark.name for mark in folder.glob("after-*"))
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "equal: iterations 4 to 8, with the end of the run"),
+        (("--start", "0"), "equal: iterations 1 to 8, with the end of the run"),
+        (("--start", "7"), "equal: iterations 7 to 8, with the end of the run"),
+        (("--stop", "5"), "equal: iterations 4 to 5"),
+    ],
+    ids=str,
+)
+def test_an_equal_part_exits_with_0(
+    words: tuple[str, ...], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(folder, capsys, *words)
+    assert ran.code == 0, ran.err
+    first, begin, last = ran.out.splitlines()
+    assert (first, last) == ("the script prints", line)
+    expected = "the beginning of the run" if "0" in words else "one_epoch_1_iter_"
+    assert begin.startswith(f"replayed from {expected}")
+
+
+def test_a_difference_exits_with_1_and_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(folder, capsys, rest="--factor 2")
+    assert ran.code == 1, ran.err
+    assert "different from iteration 4 on, first in: losses" in ran.out
+    assert "possible causes:" in ran.out
+
+
+def test_json_is_one_document_whatever_the_script_prints(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(folder, capsys, "--json", rest="--factor 2")
+    assert "the script prints" in ran.err
+    assert (ran.code, ran.json["is_equal"], ran.json["iteration"]) == (1, False, 4)
+    assert Path(ran.json["checkpoint"]).name == "one_epoch_1_iter_3.pth"
+    ran = Ran(folder, capsys, "--json")
+    assert (ran.code, ran.json["is_equal"], ran.json["num_equal"]) == (0, True, 8)
+
+
+def test_the_fit_of_another_run_is_chosen_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(folder, capsys, "--run", "two", "--json", rest="--stages one,two")
+    assert (ran.code, ran.json["is_equal"]) == (0, True), ran.err
+    assert Path(ran.json["ledger"]).parent.name == "two"
+    # The script goes on after calls that are skipped, and ends with the one that is replayed.
+    assert ran.marks == ["after-one"]
+    assert "trained: True" in ran.err
+
+
+def test_a_script_ends_with_its_first_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(folder, capsys, "--json", rest="--stages two,one")
+    assert (ran.code, ran.marks) == (0, [])
+    assert Path(ran.json["ledger"]).parent.name == "two"
+
+
+@pytest.mark.parametrize(
+    ("words", "rest", "message"),
+    [
+        ((), "--stages ,", "without a call of Trainer.fit"),
+        (("--run", "three"), "--stages ,", "save_name is 'three'; its calls were: none"),
+        ((), "--stages three", "has no ledger"),
+        (("--start", "8"), "", "must be below 8"),
+        (("--stop", "-1"), "", "an int of at least 1"),
+        (("--nproc", "3"), "", "at most num_replicas=2"),
+        ((), "--fails", "failed with KeyError: 'planted'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compared_exits_with_2(
+    words: tuple[str, ...],
+    rest: str,
+    message: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran = Ran(folder, capsys, *words, rest=rest)
+    assert (ran.code, "helios replay: " in ran.err, message in ran.err) == (2, True, True), ran.err
+
+
+def test_a_script_that_catches_the_error_does_not_hide_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    code = main(["replay", str(folder / "train.py"), "--", "--root", str(root), "--catches"])
+    sys.modules.pop("neighbour", None)
+    assert code == 2
+    assert "has no ledger" in capsys.readouterr().err
+
+
+def test_a_script_that_is_missing_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(tmp_path / "none.py")]) == 2
+    assert "There must be a file" in capsys.readouterr().err
+
+
+def test_a_run_of_one_process_is_repeated_on_two(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ran = Ran(folder, capfd, "--nproc", "2", "--json")
+    assert ran.code == 0, ran.err
+    assert (ran.json["is_equal"], ran.json["num_equal"], ran.json["has_ended"]) == (True, 8, True)
+
+
+@pytest.mark.full
+def test_ranks_of_torchrun_print_one_result(folder: Path) -> None:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
+    words += ["helios", "replay", str(folder / "train.py"), "--json", "--"]
+    before = contents(folder / "runs")
+    done = subprocess.run(
+        [sys.executable, *words, "--root", str(folder / "runs")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_equal"] == 8
+    assert contents(folder / "runs") == before

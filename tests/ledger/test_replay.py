@@ -1,0 +1,533 @@
+"""Replays: a part of a run is repeated and compared, and nothing of the run is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.checkpoint import loading
+from helios.checkpoint.store import RunFolder
+from helios.errors import (
+    ArgumentError,
+    CheckpointError,
+    DamagedCheckpointError,
+    LedgerError,
+    RunMismatchError,
+    UsageError,
+)
+from helios.ledger.book import FILE_NAME
+from helios.ledger.differences import CONTENT, END, ORDER, RATES, WEIGHTS
+from helios.plugins import CSVLogger, JSONLLogger, Plugin, Profiler
+from helios.state import TrainingState
+from helios.storage.folder_lock import FolderLock
+from tests.support.kills import run_in_child
+from tests.support.resume import assert_equal, assert_events_join, iteration_of, restarts_of
+from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, replay, train
+
+STEPS = Setting(total_steps=14, chkpt_frequency=4)
+EPOCHS = Setting(unit="epoch", total_steps=3, valid_frequency=1, batch_size=6, accumulation=3)
+WINDOWS = Setting(total_steps=8, chkpt_frequency=2, accumulation=3, batch_size=2)
+SETTINGS = {"iterations": STEPS, "epochs": EPOCHS, "windows": WINDOWS}
+
+
+class AtBatch(Plugin):
+    """Does something at the end of each batch."""
+
+    unsaved = ("act",)
+
+    def __init__(self, act: Any) -> None:
+        super().__init__("at-batch")
+        self.act = act
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_start(self, state: TrainingState) -> None:
+        self.act(self, state)
+
+
+def _at(iteration: int, act: Any) -> AtBatch:
+    return AtBatch(lambda plugin, state: state.global_iteration == iteration and act(plugin))
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Return name, content and time of change of all that is in a folder."""
+    return {
+        str(path.relative_to(folder)): (
+            path.stat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else None,
+        )
+        for path in (folder, *sorted(folder.rglob("*")))
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Outcome]]:
+    """Return the folder and the outcome of an undisturbed run of each setting."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: (folder / name, train(folder / name, each)) for name, each in SETTINGS.items()}
+
+
+@pytest.fixture
+def whole(runs: dict[str, tuple[Path, Outcome]]) -> Path:
+    return runs["iterations"][0]
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*.pth"), key=iteration_of)
+
+
+def _copy(folder: Path, target: Path, *, last: int) -> Path:
+    """Copy what a run has left when it was killed after an iteration."""
+    shutil.copytree(folder, target)
+    for path in _checkpoints(target):
+        if iteration_of(path) > last:
+            path.unlink()
+            path.with_suffix(".json").unlink()
+    (ledger,) = target.glob(f"*/{FILE_NAME}")
+    ledger.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[: last + 1]))
+    return target
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_is_repeated_from_its_beginning_and_from_every_checkpoint(
+    name: str, runs: dict[str, tuple[Path, Outcome]]
+) -> None:
+    folder, whole = runs[name]
+    last = max(whole.records)
+    found, repeated = replay(folder, SETTINGS[name], start=0)
+    assert (found.is_equal, found.begins_after, found.num_equal) == (True, 0, last)
+    assert (found.checkpoint, found.has_ended) == (None, True)
+    assert_equal(repeated, whole, since=0)
+    for path in restarts_of(_checkpoints(folder))[:-1]:
+        since = iteration_of(path)
+        found, repeated = replay(folder, SETTINGS[name], start=since)
+        assert (found.is_equal, found.begins_after, found.num_equal) == (True, since, last)
+        assert (found.checkpoint, found.has_ended) == (path, True)
+        assert_equal(repeated, whole, since=since)
+        assert_events_join(repeated, whole, since=since)
+        assert set(repeated.saves) == {each for each in whole.saves if each > since}
+
+
+def test_by_default_a_replay_begins_at_the_oldest_checkpoint(whole: Path) -> None:
+    found, _ = replay(whole, STEPS)
+    assert found.checkpoint == _checkpoints(whole)[0]
+    assert (found.is_equal, found.begins_after, found.num_equal) == (True, 4, 14)
+
+
+@pytest.mark.parametrize(("start", "begin"), [(4, 4), (7, 4), (8, 8), (13, 12), (3, 0)], ids=str)
+def test_a_replay_begins_at_or_before_its_start(start: int, begin: int, whole: Path) -> None:
+    found, repeated = replay(whole, STEPS, start=start)
+    assert (found.is_equal, found.begins_after) == (True, begin)
+    assert min(repeated.records) == begin + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "stop", "last"),
+    [
+        ("iterations", 5, 5),
+        ("iterations", 9, 9),
+        ("windows", 9, 9),
+        ("windows", 11, 12),
+        ("epochs", 5, 7),
+        ("epochs", 7, 7),
+        ("epochs", 4, 4),
+    ],
+)
+def test_a_replay_ends_at_its_stop_or_with_its_window(
+    name: str, stop: int, last: int, runs: dict[str, tuple[Path, Outcome]]
+) -> None:
+    folder, whole = runs[name]
+    found, repeated = replay(folder, SETTINGS[name], stop=stop)
+    assert (found.is_equal, found.num_equal, found.has_ended) == (True, stop, False)
+    assert max(repeated.records) == last
+    assert not repeated.has_ended
+    assert repeated.events[-1][0] == "teardown"
+    assert "on_training_end" not in {event[0] for event in repeated.events}
+    assert whole.records.items() >= repeated.records.items()
+
+
+def test_a_stop_at_the_end_of_the_run_compares_its_end_too(whole: Path) -> None:
+    found, repeated = replay(whole, STEPS, start=12, stop=14)
+    assert (found.is_equal, found.has_ended, repeated.has_ended) == (True, True, True)
+
+
+def test_an_interrupted_run_is_repeated_up_to_its_last_line(whole: Path, tmp_path: Path) -> None:
+    folder = _copy(whole, tmp_path / "run", last=11)
+    (ledger,) = folder.glob(f"*/{FILE_NAME}")
+    with ledger.open("ab") as file:
+        file.write(b'{"at":[2,12,12],"da')
+    found, repeated = replay(folder, STEPS, start=9)
+    assert (found.is_equal, found.begins_after, found.num_equal) == (True, 8, 11)
+    assert max(repeated.records) == 11
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    return {
+        "enable_tensorboard": True,
+        "run_path": folder / "events",
+        "enable_file_logging": True,
+        "log_path": folder / "logs",
+    }
+
+
+def _loggers(folder: Path) -> list[Plugin]:
+    rows = (CSVLogger(folder / "rows.csv"), JSONLLogger(folder / "rows.jsonl"))
+    return [*rows, Profiler(folder / "traces", wait=0, warmup=1, active=1)]
+
+
+@pytest.mark.parametrize("start", [0, 4])
+@pytest.mark.parametrize(
+    "end", [None, KeyboardInterrupt(), RuntimeError("planted")], ids=["whole", "Ctrl-C", "error"]
+)
+def test_a_replay_writes_nothing(
+    start: int, end: BaseException | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, scratch = tmp_path / "run", tmp_path / "scratch"
+    store = helios.CheckpointStore(keep_last=2, keep_best=helios.KeepBest(1, "score"))
+    setting = dataclasses.replace(
+        STEPS, print_frequency=2, options=_options(folder) | {"store": store}
+    )
+    setting = dataclasses.replace(setting, chkpt_frequency=4 if start == 0 else 3)
+    train(folder, setting, *_loggers(folder))
+    before = contents(folder)
+    assert {"rows.csv", "rows.jsonl", "events", "logs", "traces"} <= set(before)
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.chdir(scratch)
+    plugins = _loggers(folder)
+    part = {"start": 0} if start == 0 else {}
+    if end is None:
+        assert replay(folder, setting, *plugins, **part)[0].is_equal
+    else:
+        with pytest.raises(type(end)):
+            replay(folder, setting, *plugins, _at(13, lambda plugin: _raise(end)), **part)
+    assert contents(folder) == before
+    assert not list(scratch.iterdir())
+
+
+def test_a_killed_replay_leaves_the_run_as_it_was(whole: Path, tmp_path: Path) -> None:
+    before = contents(whole)
+
+    def kill(plugin: Plugin) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = run_in_child(lambda: replay(whole, STEPS, _at(13, kill)), tmp_path / "result")
+    assert killed == -signal.SIGKILL
+    assert contents(whole) == before
+
+
+def test_a_replay_needs_no_lock(whole: Path) -> None:
+    with FolderLock(whole / "small"):
+        assert replay(whole, STEPS, start=8)[0].is_equal
+
+
+def test_plugins_see_that_it_is_a_replay(whole: Path) -> None:
+    seen: list[bool] = []
+    replay(whole, STEPS, AtBatch(lambda plugin, state: seen.append(plugin.context.is_replay)))
+    assert seen == [True] * 10
+
+
+def _double_rate(plugin: Plugin) -> None:
+    for group in plugin.trainer.model.optimizer.param_groups:
+        group["lr"] *= 2
+
+
+def test_a_changed_script_is_found_where_it_differs_first(whole: Path) -> None:
+    found, repeated = replay(whole, STEPS, _at(7, _double_rate))
+    assert (found.is_equal, found.num_equal, found.iteration) == (False, 6, 7)
+    assert found.what[0] == RATES
+    assert any("learning rate" in cause or "sets the rate" in cause for cause in found.causes)
+    # No later iteration can tell more.
+    assert max(repeated.records) == 7
+    assert not repeated.has_ended
+
+
+def test_a_difference_at_once_names_the_checkpoint_as_a_cause(whole: Path) -> None:
+    found, _ = replay(whole, STEPS, _at(5, _double_rate), start=4)
+    assert found.iteration == 5
+    assert any("checkpoint" in cause for cause in found.causes)
+    assert not any("checkpoint" in cause for cause in _of_seed(whole).causes)
+
+
+def _of_seed(whole: Path) -> Any:
+    return replay(whole, dataclasses.replace(STEPS, seed=6), start=0)[0]
+
+
+def test_another_definition_is_a_cause_or_refused(whole: Path) -> None:
+    found = _of_seed(whole)
+    assert (found.iteration, found.what[0], found.has_same_definition) == (1, ORDER, False)
+    assert "other options, seed or data" in found.causes[0]
+    with pytest.raises(RunMismatchError, match="random_seed"):
+        replay(whole, dataclasses.replace(STEPS, seed=6))
+
+
+@pytest.mark.parametrize(("steps", "iteration"), [(10, 11), (20, 15)])
+def test_another_end_is_a_difference(steps: int, iteration: int, whole: Path) -> None:
+    found, repeated = replay(whole, dataclasses.replace(STEPS, total_steps=steps))
+    assert (found.is_equal, found.iteration, found.what) == (False, iteration, [END])
+    assert any("total_steps" in cause for cause in found.causes)
+    assert max(repeated.records) == min(steps, 15)
+
+
+def test_a_shorter_run_is_equal_up_to_a_stop_that_it_reaches(whole: Path) -> None:
+    found, repeated = replay(whole, dataclasses.replace(STEPS, total_steps=10), stop=10)
+    assert (found.is_equal, found.num_equal, found.has_ended) == (True, 10, False)
+    assert repeated.has_ended
+
+
+class Harmful(Plugin):
+    """Changes a weight after the last update, which no loss shows."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        if state.global_iteration == 14:
+            with torch.no_grad():
+                self.trainer.model.net[4].bias.add_(1)
+
+
+def test_weights_that_differ_at_the_end_only_are_found(whole: Path) -> None:
+    found, _ = replay(whole, STEPS, Harmful("harmful"), start=12)
+    assert (found.is_equal, found.num_equal, found.iteration) == (False, 14, 14)
+    assert found.what == [WEIGHTS]
+    assert replay(whole, STEPS, Harmful("harmful"), start=12, stop=13)[0].is_equal
+
+
+def test_the_run_decides_the_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from the beginning, where no checkpoint is loaded."""
+    seen: list[int] = []
+
+    def see(plugin: Plugin, state: TrainingState) -> None:
+        seen.append(torch.get_num_threads())
+        plugin.trainer.model.optimizer.param_groups[0]["lr"] = 0.01 * torch.get_num_threads()
+
+    setting = dataclasses.replace(
+        STEPS, scheduler="", total_steps=4, chkpt_frequency=2, valid_frequency=None
+    )
+    torch.set_num_threads(2)
+    try:
+        train(tmp_path, setting, AtBatch(see))
+    finally:
+        torch.set_num_threads(1)
+    assert replay(tmp_path, setting, AtBatch(see), start=0)[0].is_equal
+    assert replay(tmp_path, setting, AtBatch(see), start=2)[0].is_equal
+    assert set(seen) == {2}
+    for path in _checkpoints(tmp_path):
+        path.unlink()
+    found, _ = replay(tmp_path, setting, AtBatch(see), start=0)
+    assert (found.iteration, found.what[0]) == (1, RATES)
+
+
+def _interrupt(plugin: Plugin) -> None:
+    plugin.context.interrupt("the test says so")
+
+
+@pytest.mark.parametrize("start", [0, 8, 9])
+def test_a_run_that_was_made_longer_is_repeated_across_its_first_end(
+    start: int, tmp_path: Path
+) -> None:
+    train(tmp_path, dataclasses.replace(STEPS, total_steps=9))
+    train(tmp_path, STEPS)
+    found, _ = replay(tmp_path, STEPS, start=start)
+    assert (found.is_equal, found.begins_after, found.num_equal) == (True, start, 14)
+
+
+class StopsLate(Plugin):
+    """Ends the run in the poll that follows the save of its second epoch."""
+
+    unsaved = ("polled", "saved")
+
+    def __init__(self) -> None:
+        super().__init__("stops-late")
+        self.polled: list[int] = []
+        self.saved: list[int] = []
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def should_training_stop(self) -> bool:
+        iteration = self.context.state.global_iteration
+        self.polled.append(iteration)
+        return iteration == 8 and self.polled.count(8) > 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved.append(self.context.state.global_iteration)
+
+
+def test_a_save_that_two_events_ask_for_is_one(tmp_path: Path) -> None:
+    whole, repeated = StopsLate(), StopsLate()
+    train(tmp_path, EPOCHS, whole)
+    assert replay(tmp_path, EPOCHS, repeated, start=0)[0].is_equal
+    assert repeated.saved == whole.saved == [4, 8]
+    assert repeated.polled == whole.polled
+
+
+def test_a_replay_that_something_interrupts_proves_nothing(whole: Path) -> None:
+    with pytest.raises(UsageError, match=r"after iteration 9, before.* 14: the test says so"):
+        replay(whole, STEPS, _at(9, _interrupt))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"start": 14}, r"start=\.\.\.\) must be below 14.*got 14"),
+        ({"stop": 15}, r"stop=\.\.\.\) must be .*holds 1 to 14, got 15"),
+        ({"start": -1}, r"start=\.\.\.\) must be None or an int of at least 0, got -1"),
+        ({"stop": 0}, "an int of at least 1"),
+        ({"start": 2.5}, "got 2.5"),
+        ({"start": 5, "stop": 5}, r"stop=\.\.\.\) must be above start=5, got 5"),
+    ],
+    ids=str,
+)
+def test_iterations_that_the_ledger_does_not_hold_are_refused(
+    part: dict[str, Any], message: str, whole: Path
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        replay(whole, STEPS, **part)
+
+
+def test_a_run_without_ledger_is_refused(whole: Path, tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match=r"'small' has no ledger .*Pass the\s*chkpt_root"):
+        replay(tmp_path, STEPS)
+    assert not list(tmp_path.iterdir())
+    folder = _copy(whole, tmp_path / "run", last=0)
+    with pytest.raises(LedgerError, match="holds no iteration"):
+        replay(folder, STEPS)
+
+
+def test_a_trainer_without_folder_is_refused() -> None:
+    trainer = helios.Trainer(total_steps=3, use_cpu=True)
+    with pytest.raises(UsageError, match="Pass the chkpt_root of the run"):
+        trainer.replay(SmallModel(STEPS), IndexModule(STEPS))
+
+
+def test_a_ledger_that_begins_later_needs_a_checkpoint(whole: Path, tmp_path: Path) -> None:
+    (path,) = whole.glob("*/*_iter_8.pth")
+    setting = dataclasses.replace(STEPS, options={"resume": path})
+    train(tmp_path, setting)
+    found, _ = replay(tmp_path, setting)
+    assert (found.is_equal, found.checkpoint, found.begins_after) == (True, path, 8)
+    found, _ = replay(tmp_path, STEPS)
+    assert (found.is_equal, found.begins_after) == (True, 12)
+    for start in (0, 11):
+        with pytest.raises(
+            CheckpointError, match=rf"oldest one is of iteration 12.*start is {start}"
+        ):
+            replay(tmp_path, STEPS, start=start)
+    for each in _checkpoints(tmp_path):
+        each.unlink()
+    with pytest.raises(CheckpointError, match="there is none"):
+        replay(tmp_path, STEPS)
+
+
+def test_a_damaged_checkpoint_is_reported_and_kept(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    path = _checkpoints(folder)[0]
+    path.write_bytes(path.read_bytes()[:-100])
+    before = contents(folder)
+    with pytest.raises(DamagedCheckpointError):
+        replay(folder, STEPS)
+    assert contents(folder) == before
+    assert replay(folder, STEPS, start=8)[0].is_equal
+
+
+def test_a_damaged_ledger_is_reported(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (ledger,) = folder.glob(f"*/{FILE_NAME}")
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    lines[7] = lines[7].replace(b'"at"', b'"et"')
+    ledger.write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError, match="helios verify"):
+        replay(folder, STEPS)
+
+
+def test_a_changed_line_is_named(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    (ledger,) = folder.glob(f"*/{FILE_NAME}")
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    data = json.loads(lines[7])["data"][1].encode()
+    lines[7] = lines[7].replace(data, data[::-1])
+    ledger.write_bytes(b"".join(lines))
+    found, _ = replay(folder, STEPS)
+    assert (found.iteration, found.what) == (7, [CONTENT])
+
+
+class Incomplete(Plugin):
+    """Holds what no checkpoint can hold."""
+
+    def setup(self) -> None:
+        self.held = iter(range(3))
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        self.held = iter(range(state.global_iteration))
+
+
+def test_below_restart_a_replay_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, STEPS, Incomplete("incomplete"))
+    before = contents(tmp_path)
+    for part in ({}, {"start": 0}):
+        with pytest.raises(UsageError, match=r"level 'restart' or 'elastic'.*'incomplete'.*iter_"):
+            replay(tmp_path, STEPS, Incomplete("incomplete"), **part)
+    assert contents(tmp_path) == before
+
+
+def test_below_elastic_a_replay_needs_the_processes_of_the_run(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    path = _checkpoints(folder)[0]
+    loaded = loading.load(path)
+    assert loaded.sidecar is not None
+    parts = {"values": None, "objects": {}, "data": None}
+    path.unlink()
+    run = RunFolder(path.parent)
+    payload = loaded.payload | {"by_rank": [parts, parts]}
+    run.commit(run.draft(payload, stem=path.stem, sidecar=loaded.sidecar))
+    with pytest.raises(UsageError, match=r"needs 2 processes.*there are 1.*nproc=2"):
+        replay(folder, STEPS)
+    assert replay(folder, STEPS, start=8)[0].is_equal
+
+
+def test_below_elastic_the_number_of_processes_may_be_the_cause(
+    whole: Path, tmp_path: Path
+) -> None:
+    setting = dataclasses.replace(STEPS, options={"num_replicas": 2})
+    train(tmp_path, setting)
+    found, _ = replay(tmp_path, setting, _at(7, _double_rate))
+    assert found.iteration == 7
+    assert "another number of processes" in found.causes[-1]
+    found, _ = replay(whole, STEPS, _at(7, _double_rate))
+    assert not any("processes" in cause for cause in found.causes)
+
+
+def test_a_script_below_restart_is_refused(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "helios.startup.reporting.reproducibility_level.find_compiled", lambda model: ["net"]
+    )
+    ran: list[int] = []
+    with pytest.raises(UsageError, match=r"'order' .*torch.compile"):
+        replay(whole, STEPS, AtBatch(lambda plugin, state: ran.append(1)))
+    assert not ran
+
+
+def test_a_finished_replay_leaves_the_trainer_as_it_was(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    assert replay(folder, dataclasses.replace(STEPS, options={"resume": "never"}))[0].is_equal
+    assert train(folder, STEPS).records == {}
+    assert [path.name for path in folder.iterdir()] == ["small"]
