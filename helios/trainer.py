@@ -97,7 +97,7 @@ class Trainer:
         allow_changes: names of settings that may differ from those in the checkpoint.
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
-            written; ``"off"`` does not.
+            written; ``"full"`` adds a digest of each tensor, at some cost; ``"off"`` does not.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -157,7 +157,7 @@ class Trainer:
         resume: str | Path = "auto",
         allow_changes: Sequence[Change] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
-        ledger: Literal["steps", "off"] = "steps",
+        ledger: Literal["steps", "full", "off"] = "steps",
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:

@@ -80,6 +80,8 @@ def _lines(found: Difference) -> list[str]:
     lines = []
     if not found.has_same_definition:
         lines.append("The runs have different definitions: options, seed or data differ.")
+    if found.levels[0] != found.levels[1]:
+        lines.append("Only one of the ledgers is full: what both hold is compared.")
     if found.is_equal:
         return [*lines, f"equal: iterations {found.begins_after + 1} to {found.num_equal}"]
     if found.iteration is None and found.lengths[0] == found.lengths[1]:
@@ -95,6 +97,9 @@ def _lines(found: Difference) -> list[str]:
     lines.append(f"different from iteration {found.iteration} on, first in: {found.what[0]}")
     if found.what[1:]:
         lines.append(f"then in: {', '.join(found.what[1:])}")
+    if found.tensors:
+        rest = len(found.tensors) - 1
+        lines.append(f"first tensor: {found.tensors[0]}" + (f", and {rest} more" if rest else ""))
     lines += [
         f"  {name}: {_show(one)} | {_show(other)}" for name, (one, other) in found.details.items()
     ]

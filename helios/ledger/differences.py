@@ -11,17 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from helios.errors import LedgerError
-from helios.ledger.line import TAIL_BYTES, read_float
+from helios.ledger.line import STEPS, TAIL_BYTES, read_float
 from helios.ledger.reading import find_ledger, parse_header, read_lines
 
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
 NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"
+GENERATORS, INITIAL, GRADIENTS = "generators before the step", "initial weights", "gradients"
 _KEYS = (
+    (GENERATORS, ("generators",)),
+    (INITIAL, ("initial",)),
     (RATES, ("lr",)),
     (NUMERICS, ("loss", "norm", "skipped")),
-    (WEIGHTS, ("weights", "optimizer")),
+    (GRADIENTS, ("gradients",)),
+    (WEIGHTS, ("weights", "optimizer", "parameters")),
 )
+_TENSORS: Mapping[str, str] = {
+    "batch": "",
+    "generators": "generator ",
+    "initial": "initial value of ",
+    "gradients": "gradient of ",
+    "parameters": "",
+}
 _FIRST = "the seed and the code that make the first weights"
+_NUMERIC = (
+    "random numbers that do not come from the run's generators",
+    "another number of threads, library version, processor or GPU",
+    "weights that were changed between two starts, or computed wrongly by a device",
+)
 _CAUSES: Mapping[str, tuple[str, ...]] = {
     ORDER: (
         "another random_seed, sampler or shuffle option",
@@ -32,13 +48,17 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "other code or random numbers of the augmentation",
         "another version of a library that reads or transforms samples",
     ),
+    GENERATORS: (
+        "another random_seed",
+        "hooks or code before the step that draw other random numbers",
+    ),
+    INITIAL: (_FIRST, "other layers, or other sizes of layers"),
     RATES: ("other options of the optimizer or scheduler, or code that sets the rate",),
     NUMERICS: (
         "other code or options of the model, the loss or the optimizer",
-        "random numbers that do not come from the run's generators",
-        "another number of threads, library version, processor or GPU",
-        "weights that were changed between two starts, or computed wrongly by a device",
+        *_NUMERIC,
     ),
+    GRADIENTS: ("other code or options of the model or the loss", *_NUMERIC),
     WEIGHTS: (
         "code that changes weights without effect on the losses so far",
         "another number of threads, library version, processor or GPU",
@@ -58,9 +78,13 @@ class Difference:
         iteration: the first iteration that differs; ``None`` if there is none.
         what: the parts of it that differ, in the order in which an iteration computes them.
         details: the differing values of both runs, by name.
+        tensors: if both ledgers are full, the tensors that differ in that iteration, the first to
+            be computed first.
         causes: what may have caused the first part to differ.
         lengths: the last iteration of each ledger.
         have_ended: whether each ledger has the line of the end of its run.
+        levels: what each ledger holds, ``"steps"`` or ``"full"``; if they differ, what is only in
+            the full one is not compared.
         has_same_definition: whether both runs have the same definition: options, data and seed.
     """
 
@@ -71,9 +95,11 @@ class Difference:
     iteration: int | None = None
     what: list[str] = field(default_factory=list)
     details: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    tensors: list[str] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     lengths: tuple[int, int] = (0, 0)
     have_ended: tuple[bool, bool] = (False, False)
+    levels: tuple[str, str] = (STEPS, STEPS)
     has_same_definition: bool = True
 
     @property
@@ -106,6 +132,9 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         for lines, path in ((left, found.first), (right, found.second))
     ]
     found.has_same_definition = heads[0]["run"] == heads[1]["run"]
+    found.levels = (heads[0].get("level", STEPS), heads[1].get("level", STEPS))
+    if found.levels[0] != found.levels[1]:
+        left, right = map(_without_tensors, left), map(_without_tensors, right)
     begins = [head["after"] for head in heads]
     start = max(begins)
     found.begins_after = found.num_equal = start
@@ -147,9 +176,14 @@ def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> 
         found.what.append(ORDER)
     if data[0][1:] != data[1][1:]:
         found.what.append(CONTENT)
+    found.tensors = _name_tensors("batch", one, other)
     for what, keys in _KEYS:
         changed = [key for key in keys if one.get(key) != other.get(key)]
-        found.details |= {key: (_read(key, one), _read(key, other)) for key in changed}
+        for key in changed:
+            if key in _TENSORS:
+                found.tensors += _name_tensors(key, one, other)
+            else:
+                found.details[key] = (_read(key, one), _read(key, other))
         if changed:
             found.what.append(what)
     if one["at"] != other["at"]:
@@ -161,7 +195,9 @@ def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> 
             "that a ledger holds. `helios verify` names lines that were changed."
         )
     first = found.what[0]
-    found.causes = [_FIRST] if first == NUMERICS and found.num_equal == 0 else []
+    # A full ledger tells whether the first weights are the same.
+    may_be_first = first == NUMERICS and found.num_equal == 0 and "initial" not in one
+    found.causes = [_FIRST] if may_be_first else []
     found.causes += _CAUSES[first]
 
 
@@ -173,6 +209,28 @@ def _check_places(found: Difference, one: dict[str, Any], other: dict[str, Any])
                 f"{path} has the line of iteration {content['at'][1]} after that of iteration "
                 f"{found.num_equal}. `helios verify` names all lines that are wrong."
             )
+
+
+def _without_tensors(data: bytes) -> bytes:
+    """Return a line without what only a full ledger holds."""
+    body, mark, _ = data.partition(b',"batch":[')
+    return body + data[-TAIL_BYTES:] if mark else data
+
+
+def _name_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that differ in an entry of two lines, in the order of the lines."""
+    found = []
+    parts = [line.get(key, {}) for line in (one, other)]
+    by_replica = [part if isinstance(part, list) else [part] for part in parts]
+    for replica, tables in enumerate(zip_longest(*by_replica, fillvalue=dict[str, Any]())):
+        left, right = tables
+        place = f" of replica {replica}" if len(by_replica[0]) > 1 else ""
+        for name in {**left, **right}:
+            if left.get(name) != right.get(name):
+                text = f"{_TENSORS[key]}{name}{place}"
+                forms = [table[name][1] for table in tables if key == "batch" and name in table]
+                found.append(f"{text}, {' | '.join(dict.fromkeys(forms))}" if forms else text)
+    return found
 
 
 def _read(key: str, line: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from helios.ledger.book import Book
 from helios.ledger.line import write_float, write_hash
+from helios.ledger.tensor_digests import TensorDigests
 from helios.state import TrainingState
 from helios.storage.content_hash import Fingerprint, fingerprint, hash_indices
 
@@ -63,6 +64,7 @@ class LedgerWriter:
         find_weights: returns all parameters by name.
         find_optimizers: returns the optimizers by path.
         attributes: those of the model, in which an optimizer may be replaced.
+        tensors: takes the digests of all tensors; ``None`` unless the ledger is full.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class LedgerWriter:
         find_weights: Callable[[], Mapping[str, Tensor]],
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
         attributes: Mapping[str, Any],
+        tensors: TensorDigests | None = None,
     ) -> None:
         self._book = book
+        self._tensors = tensors
         self._block = block
         self._find_weights = find_weights
         self._find_optimizers = find_optimizers
@@ -107,7 +111,22 @@ class LedgerWriter:
             totals[3] += content.value & _LOW
             totals[4] += content.num_unseen
             totals[5] += indices is None
+        if self._tensors is not None:
+            with self._guard("batches"):
+                self._tensors.see(batches)
         return totals
+
+    def begin_turn(self, iteration: int) -> None:
+        """Note the generators before the step of the next replica of this process."""
+        if self._tensors is not None:
+            with self._guard("generators"):
+                self._tensors.begin_turn(iteration)
+
+    def take_gradients(self, optimizer: Optimizer) -> None:
+        """Note the averaged gradients of an optimizer, before they are clipped."""
+        if self._tensors is not None:
+            with self._guard("gradients"):
+                self._tensors.take_gradients(optimizer)
 
     def _look(self, batch: Any, replica: int) -> Fingerprint:
         try:
@@ -116,6 +135,13 @@ class LedgerWriter:
             # A tensor of a user's class may fail here; that is no reason to stop.
             self._warn("batches", error)
             return Fingerprint(0, num_unseen=1)
+
+    @contextlib.contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._warn(what, error)
 
     def _warn(self, what: str, error: Exception) -> None:
         if not self._has_warned:
@@ -139,13 +165,15 @@ class LedgerWriter:
     def write(
         self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
     ) -> None:
-        """Write the line of an iteration, at its end.
+        """Write the line of an iteration, at its end; a collective call if the ledger is full.
 
         Args:
             state: the counters.
             totals: what :meth:`see` has returned, added over all processes.
             norm: the norm of the gradients, if one was computed.
         """
+        if self._tensors is not None:
+            self._tensors.exchange()
         book = self._book
         if book is None:
             return
@@ -155,6 +183,9 @@ class LedgerWriter:
                 rest = ',"skipped":1'
             elif state.global_step % book.every == 0:
                 rest = self._digests()
+        if self._tensors is not None:
+            with self._guard("weights"):
+                rest += self._tensors.describe(state)
         rates = self._rates()
         norm = None if norm is None else self._read(norm)
         moment = _mark_time() if self._is_far else None

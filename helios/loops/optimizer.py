@@ -227,9 +227,7 @@ class OptimizerLoop(Loop):
         """
         session, context = self._session, self._session.context
         engine, hooks, active = session.engine, session.hooks, session.hooks.active
-        engine.average_gradients(optimizer)
-        if session.turns.has_message:
-            session.turns.receive()
+        self._average(optimizer)
         context.stepping_optimizer = optimizer
         if "on_optimizer_step_start" in active:
             hooks.emit("on_optimizer_step_start", optimizer)
@@ -250,6 +248,15 @@ class OptimizerLoop(Loop):
             hooks.emit("on_optimizer_step_end", optimizer, is_committed)
         context.stepping_optimizer = None
         return is_committed
+
+    def _average(self, optimizer: Optimizer) -> None:
+        session = self._session
+        session.engine.average_gradients(optimizer)
+        if session.turns.has_message:
+            session.turns.receive()
+        ledger = None if session.recorder is None else session.recorder.ledger
+        if ledger is not None:
+            ledger.take_gradients(optimizer)
 
     def teardown(self) -> None:
         """Release the optimizer of this training."""

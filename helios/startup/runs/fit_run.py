@@ -213,6 +213,7 @@ class FitRun(Run):
                 identity,
                 record=self._record,
                 is_branch=self._start.is_branch,
+                level=self.options.checkpoints.ledger,
             )
         recorder = run_outputs.FitRecorder(
             self._name,
