@@ -95,18 +95,21 @@ def _disturb(folder: Path, start: Callable[..., Outcome], chance: random.Random)
     return disturbance.kind
 
 
-@pytest.mark.parametrize("unit", ["iteration", pytest.param("epoch", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_full_ledger_is_the_same_on_any_number_of_processes(unit: str, tmp_path: Path) -> None:
     """Four processes, two, one and three, of which each start but the last is disturbed."""
     chance = random.Random(unit)
-    num_rounds = 5 if tier.is_full() else 1
-    total = {"iteration": 18 * num_rounds, "epoch": 9 * num_rounds}[unit]
     setting = Elastic(
-        num_replicas=4, unit=unit, total_steps=total, accumulation=2, options={"ledger": FULL}
+        num_replicas=4,
+        unit=unit,
+        total_steps=STEPS if unit == "iteration" else STEPS // 2,
+        accumulation=2,
+        options={"ledger": FULL},
     )
     run(tmp_path / "alone", 1, setting)
     folder = tmp_path / "several"
-    for num_processes in (4, 2, 1, 3) * num_rounds:
+    for num_processes in (4, 2, 1, 3) * (NUM_STARTS // 4):
         _disturb_processes(folder, num_processes, setting, chance)
     assert not verify(folder).has_ended, "a start was not disturbed before its end"
     run(folder, 3, setting)
