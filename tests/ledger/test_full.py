@@ -74,6 +74,13 @@ def test_each_line_holds_what_its_iteration_computes(whole: Path) -> None:
         assert "initial" not in line or line is first
 
 
+def test_clipping_changes_what_follows_the_gradients(whole: Path, tmp_path: Path) -> None:
+    train(tmp_path, dataclasses.replace(SETTING, options={"ledger": FULL, "clip_norm": 1e-3}))
+    clipped, first = _lines(tmp_path)[1], _lines(whole)[1]
+    assert clipped["gradients"] == first["gradients"]
+    assert clipped["parameters"] != first["parameters"]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
