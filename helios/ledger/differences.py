@@ -30,7 +30,7 @@ _TENSORS: Mapping[str, str] = {
     "generators": "generator ",
     "initial": "initial value of ",
     "gradients": "gradient of ",
-    "parameters": "",
+    "parameters": "parameter ",
 }
 _FIRST = "the seed and the code that make the first weights"
 _NUMERIC = (
@@ -176,12 +176,12 @@ def _describe(found: Difference, one: dict[str, Any], other: dict[str, Any]) -> 
         found.what.append(ORDER)
     if data[0][1:] != data[1][1:]:
         found.what.append(CONTENT)
-    found.tensors = _name_tensors("batch", one, other)
+    found.tensors = _read_tensors("batch", one, other)
     for what, keys in _KEYS:
         changed = [key for key in keys if one.get(key) != other.get(key)]
         for key in changed:
             if key in _TENSORS:
-                found.tensors += _name_tensors(key, one, other)
+                found.tensors += _read_tensors(key, one, other)
             else:
                 found.details[key] = (_read(key, one), _read(key, other))
         if changed:
@@ -215,6 +215,20 @@ def _without_tensors(data: bytes) -> bytes:
     """Return a line without what only a full ledger holds."""
     body, mark, _ = data.partition(b',"batch":[')
     return body + data[-TAIL_BYTES:] if mark else data
+
+
+def _read_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that differ in an entry of two lines.
+
+    Raises:
+        LedgerError: if an entry is none.
+    """
+    try:
+        return _name_tensors(key, one, other)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise LedgerError(
+            f"A ledger has a damaged entry {key}. `helios verify` names its line."
+        ) from error
 
 
 def _name_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

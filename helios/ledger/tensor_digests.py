@@ -70,16 +70,21 @@ class TensorDigests:
         self._gather = gather
         self._batches: list[dict[str, list[str]]] = []
         self._turns: list[_Turn] = []
+        self._exchanged: list[_Turn] = []
         self._initial: dict[str, str] = {}
         self._gradients: dict[str, str] = {}
         self._num_updates = 0
         self._averaged: Optimizer | None = None
         self._hook: Any = None
 
-    def open(self) -> None:
-        """Begin to watch the steps of optimizers that the model makes itself."""
+    def open(self, before_step: Callable[..., None]) -> None:
+        """Begin to watch the steps of optimizers that the model makes itself.
+
+        Args:
+            before_step: is called before each step of an optimizer; calls :meth:`before_step`.
+        """
         if self._is_writer:
-            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            self._hook = register_optimizer_step_pre_hook(before_step)
 
     def close(self) -> None:
         """Stop watching; may be called twice."""
@@ -89,11 +94,11 @@ class TensorDigests:
 
     def see(self, batches: Sequence[Any]) -> None:
         """Take the digests of the batches of an iteration, one for each replica of this process."""
-        self._batches, self._turns = [], []
+        self._batches, self._turns = [{} for _ in batches], []
         self._initial, self._gradients = {}, {}
         self._num_updates, self._averaged = 0, None
-        for batch in batches:
-            self._batches.append(dict(_describe(batch)))
+        for number, batch in enumerate(batches):
+            self._batches[number] = dict(_describe(batch))
 
     def begin_turn(self, iteration: int) -> None:
         """Take the digests of the generators before the step of the next replica."""
@@ -111,13 +116,14 @@ class TensorDigests:
 
     def exchange(self) -> None:
         """Collect what all replicas have read, at the end of an iteration; a collective call."""
-        self._turns = [turn for turns in self._gather(self._turns) for turn in turns]
+        self._exchanged = [turn for turns in self._gather(self._turns) for turn in turns]
+        self._turns = []
 
     def describe(self, state: TrainingState) -> str:
         """Return the entries of the line of an iteration, after :meth:`exchange`."""
         content: dict[str, Any] = {
-            "batch": [turn.batch for turn in self._turns],
-            "generators": [turn.generators for turn in self._turns],
+            "batch": [turn.batch for turn in self._exchanged],
+            "generators": [turn.generators for turn in self._exchanged],
         }
         if self._initial:
             content["initial"] = self._initial
@@ -127,8 +133,8 @@ class TensorDigests:
             content["parameters"] = self._read_weights()
         return f",{json.dumps(content, separators=(',', ':'))[1:-1]}"
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Take the gradients of a step that the model makes itself, as they are there."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Take the digests of the gradients of a step that the model makes itself."""
         if self._averaged is optimizer:
             self._averaged = None
         elif self._turns:
@@ -185,7 +191,7 @@ def _members_of(value: Any) -> list[tuple[str, Any]] | None:
     """Return the members of a container; ``None`` for a leaf, such as a list of plain values."""
     if isinstance(value, dict | UserDict):
         items = value.data if isinstance(value, UserDict) else value
-        if not all(type(key) in _PLAIN for key in items):
+        if not all(type(key) in _PLAIN for key in dict.keys(items)):
             return None
         # A dictionary may be built in the order of a set, which differs from start to start.
         named = [(f"[{key!r}]", member) for key, member in dict.items(items)]

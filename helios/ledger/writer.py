@@ -116,6 +116,21 @@ class LedgerWriter:
                 self._tensors.see(batches)
         return totals
 
+    def open(self) -> None:
+        """Begin to watch the steps of optimizers, if the ledger is full."""
+        if self._tensors is not None:
+            self._tensors.open(self._before_step)
+
+    def close(self) -> None:
+        """Stop watching; may be called twice."""
+        if self._tensors is not None:
+            self._tensors.close()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._tensors is not None:
+            with self._guard("gradients"):
+                self._tensors.before_step(optimizer)
+
     def begin_turn(self, iteration: int) -> None:
         """Note the generators before the step of the next replica of this process."""
         if self._tensors is not None:

@@ -256,7 +256,7 @@ def test_a_flipped_bit_of_a_loaded_weight_is_found(
     base = known if level == STEPS else known_in_full
     _check(planted, level, base, run(tmp_path, planted.plan, level))
     if level == FULL:
-        assert "net.0.weight" in diff(base, tmp_path).tensors
+        assert "parameter net.0.weight" in diff(base, tmp_path).tensors
 
 
 @pytest.mark.parametrize("level", [STEPS, FULL])
@@ -376,6 +376,27 @@ def test_a_damaged_ledger_is_refused(harm: Any, known: Path, tmp_path: Path) -> 
     bad.write_bytes(b"".join(harm(ledger.read_bytes().splitlines(keepends=True))))
     with pytest.raises(LedgerError, match="helios verify"):
         diff(known, bad)
+
+
+@pytest.mark.parametrize(
+    ("entry", "harm"),
+    [
+        (b'"batch":[', b'"batch":[7,'),
+        (b'"generators":[', b'"generators":[[],'),
+        (b'"gradients":{', b'"gradients":7,"x":{'),
+    ],
+)
+def test_a_damaged_full_ledger_is_refused(
+    entry: bytes, harm: bytes, known_in_full: Path, tmp_path: Path
+) -> None:
+    (ledger,) = known_in_full.glob(f"*/{FILE_NAME}")
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    assert entry in lines[4]
+    lines[4] = lines[4].replace(entry, harm)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError, match="helios verify"):
+        diff(known_in_full, bad)
 
 
 def test_a_ledger_that_is_none_is_refused(known: Path, tmp_path: Path) -> None:

@@ -168,6 +168,25 @@ def test_the_command_names_the_first_tensor(
     assert "first tensor: batch[0], int64 (4,), and " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_what_cannot_be_read_stops_nobody(
+    is_manual: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(value: Any) -> None:
+        raise ValueError("not like this")
+
+    setting = dataclasses.replace(SETTING, is_manual=is_manual)
+    whole = train(tmp_path / "whole", setting)
+    monkeypatch.setattr("helios.ledger.tensor_digests.fingerprint", refuse)
+    capsys.readouterr()
+    assert_equal(train(tmp_path / "refused", setting), whole, since=0)
+    assert capsys.readouterr().err.count("The ledger cannot read the batches") == 1
+    assert verify(tmp_path / "refused").is_good
+
+
 class Fail(Plugin):
     """Fails in an update."""
 

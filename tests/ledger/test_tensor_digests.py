@@ -35,7 +35,7 @@ class Subject:
             read_generators=lambda: {"torch": self.draws.get_state()},
             gather=lambda value: [value],
         )
-        self.digests.open()
+        self.digests.open(lambda optimizer, *_: self.digests.before_step(optimizer))
 
     def backward(self) -> None:
         self.optimizer.zero_grad()

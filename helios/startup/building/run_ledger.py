@@ -34,19 +34,16 @@ class RunLedger:
         book: its file, which rank 0 writes; ``None`` on other ranks.
         found: the mark in the checkpoint that the run continues from.
         after: the last iteration before this start.
-        tensors: takes the digests of all tensors; ``None`` unless the ledger is full.
     """
 
     writer: LedgerWriter
     book: Book | None
     found: dict[str, Any] | None
     after: int
-    tensors: TensorDigests | None = None
 
     def open(self) -> None:
         """Begin or continue the file, once nothing can refuse the start any more."""
-        if self.tensors is not None:
-            self.tensors.open()
+        self.writer.open()
         if self.book is not None:
             self.book.open(self.found, after=self.after)
 
@@ -62,8 +59,7 @@ class RunLedger:
 
     def close(self) -> None:
         """Write the lines that wait, and close the file."""
-        if self.tensors is not None:
-            self.tensors.close()
+        self.writer.close()
         if self.book is not None:
             # After an error of an accelerator, its numbers cannot be read.
             with contextlib.suppress(RuntimeError):
@@ -120,7 +116,7 @@ def make_ledger(
         tensors=tensors,
     )
     after = 0 if record is None else record.place[1]
-    return RunLedger(writer, book, found, after=after, tensors=tensors)
+    return RunLedger(writer, book, found, after=after)
 
 
 def _continue_level(found: str, asked: str, *, is_first: bool) -> str:
