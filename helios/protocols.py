@@ -44,6 +44,14 @@ class Ledger(Protocol):
         """Hash the batches of an iteration; returns numbers to add over all processes."""
         ...
 
+    def begin_turn(self, iteration: int) -> None:
+        """Note the generators before the step of the next replica of this process."""
+        ...
+
+    def take_gradients(self, optimizer: Any) -> None:
+        """Note the averaged gradients of an optimizer, before they are clipped."""
+        ...
+
     def find_optimizers(self) -> None:
         """Search for the optimizers again."""
         ...

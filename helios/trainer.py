@@ -100,7 +100,8 @@ class Trainer:
         allow_changes: names of settings that may differ from those in the checkpoint.
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
-            written; ``"off"`` does not, and writes no manifest and no lineage either.
+            written; ``"full"`` adds a digest of each tensor, at some cost; ``"off"`` writes no
+            evidence at all: no manifest and no lineage either.
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
         seeds: seeds of single sources of random numbers, in place of ``random_seed``:
@@ -164,7 +165,7 @@ class Trainer:
         resume: str | Path = "auto",
         allow_changes: Sequence[Change] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
-        ledger: Literal["steps", "off"] = "steps",
+        ledger: Literal["steps", "full", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
         seeds: Mapping[SeedSource, int] | None = None,
         sanity_steps: int = 0,

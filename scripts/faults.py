@@ -2181,6 +2181,50 @@ FAULTS = (
         SAME_BITS,
     ),
     Fault(
+        "a full ledger has the gradients after clipping",
+        "helios/loops/optimizer.py",
+        "            self._ledger.take_gradients(optimizer)\n",
+        "            pass\n",
+        "tests/ledger/test_full.py::test_clipping_changes_what_follows_the_gradients",
+    ),
+    Fault(
+        "a resume changes what a ledger holds",
+        "helios/startup/building/run_ledger.py",
+        "    return found\n\n\ndef _read_generators",
+        "    return asked\n\n\ndef _read_generators",
+        "tests/ledger/test_full.py::test_a_ledger_keeps_its_level",
+    ),
+    Fault(
+        "optimizers are watched after the end of a run",
+        "helios/ledger/tensor_digests.py",
+        "            self._hook.remove()\n",
+        "",
+        "tests/ledger/test_full.py::test_no_hook_of_optimizers_is_left_after_a_run_that_fails",
+    ),
+    Fault(
+        "the order of a dictionary enters a full ledger",
+        "helios/ledger/tensor_digests.py",
+        "        return sorted(named, key=lambda pair: pair[0])\n",
+        "        return named\n",
+        "tests/ledger/test_tensor_digests.py::test_one_value_changes_the_digest_of_its_tensor_only",
+    ),
+    Fault(
+        "a full ledger lacks the batches of other processes",
+        "helios/ledger/tensor_digests.py",
+        "for turns in self._gather(self._turns) for turn in turns]",
+        "for turns in [self._turns] for turn in turns]",
+        "tests/distributed/test_elastic.py"
+        "::test_each_start_may_have_another_number_of_processes[iteration-order0]",
+    ),
+    Fault(
+        "a full ledger is not compared with an ordinary one",
+        "helios/ledger/differences.py",
+        "        left, right = map(_without_tensors, left), map(_without_tensors, right)\n",
+        "        pass\n",
+        "tests/ledger/test_full.py"
+        "::test_a_full_ledger_changes_no_bit_and_holds_the_lines_of_the_other",
+    ),
+    Fault(
         "the hash of a line is not compared",
         "helios/ledger/line.py",
         "    if tail != _HASH + found.encode() + b'\"}\\n':",

@@ -81,6 +81,8 @@ def _lines(found: Difference) -> list[str]:
     lines = []
     if not found.has_same_definition:
         lines.append("The runs have different definitions: options, seed or data differ.")
+    if found.levels[0] != found.levels[1]:
+        lines.append("Only one of the ledgers is full: what both hold is compared.")
     if found.is_equal:
         return [*lines, f"equal: iterations {found.begins_after + 1} to {found.num_equal}"]
     if found.iteration is None and found.lengths[0] == found.lengths[1]:

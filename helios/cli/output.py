@@ -200,6 +200,9 @@ def difference_lines(found: LineComparison) -> list[str]:
     lines = [f"different from iteration {found.iteration} on, first in: {found.what[0]}"]
     if found.what[1:]:
         lines.append(f"then in: {', '.join(found.what[1:])}")
+    if found.tensors:
+        rest = len(found.tensors) - 1
+        lines.append(f"first tensor: {found.tensors[0]}" + (f", and {rest} more" if rest else ""))
     lines += [
         f"  {name}: {_show(one)} | {_show(other)}" for name, (one, other) in found.details.items()
     ]

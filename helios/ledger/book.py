@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, final
 
 from helios.ledger import line
+from helios.ledger.line import STEPS
 from helios.storage import files
 
 _LOGGER = logging.getLogger(__name__)
@@ -29,17 +30,19 @@ class Book:
     Args:
         folder: the run's folder.
         run: hash of the run's definition.
+        level: what a line holds, ``"steps"`` or ``"full"``.
 
     Attributes:
         every: the number of steps between two hashes of the weights, as at the first start.
         loss: why the ledger of a checkpoint could not be continued; ``None`` if it was.
     """
 
-    def __init__(self, folder: Path, *, run: str) -> None:
+    def __init__(self, folder: Path, *, run: str, level: str = STEPS) -> None:
         self.every = EVERY
         self.loss: str | None = None
         self._path = folder / FILE_NAME
         self._run = run
+        self._level = {} if level == STEPS else {"level": level}
         self._is_open = False
         self._lock = threading.Lock()
         self._chain = ""
@@ -70,7 +73,7 @@ class Book:
                 return
         self._chain, self._size, self._waiting = "", 0, (0, [])
         head: dict[str, Any] = {"ledger": line.VERSION, "run": self._run, "every": self.every}
-        head["after"] = after
+        head |= {"after": after, **self._level}
         if mark is not None:
             head["lost"] = True
         self.append(json.dumps(head, separators=(",", ":"))[:-1])
@@ -96,7 +99,7 @@ class Book:
     def mark(self) -> dict[str, Any]:
         """Return the size and hash of the ledger so far, for a checkpoint."""
         self._try_write()
-        return {"size": self._size, "hash": self._chain, "every": self.every}
+        return {"size": self._size, "hash": self._chain, "every": self.every, **self._level}
 
     def sync(self) -> None:
         """Wait until all lines are on the disk; another thread may call this.

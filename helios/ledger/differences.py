@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.errors import LedgerError
-from helios.ledger.line import TAIL_BYTES, read_float
+from helios.ledger.line import STEPS, TAIL_BYTES, read_float
 from helios.ledger.manifest.manifest_changes import ManifestChange, compare_facts
 from helios.ledger.manifest.manifest_file import read_manifest
 from helios.ledger.reading import find_ledger, parse_header, read_lines
@@ -19,12 +19,28 @@ from helios.ledger.reading import find_ledger, parse_header, read_lines
 ORDER, CONTENT, RATES = "order of the samples", "content of the batches", "learning rates"
 NUMERICS, WEIGHTS, COUNTERS = "losses", "weights and optimizers", "counters"
 END = "end of the run"
+GENERATORS, INITIAL, GRADIENTS = "generators before the step", "initial weights", "gradients"
 _KEYS = (
+    (GENERATORS, ("generators",)),
+    (INITIAL, ("initial",)),
     (RATES, ("lr",)),
     (NUMERICS, ("loss", "norm", "skipped")),
-    (WEIGHTS, ("weights", "optimizer")),
+    (GRADIENTS, ("gradients",)),
+    (WEIGHTS, ("weights", "optimizer", "parameters")),
 )
+_TENSORS: Mapping[str, str] = {
+    "batch": "",
+    "generators": "generator ",
+    "initial": "initial value of ",
+    "gradients": "gradient of ",
+    "parameters": "parameter ",
+}
 _FIRST = "another random_seed or seeds, or other code that makes the first weights"
+_NUMERIC = (
+    "random numbers that do not come from the run's generators",
+    "another number of threads, library version, processor or GPU",
+    "weights that were changed between two starts, or computed wrongly by a device",
+)
 _CAUSES: Mapping[str, tuple[str, ...]] = {
     ORDER: (
         "another random_seed, seeds, sampler or shuffle option",
@@ -35,13 +51,17 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "other code or random numbers of the augmentation",
         "another version of a library that reads or transforms samples",
     ),
+    GENERATORS: (
+        "another random_seed",
+        "hooks or code before the step that draw other random numbers",
+    ),
+    INITIAL: (_FIRST, "other layers, or other sizes of layers"),
     RATES: ("other options of the optimizer or scheduler, or code that sets the rate",),
     NUMERICS: (
         "other code or options of the model, the loss or the optimizer",
-        "random numbers that do not come from the run's generators",
-        "another number of threads, library version, processor or GPU",
-        "weights that were changed between two starts, or computed wrongly by a device",
+        *_NUMERIC,
     ),
+    GRADIENTS: ("other code or options of the model or the loss", *_NUMERIC),
     WEIGHTS: (
         "code that changes weights without effect on the losses so far",
         "another number of threads, library version, processor or GPU",
@@ -61,6 +81,8 @@ class LineComparison:
         iteration: the first iteration that differs; ``None`` if there is none.
         what: the parts of it that differ, in the order in which an iteration computes them.
         details: the differing values of both runs, by name.
+        tensors: if both ledgers are full, the tensors that differ in that iteration, the first to
+            be computed first.
         causes: what may have caused the first part to differ.
         has_same_definition: whether both runs have the same definition: options, data and seed.
     """
@@ -70,6 +92,7 @@ class LineComparison:
     iteration: int | None = None
     what: list[str] = field(default_factory=list)
     details: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    tensors: list[str] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     has_same_definition: bool = True
 
@@ -82,6 +105,8 @@ class Difference(LineComparison):
         first, second: the two ledgers.
         lengths: the last iteration of each ledger.
         have_ended: whether each ledger has the line of the end of its run.
+        levels: what each ledger holds, ``"steps"`` or ``"full"``; if they differ, what is only in
+            the full one is not compared.
         manifest: what differs between the newest starts of both runs, the strongest effect first;
             empty if one of them has no manifest.
     """
@@ -91,6 +116,7 @@ class Difference(LineComparison):
     lengths: tuple[int, int] = (0, 0)
     have_ended: tuple[bool, bool] = (False, False)
     manifest: list[ManifestChange] = field(default_factory=list)
+    levels: tuple[str, str] = (STEPS, STEPS)
 
     @property
     def is_equal(self) -> bool:
@@ -123,6 +149,9 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         for lines, path in ((left, found.first), (right, found.second))
     ]
     found.has_same_definition = heads[0]["run"] == heads[1]["run"]
+    found.levels = (heads[0].get("level", STEPS), heads[1].get("level", STEPS))
+    if found.levels[0] != found.levels[1]:
+        left, right = map(_without_tensors, left), map(_without_tensors, right)
     begins = [head["after"] for head in heads]
     start = max(begins)
     found.begins_after = found.num_equal = start
@@ -177,9 +206,14 @@ def describe(found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, 
         found.what.append(ORDER)
     if data[0][1:] != data[1][1:]:
         found.what.append(CONTENT)
+    found.tensors = _read_tensors("batch", left, right)
     for what, keys in _KEYS:
         changed = [key for key in keys if left.get(key) != right.get(key)]
-        found.details |= {key: (_read(key, left), _read(key, right)) for key in changed}
+        for key in changed:
+            if key in _TENSORS:
+                found.tensors += _read_tensors(key, left, right)
+            else:
+                found.details[key] = (_read(key, left), _read(key, right))
         if changed:
             found.what.append(what)
     if left["at"] != right["at"]:
@@ -190,14 +224,55 @@ def describe(found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, 
             f"{one[1]} and {other[1]} differ in iteration {found.iteration} in nothing that a "
             "ledger holds. `helios verify` names lines that were changed."
         )
-    found.causes = causes_of(found)
+    found.causes = causes_of(found, shows_first="initial" in left)
 
 
-def causes_of(found: LineComparison) -> list[str]:
-    """Return what may have caused the part that differs first."""
+def causes_of(found: LineComparison, *, shows_first: bool = False) -> list[str]:
+    """Return what may have caused the part that differs first.
+
+    Args:
+        found: the parts that differ.
+        shows_first: whether the ledger shows that the first weights are equal.
+    """
     first = found.what[0]
-    causes = [_FIRST] if first == NUMERICS and found.num_equal == 0 else []
-    return [*causes, *_CAUSES[first]]
+    may_be_first = first == NUMERICS and found.num_equal == 0 and not shows_first
+    return [*([_FIRST] if may_be_first else []), *_CAUSES[first]]
+
+
+def _without_tensors(data: bytes) -> bytes:
+    """Return a line without what only a full ledger holds."""
+    body, mark, _ = data.partition(b',"batch":[')
+    return body + data[-TAIL_BYTES:] if mark else data
+
+
+def _read_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that differ in an entry of two lines.
+
+    Raises:
+        LedgerError: if an entry is none.
+    """
+    try:
+        return _name_tensors(key, one, other)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise LedgerError(
+            f"A ledger has a damaged entry {key}. `helios verify` names its line."
+        ) from error
+
+
+def _name_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the tensors that differ in an entry of two lines, in the order of the lines."""
+    found = []
+    parts = [line.get(key, {}) for line in (one, other)]
+    by_replica = [part if isinstance(part, list) else [part] for part in parts]
+    for replica, tables in enumerate(zip_longest(*by_replica, fillvalue=dict[str, Any]())):
+        left, right = tables
+        place = f" of replica {replica}" if len(by_replica[0]) > 1 else ""
+        for name in {**left, **right}:
+            if left.get(name) != right.get(name):
+                text = f"{_TENSORS[key]}{name}{place}"
+                forms = [table[name][1] for table in tables if key == "batch" and name in table]
+                found.append(f"{text}, {' | '.join(dict.fromkeys(forms))}" if forms else text)
+    return found
 
 
 def _read(key: str, line: Mapping[str, Any]) -> Any:

@@ -20,8 +20,11 @@ key            content
 ``h``          the hash
 =============  ============================================================================
 
+With ``ledger="full"`` the digests of :mod:`helios.ledger.tensor_digests` come before the hash.
+
 The first line is the header: the version of the format, the run's definition, n, and the last
-iteration before the ledger begins, which is not zero if the ledger was lost or switched on later.
+iteration before the ledger begins, which is not zero if the ledger was lost or switched on later,
+and ``level`` if it is full.
 The last line of a run that has ended has the key ``end``.
 """
 
@@ -36,6 +39,7 @@ from typing import Any
 from helios.errors import LedgerError
 
 VERSION = 1
+STEPS, FULL = "steps", "full"
 _DIGITS = 16
 _HASH = b',"h":"'
 TAIL_BYTES = len(_HASH) + _DIGITS + len(b'"}\n')

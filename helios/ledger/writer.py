@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.ledger.line import write_float, write_hash
+from helios.ledger.tensor_digests import TensorDigests
 from helios.state import TrainingState
 from helios.storage.content_hash import Fingerprint, fingerprint, hash_indices
 
@@ -76,6 +77,7 @@ class LedgerWriter:
         find_weights: returns all parameters by name.
         find_optimizers: returns the optimizers by path.
         attributes: those of the model, in which an optimizer may be replaced.
+        tensors: takes the digests of all tensors; ``None`` unless the ledger is full.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class LedgerWriter:
         find_weights: Callable[[], Mapping[str, Tensor]],
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
         attributes: Mapping[str, Any],
+        tensors: TensorDigests | None = None,
     ) -> None:
         self._book = book
+        self._tensors = tensors
         self._block = block
         self._find_weights = find_weights
         self._find_optimizers = find_optimizers
@@ -120,7 +124,37 @@ class LedgerWriter:
             totals[3] += content.value & _LOW
             totals[4] += content.num_unseen
             totals[5] += indices is None
+        if self._tensors is not None:
+            with self._guard("batches"):
+                self._tensors.see(batches)
         return totals
+
+    def open(self) -> None:
+        """Begin to watch the steps of optimizers, if the ledger is full."""
+        if self._tensors is not None:
+            self._tensors.open(self._before_step)
+
+    def close(self) -> None:
+        """Stop watching; may be called twice."""
+        if self._tensors is not None:
+            self._tensors.close()
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._tensors is not None:
+            with self._guard("gradients"):
+                self._tensors.before_step(optimizer)
+
+    def begin_turn(self, iteration: int) -> None:
+        """Note the generators before the step of the next replica of this process."""
+        if self._tensors is not None:
+            with self._guard("generators"):
+                self._tensors.begin_turn(iteration)
+
+    def take_gradients(self, optimizer: Optimizer) -> None:
+        """Note the averaged gradients of an optimizer, before they are clipped."""
+        if self._tensors is not None:
+            with self._guard("gradients"):
+                self._tensors.take_gradients(optimizer)
 
     def _look(self, batch: Any, replica: int) -> Fingerprint:
         try:
@@ -129,6 +163,13 @@ class LedgerWriter:
             # A tensor of a user's class may fail here; that is no reason to stop.
             self._warn("batches", error)
             return Fingerprint(0, num_unseen=1)
+
+    @contextlib.contextmanager
+    def _guard(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._warn(what, error)
 
     def _warn(self, what: str, error: Exception) -> None:
         if not self._has_warned:
@@ -152,13 +193,15 @@ class LedgerWriter:
     def write(
         self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
     ) -> None:
-        """Write the line of an iteration, at its end.
+        """Write the line of an iteration, at its end; a collective call if the ledger is full.
 
         Args:
             state: the counters.
             totals: what :meth:`see` has returned, added over all processes.
             norm: the norm of the gradients, if one was computed.
         """
+        if self._tensors is not None:
+            self._tensors.exchange()
         book = self._book
         if book is None:
             return
@@ -168,6 +211,9 @@ class LedgerWriter:
                 rest = ',"skipped":1'
             elif state.global_step % book.every == 0:
                 rest = self._digests()
+        if self._tensors is not None:
+            with self._guard("weights"):
+                rest += self._tensors.describe(state)
         rates = self._rates()
         norm = None if norm is None else self._read(norm)
         moment = _mark_time() if self._is_far else None

@@ -109,6 +109,8 @@ class EpochLoop(Loop):
                 turns.begin(replica, opens_window=opens_window)
                 if not turns.is_first:
                     context.batch = context.raw_batch = batch
+                if self._ledger is not None:
+                    self._ledger.begin_turn(state.global_iteration)
                 train(batch)
                 turns.end(ends_window=state.is_step_boundary)
             self._end_iteration(batches.num_samples)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.step import end_forward, loss_of, take_step
+from helios.protocols import Ledger
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,7 +38,9 @@ def refuse_closures(optimizer: Optimizer) -> None:
 class OptimizerLoop(Loop):
     """The default optimizer loop: automatic or manual mode, depending on ``train_step``."""
 
-    _internals: ClassVar[str] = "_attribute _has_begun _is_done _optimizer _shown _updated_in"
+    _internals: ClassVar[str] = (
+        "_attribute _has_begun _is_done _ledger _optimizer _shown _updated_in"
+    )
 
     advances_once = True
 
@@ -46,6 +49,7 @@ class OptimizerLoop(Loop):
         self._is_done = False
         self._optimizer: Optimizer | None = None
         self._attribute: tuple[str, Any] = ("", None)
+        self._ledger: Ledger | None = None
         self._has_begun = False
         self._shown: dict[str, Any] = {}
         self._updated_in = 0
@@ -174,6 +178,7 @@ class OptimizerLoop(Loop):
     def _begin(self, *, is_manual: bool) -> None:
         session = self._session
         self._has_begun = True
+        self._ledger = None if session.recorder is None else session.recorder.ledger
         if session.is_manual is None:
             session.is_manual = is_manual
             session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch
@@ -230,6 +235,8 @@ class OptimizerLoop(Loop):
         engine.average_gradients(optimizer)
         if session.turns.has_message:
             session.turns.receive()
+        if self._ledger is not None:
+            self._ledger.take_gradients(optimizer)
         context.stepping_optimizer = optimizer
         if "on_optimizer_step_start" in active:
             hooks.emit("on_optimizer_step_start", optimizer)
@@ -254,6 +261,7 @@ class OptimizerLoop(Loop):
     def teardown(self) -> None:
         """Release the optimizer of this training."""
         self._optimizer = None
+        self._ledger = None
         self._has_begun = False
         self._shown = {}
         self._updated_in = 0

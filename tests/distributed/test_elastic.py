@@ -172,7 +172,7 @@ def test_each_start_may_have_another_number_of_processes(
     tmp_path: Path, unit: str, order: tuple[int, ...]
 ) -> None:
     steps = 12 if unit == "iteration" else 3
-    setting = Elastic(num_replicas=4, unit=unit, total_steps=steps)
+    setting = Elastic(num_replicas=4, unit=unit, total_steps=steps, options={"ledger": "full"})
     alone = run_to_end(tmp_path / "alone", 1, setting)
     for number, num_processes in enumerate(order):
         asker = number % num_processes

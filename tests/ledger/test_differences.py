@@ -17,10 +17,11 @@ import helios
 from helios.errors import LedgerError
 from helios.ledger import diff
 from helios.ledger.book import FILE_NAME
-from helios.ledger.differences import CONTENT, NUMERICS, ORDER, RATES
+from helios.ledger.differences import CONTENT, INITIAL, NUMERICS, ORDER, RATES
+from helios.ledger.line import FULL, STEPS
 from helios.state import TrainingState
 
-LENGTH, BATCH, STEPS = 24, 4, 12
+LENGTH, BATCH, TOTAL = 24, 4, 12
 
 
 @dataclasses.dataclass
@@ -32,6 +33,7 @@ class Plan:
         sample: changes a sample, given its index.
         forward: changes the output of the network, given the step.
         rate: changes the learning rate, given the step.
+        loaded: changes the network after a checkpoint was loaded.
         width: of the hidden layer.
         options: further ones of the trainer.
     """
@@ -40,8 +42,9 @@ class Plan:
     sample: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, sample: sample
     forward: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, output: output
     rate: Callable[[int, float], float] = lambda step, rate: rate
+    loaded: Callable[[nn.Module], None] | None = None
     width: int = 6
-    steps: int = STEPS
+    steps: int = TOTAL
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -83,11 +86,15 @@ class Net(helios.Model):
         (group,) = self.optimizer.param_groups
         group["lr"] = self.plan.rate(state.global_iteration, 0.1)
 
+    def on_checkpoint_loaded(self) -> None:
+        if self.plan.loaded is not None:
+            self.plan.loaded(self.net)
+
     def train_step(self, batch: torch.Tensor, state: TrainingState) -> torch.Tensor:
         return self.plan.forward(state.global_iteration, self.net(batch)).square().mean()
 
 
-def run(folder: Path, plan: Plan | None = None) -> Path:
+def run(folder: Path, plan: Plan | None = None, level: str = STEPS) -> Path:
     plan = plan or Plan()
     trainer = helios.Trainer(
         train_unit="iteration",
@@ -96,7 +103,7 @@ def run(folder: Path, plan: Plan | None = None) -> Path:
         random_seed=plan.seed,
         print_banner=False,
         use_cpu=True,
-        **{"chkpt_frequency": 5, **plan.options},
+        **{"chkpt_frequency": 5, "ledger": level, **plan.options},
     )
     trainer.fit(Net(plan), Data(plan))
     return folder
@@ -106,6 +113,12 @@ def run(folder: Path, plan: Plan | None = None) -> Path:
 def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run without any difference."""
     return run(tmp_path_factory.mktemp("known") / "run")
+
+
+@pytest.fixture(scope="module")
+def known_in_full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same with a full ledger."""
+    return run(tmp_path_factory.mktemp("known") / "full", level=FULL)
 
 
 def _change_one(index: int, sample: torch.Tensor) -> torch.Tensor:
@@ -126,34 +139,163 @@ def _drop(step: int, output: torch.Tensor) -> torch.Tensor:
     return output * torch.rand(output.shape, generator=generator) if step >= 6 else output
 
 
+def _draw(step: int, output: torch.Tensor) -> torch.Tensor:
+    return output * (1 + torch.rand(1)) if step >= 6 else output
+
+
 def _slower(step: int, rate: float) -> float:
     return math.nextafter(rate, 0) if step >= 5 else rate
 
 
-@pytest.mark.parametrize(
-    ("plan", "what", "iteration", "cause"),
-    [
-        (Plan(seed=4), ORDER, 1, "random_seed"),
-        (Plan(sample=_augment), CONTENT, 1, "augmentation"),
-        (Plan(rate=_slower), RATES, 5, "learning rate"),
-        (Plan(width=7), NUMERICS, 1, "model"),
-        (Plan(forward=_drop), NUMERICS, 6, "generators"),
-    ],
-    ids=["seed", "augmentation", "rate", "layer", "unkeyed dropout"],
-)
+class Library:
+    """Stands for a module of another package, whose next version computes differently."""
+
+    version = 1
+
+    @classmethod
+    def scale(cls, values: torch.Tensor) -> torch.Tensor:
+        return values * (0.3 if cls.version == 1 else 0.30001)
+
+
+def _scale(step: int, output: torch.Tensor) -> torch.Tensor:
+    return Library.scale(output)
+
+
+def _scale_sample(index: int, sample: torch.Tensor) -> torch.Tensor:
+    return Library.scale(sample)
+
+
+def _flip(network: nn.Module) -> None:
+    """Flip the highest bit of the exponent of a weight below one, in place."""
+    weight = next(network.parameters()).detach().view(torch.int32)
+    weight[0, 0] ^= 1 << 24
+
+
+def _add_up(step: int, output: torch.Tensor) -> torch.Tensor:
+    """Multiply by a sum whose bits depend on the number of threads, on any processor."""
+    if step < 3:
+        return output
+    numbers = torch.sin(torch.arange(1 << 18) * 0.7) + 1
+    total = numbers.sum()
+    if torch.get_num_threads() > 1 and total == _sum_by_one_thread(numbers):
+        total = total.nextafter(total + 1)
+    return output * total / len(numbers)
+
+
+def _sum_by_one_thread(numbers: torch.Tensor) -> torch.Tensor:
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return numbers.sum()
+    finally:
+        torch.set_num_threads(count)
+
+
+@dataclasses.dataclass
+class Planted:
+    """A difference, and what is found of it.
+
+    Attributes:
+        plan: the run that differs.
+        iteration: the first one that differs.
+        steps: what is first in it, with the ledger as it is by default.
+        tensor: the first tensor in full ledgers; empty if no tensor differs.
+        cause: words of one of the causes.
+        full: as ``steps`` with full ledgers; ``None`` if it is the same part.
+    """
+
+    plan: Plan
+    iteration: int
+    steps: str
+    tensor: str
+    cause: str
+    full: str | None = None
+
+
+OUTPUT = "gradient of net.1.bias"
+PLANTED = {
+    "another seed": Planted(Plan(seed=4), 1, ORDER, "batch, float32 (4, 5)", "random_seed"),
+    "another augmentation": Planted(
+        Plan(sample=_augment), 1, CONTENT, "batch, float32 (4, 5)", "augmentation"
+    ),
+    "a rate off by one ulp": Planted(Plan(rate=_slower), 5, RATES, "", "rate"),
+    "another layer": Planted(
+        Plan(width=7), 1, NUMERICS, "initial value of net.0.weight", "weights", full=INITIAL
+    ),
+    "an unkeyed dropout": Planted(Plan(forward=_drop), 6, NUMERICS, OUTPUT, "generators"),
+    "a keyed dropout": Planted(Plan(forward=_draw), 6, NUMERICS, OUTPUT, "code"),
+}
+
+
+@pytest.mark.parametrize("level", [STEPS, FULL])
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_difference_is_found(
-    plan: Plan, what: str, iteration: int, cause: str, known: Path, tmp_path: Path
+    name: str, level: str, known: Path, known_in_full: Path, tmp_path: Path
 ) -> None:
-    found = diff(known, run(tmp_path, plan))
+    planted = PLANTED[name]
+    base = known if level == STEPS else known_in_full
+    _check(planted, level, base, run(tmp_path, planted.plan, level))
+
+
+def _check(planted: Planted, level: str, base: Path, other: Path) -> None:
+    found = diff(base, other)
+    first = planted.full if level == FULL and planted.full else planted.steps
     assert not found.is_equal
-    assert (found.what[0], found.iteration) == (what, iteration)
-    assert found.num_equal == iteration - 1
-    assert any(cause in text for text in found.causes) or what == RATES
+    assert (found.what[0], found.iteration) == (first, planted.iteration)
+    assert found.num_equal == planted.iteration - 1
+    assert any(planted.cause in text for text in found.causes)
+    assert found.tensors[:1] == ([planted.tensor] if level == FULL and planted.tensor else [])
 
 
+@pytest.mark.parametrize("level", [STEPS, FULL])
+def test_a_flipped_bit_of_a_loaded_weight_is_found(
+    level: str, known: Path, known_in_full: Path, tmp_path: Path
+) -> None:
+    run(tmp_path, Plan(steps=5), level)
+    planted = Planted(Plan(loaded=_flip), 6, NUMERICS, OUTPUT, "weights that were changed")
+    base = known if level == STEPS else known_in_full
+    _check(planted, level, base, run(tmp_path, planted.plan, level))
+    if level == FULL:
+        assert "parameter net.0.weight" in diff(base, tmp_path).tensors
+
+
+@pytest.mark.parametrize("level", [STEPS, FULL])
+def test_another_number_of_threads_is_found_where_it_changes_bits(
+    level: str, tmp_path: Path
+) -> None:
+    plan, count = Plan(forward=_add_up, steps=4), torch.get_num_threads()
+    folders = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            folders.append(run(tmp_path / str(threads), plan, level))
+    finally:
+        torch.set_num_threads(count)
+    _check(Planted(plan, 3, NUMERICS, OUTPUT, "number of threads"), level, *folders)
+
+
+@pytest.mark.parametrize("level", [STEPS, FULL])
+@pytest.mark.parametrize(
+    ("plan", "what", "tensor"),
+    [
+        (Plan(forward=_scale), NUMERICS, OUTPUT),
+        (Plan(sample=_scale_sample), CONTENT, "batch, float32 (4, 5)"),
+    ],
+    ids=["in the step", "in the data"],
+)
+def test_another_version_of_a_library_is_found(
+    plan: Plan, what: str, tensor: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run(tmp_path / "before", plan, level)
+    monkeypatch.setattr(Library, "version", 2)
+    after = run(tmp_path / "after", plan, level)
+    _check(Planted(plan, 1, what, tensor, "version"), level, before, after)
+
+
+@pytest.mark.parametrize("level", [STEPS, FULL])
 @pytest.mark.parametrize("sample", [_change_one, _swap], ids=["one value by one ulp", "swapped"])
 def test_a_changed_sample_is_found_where_it_is_seen_first(
-    sample: Any, known: Path, tmp_path: Path
+    sample: Any, level: str, known: Path, known_in_full: Path, tmp_path: Path
 ) -> None:
     seen: list[int] = []
 
@@ -161,10 +303,10 @@ def test_a_changed_sample_is_found_where_it_is_seen_first(
         seen.append(index)
         return sample(index, value)  # type: ignore[no-any-return]
 
-    found = diff(known, run(tmp_path, Plan(sample=note)))
-    assert found.what[:1] == [CONTENT]
-    assert ORDER not in found.what
-    assert found.iteration == seen.index(7) // BATCH + 1
+    other = run(tmp_path, Plan(sample=note), level)
+    place = seen.index(7) // BATCH + 1
+    planted = Planted(Plan(), place, CONTENT, "batch, float32 (4, 5)", "changed values")
+    _check(planted, level, known if level == STEPS else known_in_full, other)
 
 
 def test_the_same_run_is_equal_whatever_its_frequencies(known: Path, tmp_path: Path) -> None:
@@ -173,11 +315,11 @@ def test_the_same_run_is_equal_whatever_its_frequencies(known: Path, tmp_path: P
 
 
 def test_a_longer_run_is_equal_as_far_as_both_go(known: Path, tmp_path: Path) -> None:
-    found = diff(known, run(tmp_path, Plan(steps=STEPS + 3)))
+    found = diff(known, run(tmp_path, Plan(steps=TOTAL + 3)))
     assert not found.is_equal
     assert found.iteration is None
-    assert found.num_equal == STEPS
-    assert found.lengths == (STEPS, STEPS + 3)
+    assert found.num_equal == TOTAL
+    assert found.lengths == (TOTAL, TOTAL + 3)
 
 
 def test_a_later_ledger_is_compared_from_its_begin_on(known: Path, tmp_path: Path) -> None:
@@ -187,14 +329,14 @@ def test_a_later_ledger_is_compared_from_its_begin_on(known: Path, tmp_path: Pat
     run(tmp_path)
     found = diff(known, tmp_path)
     assert found.is_equal
-    assert (found.begins_after, found.num_equal) == (5, STEPS)
+    assert (found.begins_after, found.num_equal) == (5, TOTAL)
 
 
 def test_ledgers_without_a_common_iteration_are_refused(known: Path, tmp_path: Path) -> None:
-    run(tmp_path, Plan(steps=STEPS))
+    run(tmp_path, Plan(steps=TOTAL))
     (ledger,) = tmp_path.glob(f"*/{FILE_NAME}")
     ledger.unlink()
-    run(tmp_path, Plan(steps=STEPS + 2))
+    run(tmp_path, Plan(steps=TOTAL + 2))
     short = tmp_path / "short"
     with pytest.raises(LedgerError, match="no iteration in common"):
         diff(run(short, Plan(steps=3)), ledger)
@@ -206,7 +348,7 @@ def test_a_run_that_has_not_ended_is_not_equal(known: Path, tmp_path: Path) -> N
     open_end.write_bytes(b"".join(ledger.read_bytes().splitlines(keepends=True)[:-1]))
     found = diff(known, open_end)
     assert not found.is_equal
-    assert found.num_equal == STEPS
+    assert found.num_equal == TOTAL
     assert found.have_ended == (True, False)
 
 
@@ -215,7 +357,7 @@ def test_a_ledger_without_iterations_is_a_shorter_one(known: Path, tmp_path: Pat
     head = tmp_path / "head.jsonl"
     head.write_bytes(ledger.read_bytes().splitlines(keepends=True)[0])
     found = diff(known, head)
-    assert (found.is_equal, found.num_equal, found.lengths) == (False, 0, (STEPS, 0))
+    assert (found.is_equal, found.num_equal, found.lengths) == (False, 0, (TOTAL, 0))
 
 
 @pytest.mark.parametrize(
@@ -234,6 +376,27 @@ def test_a_damaged_ledger_is_refused(harm: Any, known: Path, tmp_path: Path) -> 
     bad.write_bytes(b"".join(harm(ledger.read_bytes().splitlines(keepends=True))))
     with pytest.raises(LedgerError, match="helios verify"):
         diff(known, bad)
+
+
+@pytest.mark.parametrize(
+    ("entry", "harm"),
+    [
+        (b'"batch":[', b'"batch":[7,'),
+        (b'"generators":[', b'"generators":[[],'),
+        (b'"gradients":{', b'"gradients":7,"x":{'),
+    ],
+)
+def test_a_damaged_full_ledger_is_refused(
+    entry: bytes, harm: bytes, known_in_full: Path, tmp_path: Path
+) -> None:
+    (ledger,) = known_in_full.glob(f"*/{FILE_NAME}")
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    assert entry in lines[4]
+    lines[4] = lines[4].replace(entry, harm)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_bytes(b"".join(lines))
+    with pytest.raises(LedgerError, match="helios verify"):
+        diff(known_in_full, bad)
 
 
 def test_a_ledger_that_is_none_is_refused(known: Path, tmp_path: Path) -> None:

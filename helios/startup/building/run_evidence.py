@@ -175,6 +175,7 @@ def make_evidence(
         definition,
         record=None if start.loaded is None else start.loaded.record,
         is_branch=start.is_branch,
+        level=options.ledger,
     )
     manifest = events = None
     if replicas.rank == 0:

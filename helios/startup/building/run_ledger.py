@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from helios.checkpoint.record import Record
+from helios.core import rng
 from helios.ledger.book import Book
-from helios.ledger.line import hash_of
+from helios.ledger.line import FULL, STEPS, hash_of
+from helios.ledger.tensor_digests import TensorDigests
 from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.run_state.network_parts import name_weights
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass
@@ -41,6 +49,7 @@ class RunLedger:
         Returns:
             Why the ledger of the checkpoint could not be continued; ``None`` if it was.
         """
+        self.writer.open()
         if self.book is None:
             return None
         self.book.open(self.found, after=self.after)
@@ -58,6 +67,7 @@ class RunLedger:
 
     def close(self) -> None:
         """Write the lines that wait, and close the file."""
+        self.writer.close()
         if self.book is not None:
             # After an error of an accelerator, its numbers cannot be read.
             with contextlib.suppress(RuntimeError):
@@ -73,6 +83,7 @@ def make_ledger(
     *,
     record: Record | None,
     is_branch: bool,
+    level: str,
 ) -> RunLedger:
     """Return the ledger of a run; its file is not opened yet.
 
@@ -83,11 +94,14 @@ def make_ledger(
         definition: what defines the run.
         record: the checkpoint to continue from; ``None`` for a new run.
         is_branch: whether the checkpoint is from another folder, which keeps its own ledger.
+        level: ``"steps"`` or ``"full"``; a ledger that continues keeps its own.
     """
     run = hash_definition(definition, replicas)
-    book = Book(folder, run=run) if replicas.rank == 0 else None
-    writer = make_writer(book, model, replicas)
     found = None if record is None or is_branch else record.ledger
+    if found is not None:
+        level = _continue_level(found.get("level", STEPS), level, is_first=replicas.rank == 0)
+    book = Book(folder, run=run, level=level) if replicas.rank == 0 else None
+    writer = make_writer(book, model, replicas, level)
     return RunLedger(run, writer, book, found, after=0 if record is None else record.place[1])
 
 
@@ -96,13 +110,57 @@ def hash_definition(definition: Mapping[str, Any], replicas: Replicas) -> str:
     return hash_of({**definition, "num_replicas": replicas.num_replicas})
 
 
-def make_writer(book: LineReceiver | None, model: Model, replicas: Replicas) -> LedgerWriter:
-    """Return what makes the lines of a run; ``book`` takes them on rank 0."""
-    discovery = model.discovery
+def make_writer(
+    book: LineReceiver | None, model: Model, replicas: Replicas, level: str
+) -> LedgerWriter:
+    """Return what makes the lines of a run.
+
+    Args:
+        book: takes the lines; ``None`` on ranks other than 0.
+        model: the model.
+        replicas: the replicas of the run.
+        level: ``"steps"`` or ``"full"``.
+    """
+    discovery, tensors = model.discovery, None
+
+    def find_weights() -> dict[str, Tensor]:
+        return name_weights(discovery.modules(), discovery.moved()[0])
+
+    if level == FULL:
+        tensors = TensorDigests(
+            is_writer=book is not None,
+            find_weights=find_weights,
+            read_generators=lambda: _read_generators(replicas.device),
+            gather=replicas.gather_objects,
+        )
     return LedgerWriter(
         book,
         replicas.block,
-        find_weights=lambda: name_weights(discovery.modules(), discovery.moved()[0]),
+        find_weights=find_weights,
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
+        tensors=tensors,
     )
+
+
+def _continue_level(found: str, asked: str, *, is_first: bool) -> str:
+    """Return the level of a ledger that continues, and warn if another one is set."""
+    if found != asked and is_first:
+        _LOGGER.warning(
+            'Trainer(ledger="%s") has no effect: the ledger of this run was begun with "%s", and '
+            'all of its lines are of one kind. Pass ledger="%s", or resume=<checkpoint> with '
+            "another chkpt_root, which begins a new ledger.",
+            asked,
+            found,
+            found,
+        )
+    return found
+
+
+def _read_generators(device: torch.device) -> dict[str, Any]:
+    """Return the states of the generators that are seeded for each iteration."""
+    found = rng.get_rng_state_dict()
+    states = {"torch": found["torch"], "random": found["rand"], "numpy": found["numpy"]}
+    if device.type == "cuda" and "cuda" in found:
+        states["cuda"] = found["cuda"][device.index or 0]
+    return states

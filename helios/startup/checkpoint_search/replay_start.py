@@ -13,6 +13,7 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.reproducibility import Level
 from helios.errors import CheckpointError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME
+from helios.ledger.line import STEPS
 from helios.ledger.reading import parse_header, read_lines
 from helios.startup.checkpoint_search.run_folder import open_folder
 from helios.startup.options.checkpoint_options import CheckpointOptions
@@ -31,6 +32,7 @@ class Stretch:
         meets_end: whether the replay must end by itself where the run has ended.
         witness: a checkpoint that holds the number of threads of the run; ``None`` without one.
         level: the lowest level that a checkpoint of this part states; ``None`` if unknown.
+        kind: what the lines of the ledger hold, ``"steps"`` or ``"full"``.
     """
 
     ledger: Path
@@ -40,12 +42,14 @@ class Stretch:
     meets_end: bool
     witness: Path | None
     level: Level | None
+    kind: str
 
 
 @dataclass(frozen=True)
 class _Extent:
     """The iterations that a ledger holds: those above ``after``, up to ``last``."""
 
+    kind: str
     after: int
     last: int
     has_ended: bool
@@ -106,6 +110,7 @@ def find_stretch(
         meets_end=asked.stop is None and extent.has_ended,
         witness=checkpoint or (present[0] if present else None),
         level=level,
+        kind=extent.kind,
     )
 
 
@@ -115,7 +120,8 @@ def _place(path: Path) -> int:
 
 def _measure(path: Path) -> _Extent:
     lines = read_lines(path)
-    after: int = parse_header(next(lines, b""), path)["after"]
+    header = parse_header(next(lines, b""), path)
+    after: int = header["after"]
     last, has_ended = after, False
     for line in lines:
         # The last line may be incomplete while the run is training.
@@ -124,7 +130,7 @@ def _measure(path: Path) -> _Extent:
         last += line.endswith(b"\n") and not is_end
     if last == after:
         raise LedgerError(f"The ledger {path} holds no iteration yet. Train first.")
-    return _Extent(after, last, has_ended)
+    return _Extent(header.get("level", STEPS), after, last, has_ended)
 
 
 def _check(asked: ReplayOptions, extent: _Extent, path: Path) -> int:

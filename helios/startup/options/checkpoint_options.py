@@ -68,8 +68,8 @@ class CheckpointOptions:
         if self.on_incomplete not in ("warn", "raise"):
             rule = '"warn" or "raise"'
             raise refusal("on_incomplete", rule, self.on_incomplete, "Omit it for a warning.")
-        if self.ledger not in ("steps", "off"):
-            rule = '"steps" or "off"'
+        if self.ledger not in ("steps", "full", "off"):
+            rule = '"steps", "full" or "off"'
             raise refusal("ledger", rule, self.ledger, "Omit it for a line per iteration.")
         if self.reproducibility not in ("warn", "strict"):
             rule = '"warn" or "strict"'
