@@ -1365,7 +1365,7 @@ FAULTS = (
     Fault(
         "a damaged checkpoint is loaded by a silent fresh start",
         "helios/checkpoint/store.py",
-        "            self._refuse_silent_restart(damaged + self._find_damaged())",
+        "            self._refuse_silent_restart(self.damaged + self._find_damaged())",
         "            pass",
         "tests/integration/test_which_run.py",
     ),
@@ -2085,7 +2085,7 @@ FAULTS = (
     Fault(
         "a checkpoint is committed without its lines of the ledger",
         "helios/checkpoint/saver.py",
-        "            if self._before_commit is not None:\n",
+        "            if self._watcher is not None:\n                self._watcher.before_commit()\n",
         "            if False:\n",
         "tests/ledger/test_runs.py::test_no_checkpoint_is_saved_without_its_lines",
     ),
