@@ -259,7 +259,7 @@ def test_a_changed_script_is_found_where_it_differs_first(whole: Path) -> None:
 
 def test_a_difference_at_once_names_the_checkpoint_as_a_cause(whole: Path) -> None:
     found, _ = replay(whole, STEPS, _at(5, _double_rate), start=4)
-    assert found.iteration == 6
+    assert found.iteration == 5
     assert any("checkpoint" in cause for cause in found.causes)
     assert not any("checkpoint" in cause for cause in _of_seed(whole).causes)
 
