@@ -170,7 +170,8 @@ def _compare_code(
         elif one["text"] != other["text"]:
             is_equal = one.get("code", _ABSENT) == other.get("code")
             effect = Effect.NONE if is_equal else Effect.TRAJECTORY
-            reason = "only comments or docstrings differ" if is_equal else "its statements differ"
+            what = "only comments or docstrings" if is_equal else "statements"
+            reason = f"{what} of {other['file']} differ"
             yield ManifestChange(name, one["text"], other["text"], effect, reason)
 
 
