@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,6 +127,12 @@ class Function:
     parameters: int
 
 
+@functools.cache
+def parse(text: str) -> ast.Module:
+    """Parse a file once: each rule reads all of them."""
+    return ast.parse(text)
+
+
 def source_files() -> dict[str, str]:
     """Return the text of every module of the package by its path below ``helios/``."""
     files = sorted(PACKAGE.rglob("*.py"))
@@ -166,7 +173,7 @@ def _targets(node: ast.AST, path: str) -> Iterator[str]:
 
 def imports(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
     """Yield line, room and "only for annotations" of each import inside the package."""
-    tree = ast.parse(text)
+    tree = parse(text)
     guarded = [node for node in ast.walk(tree) if _is_type_checking(node)]
     lines = {inner.lineno for g in guarded for inner in ast.walk(g) if isinstance(inner, ast.stmt)}
     for node in ast.walk(tree):
@@ -225,7 +232,7 @@ def same_name_faults(files: Mapping[str, str]) -> list[str]:
     by_class: dict[str, list[str]] = {}
     for path, text in files.items():
         by_file.setdefault(path.split("/")[-1], []).append(path)
-        for node in ast.parse(text).body:
+        for node in parse(text).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 by_class.setdefault(node.name, []).append(path)
     known = {name: paths for name, paths in by_file.items() if name not in SAME_FILE_NAME}
@@ -262,7 +269,7 @@ def functions(path: str, text: str) -> list[Function]:
                 name = f"{prefix}{child.name}."
             visit(child, name)
 
-    visit(ast.parse(text), "")
+    visit(parse(text), "")
     return found
 
 
@@ -291,7 +298,7 @@ def spread_faults(found: list[Function]) -> list[str]:
 def ban_faults(path: str, text: str) -> list[str]:
     """Probing and intercepting of attributes, ``global``, and reads of ``.trainer``."""
     faults = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         if isinstance(node, ast.Name) and node.id == "hasattr":
             faults.append(f"{path}:{node.lineno}: hasattr probes; ask for a type or a protocol.")
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in {
@@ -348,7 +355,7 @@ def _is_mutation(node: ast.AST, constants: set[str]) -> str:
 
 def global_faults(path: str, text: str) -> list[str]:
     """Module-level state besides loggers, constants that nobody changes, and registries."""
-    tree = ast.parse(text)
+    tree = parse(text)
     faults, containers = [], set()
     for name, node, value in _module_names(tree):
         if re.fullmatch(r"_?[A-Z][A-Z0-9_]*|__\w+__", name):
@@ -366,7 +373,7 @@ def number_faults(path: str, text: str) -> list[str]:
     if room_of(path) not in ONE_PATH:
         return []
     faults = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parse(text)):
         operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         found = [one.attr for one in operands if isinstance(one, ast.Attribute)]
         if isinstance(node, ast.Attribute) and node.attr in QUESTIONS:
@@ -383,7 +390,7 @@ def getter_faults(path: str, text: str) -> list[str]:
     Methods of the same class that they call are looked into, too.
     """
     faults = []
-    for kind in ast.walk(ast.parse(text)):
+    for kind in ast.walk(parse(text)):
         if isinstance(kind, ast.ClassDef):
             methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
             for name, method in methods.items():
@@ -450,7 +457,7 @@ def public_names() -> str:
 
 def exported(text: str) -> list[str]:
     """Return the names in a module's ``__all__``."""
-    for name, _, value in _module_names(ast.parse(text)):
+    for name, _, value in _module_names(parse(text)):
         if name == "__all__" and value is not None:
             return list(ast.literal_eval(value))
     return []

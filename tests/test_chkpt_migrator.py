@@ -132,14 +132,18 @@ def test_a_place_that_is_not_there_is_wrong_usage(
     assert "gone" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["helios.chkpt_migrator", "chkpt_migrator"])
-def test_both_module_names_are_the_same_command(root: Path, module: str) -> None:
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", module, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def call_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
-    assert call("--help").stdout == HELP.read_text("utf-8")
-    done = call(str(root))
+
+@pytest.mark.parametrize("module", ["helios.chkpt_migrator", "chkpt_migrator"])
+def test_both_module_names_are_the_same_command(module: str) -> None:
+    assert call_module(module, "--help").stdout == HELP.read_text("utf-8")
+
+
+def test_the_module_of_the_package_migrates(root: Path) -> None:
+    done = call_module("helios.chkpt_migrator", str(root))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("2 migrated.\n")
 

@@ -7,13 +7,14 @@ machine that runs the default tier, so it may not be cited.
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.house import parse
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGE = _ROOT / "docs" / "coverage.md"
@@ -63,7 +64,7 @@ def citation_faults(page: str, root: Path) -> list[str]:
 
 def fault_of(text: str, name: str) -> str:
     """Say why a file's test is not there or does not run; empty where it runs."""
-    tree = _parse(text)
+    tree = parse(text)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
         return "does not exist."
@@ -83,12 +84,6 @@ def fault_of(text: str, name: str) -> str:
     if any(_leaves(function) for function in (test, *used)):
         return "may skip itself."
     return ""
-
-
-@functools.cache
-def _parse(text: str) -> ast.Module:
-    """Parse a file once: hundreds of its tests may be cited."""
-    return ast.parse(text)
 
 
 def _barring_marks(expression: ast.expr, assigned: dict[str, ast.expr]) -> set[str]:
@@ -123,6 +118,13 @@ def _leaves(function: ast.FunctionDef) -> bool:
     names = {f"pytest.{name}" for name in _LEAVING}
     calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
     return any(ast.unparse(call.func) in names for call in calls)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files_are_parsed_once() -> Iterator[None]:
+    """Forget the parsed files at the end, which every garbage collection would visit."""
+    yield
+    parse.cache_clear()
 
 
 def test_every_statement_is_listed_once_with_its_evidence() -> None:

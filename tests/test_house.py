@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,13 @@ _RULES = {
     "numbers": house.number_faults,
     "getters": house.getter_faults,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files_are_parsed_once() -> Iterator[None]:
+    """Forget the parsed files at the end, which every garbage collection would visit."""
+    yield
+    house.parse.cache_clear()
 
 
 def _all_functions() -> list[house.Function]:

@@ -11,13 +11,22 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from types import FunctionType, MethodType
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import EVENTS, Event, Receiver, Verb, find_after_base, is_silent, may_ask
 
 _LOGGER = logging.getLogger(__name__)
 _WHATEVER = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+_Form: TypeAlias = tuple[int, tuple[str, ...]] | None
+"""How many arguments of an event a method takes by position, and the names of all that it takes;
+``None`` if it takes all of them by position."""
+
+# Reading a signature is slow, and each start reads those of all receivers several times.
+_FORMS: WeakKeyDictionary[FunctionType, dict[str, _Form]] = WeakKeyDictionary()
 
 
 @runtime_checkable
@@ -105,6 +114,26 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
     """Return the method as a callable that takes the event's arguments by position.
 
     Raises:
+        ArgumentTypeError: as :func:`_find_form`.
+    """
+    function = method.__func__ if isinstance(method, MethodType) else None
+    known = _FORMS.setdefault(function, {}) if isinstance(function, FunctionType) else {}
+    if event.name not in known:
+        known[event.name] = _find_form(owner, method, event)
+    form = known[event.name]
+    if form is None:
+        return method
+    count, taken = form
+    # An optional argument is not always passed, and not every method takes it.
+    return lambda *args: method(
+        *args[:count], **dict(zip(taken[count:], args[count:], strict=False))
+    )
+
+
+def _find_form(owner: object, method: Callable[..., Any], event: Event) -> _Form:
+    """Return how a method takes the arguments of an event.
+
+    Raises:
         ArgumentTypeError: if the parameters of the method differ from those in the table, or if a
             call would not run its body.
     """
@@ -124,12 +153,8 @@ def _caller(owner: object, method: Callable[..., Any], event: Event) -> Callable
             f"{place} must take ({', '.join(names)}){may_take}, but takes {signature}. {remedy}"
         )
     if in_place_whole == len(names + event.optional):
-        return method
-    taken, count = (names, in_place) if in_place_whole is None else (whole, in_place_whole)
-    # An optional argument is not always passed, and not every method takes it.
-    return lambda *args: method(
-        *args[:count], **dict(zip(taken[count:], args[count:], strict=False))
-    )
+        return None
+    return (in_place, names) if in_place_whole is None else (in_place_whole, whole)
 
 
 def _takes_by_name(signature: inspect.Signature, names: tuple[str, ...]) -> bool:

@@ -18,6 +18,7 @@ from helios.checkpoint.export import FORMATS, Weights, select_weights, write_wei
 from helios.errors import ArgumentError, CheckpointError
 from helios.plugins import EMA
 from tests.checkpoint.helpers import make_payload
+from tests.support.models import Fitting
 
 
 class Tied(nn.Module):
@@ -41,20 +42,19 @@ class Data(helios.DataModule):
         self._train_dataset = self._create_dataset(data, helios.DataLoaderParams(batch_size=4))
 
 
-class One(helios.Model):
+class One(Fitting):
     """A model with one network, compiled if wanted."""
 
     def __init__(self, *, is_compiled: bool = False) -> None:
         super().__init__("one")
         self.is_compiled = is_compiled
 
-    def setup(self, fast_init: bool = False) -> None:
+    def make_net(self) -> Any:
         net = Tied()
-        self.net: Any = torch.compile(net, backend="eager") if self.is_compiled else net
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.1)
+        return torch.compile(net, backend="eager") if self.is_compiled else net
 
-    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
-        return self.net(batch[0]).square().sum()
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.net.parameters(), lr=0.1)
 
 
 class Two(One):

@@ -27,6 +27,7 @@ from tests.checkpoint.helpers import (
     save_payload,
     swap,
 )
+from tests.checkpoint.hostile import Calling
 
 
 @pytest.fixture
@@ -249,17 +250,9 @@ def test_a_type_that_is_not_allowed_is_an_error_with_its_remedy(folder: RunFolde
     assert isinstance(loaded.payload["model"]["own"], Own)
 
 
-class Evil:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> Any:
-        return os.system, (self.command,)
-
-
 def test_a_malicious_checkpoint_executes_nothing(folder: RunFolder) -> None:
     mark = folder.path.parent / "executed"
-    payload = make_payload(2, 4, evil=Evil(f"touch '{mark}'"))
+    payload = make_payload(2, 4, evil=Calling(os.system, f"touch '{mark}'"))
     torch.save(payload, folder.path / "run_epoch_2_iter_4.pth")
     refuses(folder, r"posix\.system")
     with pytest.raises(CheckpointError, match=r"posix\.system"):

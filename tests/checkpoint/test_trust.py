@@ -29,22 +29,13 @@ from helios.checkpoint.store import RunFolder
 from helios.errors import CheckpointError
 from helios.storage.digest import digest_file
 from tests.checkpoint.helpers import make_payload, make_sidecar
+from tests.checkpoint.hostile import Calling
 from tests.checkpoint.test_mutations import little_memory
 from tests.house import PACKAGE
 from tests.support.runs import IndexModule, Setting, SmallModel
 
 SETTING = Setting(total_steps=3, chkpt_frequency=1, validates=True)
 NEWEST = "small_epoch_1_iter_3.pth"
-
-
-class Call:
-    """Unpickled without care, this calls a function."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self.call
 
 
 class Touch:
@@ -90,16 +81,16 @@ class HookedTensor:
 
 
 EVILS: dict[str, Callable[[str], Any]] = {
-    "os.system": lambda mark: Call(os.system, f"touch '{mark}'"),
-    "eval": lambda mark: Call(builtins.eval, f"__import__('pathlib').Path({mark!r}).touch()"),
-    "exec": lambda mark: Call(builtins.exec, f"import pathlib; pathlib.Path({mark!r}).touch()"),
+    "os.system": lambda mark: Calling(os.system, f"touch '{mark}'"),
+    "eval": lambda mark: Calling(builtins.eval, f"__import__('pathlib').Path({mark!r}).touch()"),
+    "exec": lambda mark: Calling(builtins.exec, f"import pathlib; pathlib.Path({mark!r}).touch()"),
     "a class that sets its state": Touch,
     "a class that builds itself": TouchAtCreation.harmless_here,
-    "in a tensor's hooks": lambda mark: HookedTensor(Call(os.system, f"touch '{mark}'")),
-    "a pickle in a pickle": lambda mark: Call(
-        pickle.loads, pickle.dumps(Call(os.system, f"touch '{mark}'"))
+    "in a tensor's hooks": lambda mark: HookedTensor(Calling(os.system, f"touch '{mark}'")),
+    "a pickle in a pickle": lambda mark: Calling(
+        pickle.loads, pickle.dumps(Calling(os.system, f"touch '{mark}'"))
     ),
-    "a function of this file": lambda mark: Call(_touch, mark),
+    "a function of this file": lambda mark: Calling(_touch, mark),
 }
 
 

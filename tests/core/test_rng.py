@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from helios.core import rng
 from helios.errors import ArgumentTypeError, UsageError
@@ -231,6 +230,8 @@ def first_draws(keys: list[int]) -> dict[str, np.ndarray[Any, Any]]:
 
 def test_neighbouring_places_draw_independent_uniform_numbers() -> None:
     """DESIGN R2: along iterations, along seeds, and between the three generators."""
+    from scipy import stats
+
     for places in (
         [(6691, "train", number, 0) for number in range(2000)],
         [(number, "train", 1, 0) for number in range(2000)],
@@ -245,6 +246,8 @@ def test_neighbouring_places_draw_independent_uniform_numbers() -> None:
 
 def test_the_generator_of_numpy_is_uniform_within_one_key() -> None:
     """Its state is set by hand, so its numbers are looked at."""
+    from scipy import stats
+
     rng.create_default_numpy_rng()
     for number in range(20):
         rng.reseed(rng.key("uniform", number))

@@ -9,7 +9,7 @@ from math import factorial
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chi2
+from scipy.special import chdtrc
 
 from helios.core import rng
 from helios.data.permutation import Permutation, _hashes, _Network
@@ -55,7 +55,7 @@ def public_samples(length, num_keys):
 
 
 def chi_square(counts, expected):
-    return chi2.sf(((counts - expected) ** 2 / expected).sum(), counts.size - 1)
+    return chdtrc(counts.size - 1, ((counts - expected) ** 2 / expected).sum())
 
 
 def corrected_p(samples, length):
@@ -139,7 +139,7 @@ def assert_all_orders_are_uniform(length, num_keys):
 
 @pytest.mark.parametrize("length", range(2, 7))
 def test_every_order_of_up_to_six_samples_is_equally_likely(length):
-    assert_all_orders_are_uniform(length, num_keys=15_000)
+    assert_all_orders_are_uniform(length, num_keys=6_000)
 
 
 @pytest.mark.full
@@ -150,7 +150,7 @@ def test_every_order_of_up_to_six_samples_is_equally_likely_over_all_keys(length
 
 @pytest.mark.parametrize("length", [7, 12, 33])
 def test_order_of_a_short_range_is_uniform_in_positions_and_pairs(length):
-    assert corrected_p(public_samples(length, num_keys=10_000), length) > SMALLEST_P
+    assert corrected_p(public_samples(length, num_keys=5_000), length) > SMALLEST_P
 
 
 @pytest.mark.full
@@ -160,7 +160,7 @@ def test_order_of_every_short_range_is_uniform_over_all_keys(length):
 
 
 def test_order_of_the_longest_sorted_ranges_is_uniform():
-    assert corrected_p(public_samples(65_536, num_keys=1_500), 65_536) > SMALLEST_P
+    assert corrected_p(public_samples(65_536, num_keys=750), 65_536) > SMALLEST_P
 
 
 @pytest.mark.full

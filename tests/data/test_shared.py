@@ -56,7 +56,7 @@ def test_what_is_drawn_follows_from_epoch_batch_and_replica(num_replicas: int) -
                     assert found[:, 4:].tolist() == [draw()] * len(found)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pads", [True, False])
 @pytest.mark.parametrize("workers", _WORKERS)
 def test_workers_change_nothing(workers: dict[str, Any], pads: bool) -> None:

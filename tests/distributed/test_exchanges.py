@@ -22,6 +22,7 @@ from helios.replicas.piggyback import Message
 from helios.replicas.point_to_point import PointToPoint
 from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
+from tests.support.models import Fitting
 from tests.support.ranks import run_ranks
 from tests.support.sums import bits, by_definition
 
@@ -30,16 +31,11 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "ba
 FIRST, LAST = 9, 15
 
 
-class Net(helios.Model):
+class Net(Fitting):
     """A network with BatchNorm, so that buffers are exchanged, too."""
 
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
-        (rows,) = batch
-        return self.net(rows).square().mean()
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
 
 
 class ManualNet(Net):

@@ -24,6 +24,7 @@ from helios.plugins import Plugin
 from helios.plugins.channels import PipelineHooks
 from helios.plugins.contexts import HookContext
 from helios.state import Phase, TrainingState
+from tests.support.models import OneLayer, forward
 from tests.support.resume import resume_everywhere
 from tests.support.runs import (
     WIDTH,
@@ -53,24 +54,8 @@ def short(channel: str) -> str:
     return _SHORT.get(channel, channel.removeprefix("on_"))
 
 
-class Linear(helios.Model):
-    """One layer; its steps are those of a batch processor."""
-
-    def __init__(self, processor: BatchProcessor | None = None) -> None:
-        super().__init__("linear")
-        self.batch_processor = processor or BatchProcessor.from_callable(forward)
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
-        if not fast_init:
-            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
-
-
-def forward(model: helios.Model, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of the layer, and a loss."""
-    outputs = model.net(batch)
-    return outputs, outputs.square().mean()
+class Linear(OneLayer):
+    rate = 0.01
 
 
 class Numbers(helios.DataModule):

@@ -164,6 +164,7 @@ class RaiseIn(Plugin):
         raise OnPurposeError("on purpose")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "event",
     [

@@ -51,7 +51,7 @@ _STEPS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _STEPS)
 def test_a_run_by_steps_resumes_everywhere(name: str, tmp_path: Path) -> None:
     _check(Setting(**_STEPS[name]), tmp_path, is_whole=name == "plain")
@@ -69,6 +69,7 @@ _BY_EPOCH = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", _BY_EPOCH)
 def test_a_run_by_epochs_resumes_everywhere(name: str, tmp_path: Path) -> None:
     _check(Setting(**{**_EPOCHS, **_BY_EPOCH[name]}), tmp_path, is_whole=name == "plain")

@@ -14,6 +14,7 @@ from helios.errors import IncompatibleCheckpointError
 from helios.migration.folder_migration import BACKUP_FOLDER, Migration, Result, find_candidates
 from tests.migration import migration_child
 from tests.support import old_files as old
+from tests.support import tier
 from tests.support.killed_scenes import Scene, play
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
@@ -51,9 +52,12 @@ def test_a_kill_at_any_file_operation_of_a_migration_loses_nothing(scene: Scene)
     assert len(scene.codes) > 70
     assert set(scene.codes.values()) == {-9}
     seen = set()
-    for point in scene.codes:
+    for number, point in enumerate(scene.codes):
         folder = scene.root / point / "linear"
-        seen.add(check_start(folder, point))
+        state = check_start(folder, point)
+        seen.add(state)
+        if state != "without sidecar" and number % 3 and not tier.is_full():
+            continue
         for name, source in _SOURCES.items():
             places = (folder / name, folder / BACKUP_FOLDER / name)
             kept = [path for path in places if path.exists()]

@@ -8,40 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, LossNotProvidedError, UsageError
 from helios.model.processor import BatchProcessor, Processed
 from helios.plugins import Plugin
 from helios.state import TrainingState
+from tests.support.models import OneLayer, forward
 
 
-def forward(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return outputs and a loss."""
-    outputs = model.net(batch)
-    return outputs, outputs.square().mean()
-
-
-class Linear(helios.Model):
-    """One layer, with a batch processor and no steps of its own."""
-
-    def __init__(self, processor: BatchProcessor | None) -> None:
-        super().__init__("linear")
-        self.batch_processor = processor
-
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(1, 1)
-        if not fast_init:
-            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
-
-
-class Stepping(Linear):
+class Stepping(OneLayer):
     """The same, with a training step in the place of the processor."""
 
     def __init__(self) -> None:
-        super().__init__(None)
+        super().__init__()
+        self.batch_processor = None
 
     def train_step(self, batch: Tensor, state: TrainingState) -> Tensor:
         return forward(self, batch)[1]
@@ -86,7 +68,7 @@ def make_trainer(*plugins: Plugin, **options: Any) -> helios.Trainer:
     return helios.Trainer(**{**given, **options}, plugins=list(plugins))
 
 
-def weights_of(model: Linear) -> list[Tensor]:
+def weights_of(model: OneLayer) -> list[Tensor]:
     return [parameter.detach() for parameter in model.net.parameters()]
 
 
@@ -206,7 +188,7 @@ def test_what_is_no_answer_to_need_backward_is_an_error(need_backward: Any) -> N
 
 def test_a_processor_neither_steps_nor_clears_gradients() -> None:
     """R33: nor does it do backward."""
-    model = Linear(BatchProcessor.from_callable(forward))
+    model = OneLayer(BatchProcessor.from_callable(forward))
     model.setup()
     before = [weight.clone() for weight in weights_of(model)]
     model.net.weight.grad = torch.ones(1, 1)
@@ -224,7 +206,7 @@ def test_a_processor_neither_steps_nor_clears_gradients() -> None:
 def test_a_processor_trains_as_a_step_does(unit: str, accumulation: int) -> None:
     """R33, C12: the same bits; the loss is divided by the window, not by the processor."""
     options = {"train_unit": unit, "total_steps": 2, "accumulation_steps": accumulation}
-    models = Linear(BatchProcessor.from_callable(forward)), Stepping()
+    models = OneLayer(BatchProcessor.from_callable(forward)), Stepping()
     for model in models:
         make_trainer(**options).fit(model, Numbers(4))
     assert are_equal(*map(weights_of, models))
@@ -245,7 +227,7 @@ def test_without_backward_a_training_step_is_a_manual_one(unit: str, accumulatio
         *events,
         "on_forward_end",
     )
-    model = Linear(processor)
+    model = OneLayer(processor)
     trainer = make_trainer(watch, train_unit=unit, total_steps=2, accumulation_steps=accumulation)
     before: list[list[Tensor]] = []
 
@@ -276,7 +258,10 @@ def test_without_backward_the_processor_may_do_the_update_itself() -> None:
             model.scheduler.step()
         return outputs, None
 
-    model, automatic = Linear(BatchProcessor.from_callable(learn, need_backward=False)), Stepping()
+    model, automatic = (
+        OneLayer(BatchProcessor.from_callable(learn, need_backward=False)),
+        Stepping(),
+    )
     make_trainer().fit(model, Numbers(4))
     make_trainer().fit(automatic, Numbers(4))
     assert are_equal(weights_of(model), weights_of(automatic))
@@ -284,7 +269,7 @@ def test_without_backward_the_processor_may_do_the_update_itself() -> None:
 
 def test_a_training_without_a_loss_ends_with_its_name() -> None:
     """R29: a UsageError, too."""
-    model = Linear(BatchProcessor.from_callable(lambda model, batch: (batch, None)))
+    model = OneLayer(BatchProcessor.from_callable(lambda model, batch: (batch, None)))
     with pytest.raises(LossNotProvidedError) as caught:
         make_trainer().fit(model, Numbers())
     assert isinstance(caught.value, UsageError)
@@ -292,7 +277,7 @@ def test_a_training_without_a_loss_ends_with_its_name() -> None:
 
 def test_a_loss_that_is_no_scalar_is_an_error() -> None:
     """R28."""
-    model = Linear(
+    model = OneLayer(
         BatchProcessor.from_callable(lambda model, batch: (batch, model.net(batch).repeat(2, 1)))
     )
     with pytest.raises(UsageError, match="scalar loss"):
@@ -310,7 +295,7 @@ def test_evaluations_reuse_the_processor_with_backward_off(need_backward: bool) 
             seen.append((*modes, batch.item()))
             return forward(model, batch)
 
-    model = Linear(Asking(need_backward, torch.neg))
+    model = OneLayer(Asking(need_backward, torch.neg))
     trainer = make_trainer(total_steps=1, valid_frequency=1)
     trainer.fit(model, Numbers(1))
     evaluation = [(False, False, False, -number) for number in (1.0, 2.0, 3.0)]
@@ -323,7 +308,7 @@ def test_evaluations_reuse_the_processor_with_backward_off(need_backward: bool) 
 
 def test_validation_and_test_give_the_loss_as_a_score() -> None:
     """R28: the mean over batches; predictions are the outputs."""
-    model = Linear(BatchProcessor.from_callable(forward))
+    model = OneLayer(BatchProcessor.from_callable(forward))
     trainer = make_trainer(total_steps=1, valid_frequency=1)
     trainer.fit(model, Numbers(1))
     with torch.no_grad():
@@ -342,7 +327,7 @@ def test_validation_and_test_give_the_loss_as_a_score() -> None:
 
 def test_an_evaluation_without_a_loss_gives_no_score() -> None:
     """R29: only training needs one."""
-    model = Linear(BatchProcessor.from_callable(lambda model, batch: (model.net(batch), None)))
+    model = OneLayer(BatchProcessor.from_callable(lambda model, batch: (model.net(batch), None)))
     make_trainer().test(model, Numbers())
     assert model.test_scores == {}
 
@@ -350,7 +335,7 @@ def test_an_evaluation_without_a_loss_gives_no_score() -> None:
 def test_steps_of_evaluations_may_be_overridden_one_by_one() -> None:
     """C12: the processor stands in for what the model leaves out."""
 
-    class Mixed(Linear):
+    class Mixed(OneLayer):
         def valid_step(self, batch: Tensor, step: int) -> dict[str, Any]:
             return {"own": (batch.sum(), 1)}
 
@@ -377,7 +362,7 @@ def test_a_training_step_has_one_owner() -> None:
     with pytest.raises(ArgumentError, match="must define its training step once"):
         make_trainer().fit(Both(), Numbers())
     with pytest.raises(ArgumentError, match="must be None or a BatchProcessor"):
-        make_trainer().fit(Linear(forward), Numbers())
+        make_trainer().fit(OneLayer(forward), Numbers())
 
 
 class Counting(BatchProcessor):
@@ -407,7 +392,7 @@ def test_a_processor_with_state_is_saved_as_any_object_is(
 ) -> None:
     """DESIGN section 6."""
     for steps in (2, 4):
-        model = Linear(Saving())
+        model = OneLayer(Saving())
         trainer = make_trainer(total_steps=steps, chkpt_root=tmp_path, chkpt_frequency=1)
         trainer.fit(model, Numbers(4))
         assert model.batch_processor.count == steps
@@ -427,12 +412,12 @@ def test_only_a_processor_that_training_changes_is_named_at_a_checkpoint(
 ) -> None:
     """DESIGN R5."""
     trainer = make_trainer(total_steps=1, chkpt_root=tmp_path, chkpt_frequency=1)
-    trainer.fit(Linear(processor), Numbers())
+    trainer.fit(OneLayer(processor), Numbers())
     text = capsys.readouterr().err
     assert ("batch_processor" in text) is isinstance(processor, Counting)
 
 
-class OfTheClass(Linear):
+class OfTheClass(OneLayer):
     """Names its processor as an attribute of the class."""
 
     batch_processor = Saving()

@@ -46,6 +46,7 @@ class Optimized(Regression):
         return OPTIMIZERS[self.name](net)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stock_optimizer_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     assert_ordinary(Case(lambda: Optimized(name)), tmp_path)
@@ -155,6 +156,7 @@ class Scheduled(Regression):
 
 # PyTorch 2.6 warns of what its own SequentialLR does.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_stock_scheduler_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     assert_ordinary(Case(lambda: Scheduled(name)), tmp_path)

@@ -364,6 +364,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_program_resumes_without_a_warning(kind: type[helios.Model], tmp_path: Path) -> None:
     validates = {"valid_frequency": 4} if issubclass(kind, Regression) else {}
@@ -416,6 +417,7 @@ DATA: dict[str, Callable[[], helios.DataModule]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", DATA)
 def test_a_data_set_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     assert_ordinary(Case(Regression, DATA[name]), tmp_path)

@@ -61,6 +61,7 @@ PLUGINS: dict[str, Callable[[Path], Plugin]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_plugin_of_the_package_resumes_without_a_warning(name: str, tmp_path: Path) -> None:
     def options(folder: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from helios.plugins.averaged_weights import Averages, Swap, ordinary
 from helios.plugins.averaging import EMA, SWA, WeightAverage
 from helios.state import Phase, TrainingState
 from helios.storage import codec
+from tests.support.quiet import Trying
 from tests.support.ranks import run_ranks
 from tests.support.resume import resume_everywhere
 from tests.support.runs import WIDTH, IndexModule, Setting, SmallModel, digest, train
@@ -465,16 +466,6 @@ def test_two_averages_of_one_network_must_not_both_be_swapped_in() -> None:
     assert torch.equal(seen["4.weight"], ema.averaged_state_dict(net)["4.weight"])
     assert torch.equal(testing["4.weight"], swa.averaged_state_dict(net)["4.weight"])
     assert not any("_helios_averages" in vars(part) for part in net.net.parameters())
-
-
-class Trying(Plugin):
-    sanity_steps = 1
-
-    def __init__(self) -> None:
-        super().__init__("trying")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 def test_a_trial_validation_leaves_no_trace(tmp_path: Path) -> None:

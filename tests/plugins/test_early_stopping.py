@@ -17,6 +17,7 @@ from helios.plugins import Plugin
 from helios.plugins.averaging import EMA
 from helios.plugins.early_stopping import EarlyStopping
 from helios.plugins.gradient_norm import GradientNormMonitor
+from tests.support.quiet import Trying
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Setting, SmallModel, digest, train
 
@@ -150,16 +151,6 @@ def test_a_missing_score_is_an_error_that_names_those_there_are() -> None:
 def test_a_score_must_be_a_number(score: Any) -> None:
     with pytest.raises(UsageError, match="'quality' must be a number for EarlyStopping, got"):
         fit([score], EarlyStopping("quality", patience=2))
-
-
-class Trying(Plugin):
-    sanity_steps = 1
-
-    def __init__(self) -> None:
-        super().__init__("trying")
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
 
 
 def test_trial_validations_and_those_outside_of_fit_do_not_count() -> None:

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
-from torchmetrics import classification, wrappers
 
 import helios
 from helios.core import rng
@@ -281,6 +279,8 @@ def test_a_trial_validation_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def _metrics_of_all_kinds(phase: Phase, **options: Any) -> Metrics:
+    import torchmetrics
+
     return Metrics(
         {
             "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),
@@ -362,21 +362,21 @@ def test_the_last_step_of_an_epoch_alone_is_resumed_without_a_warning(tmp_path: 
     assert run() == whole
 
 
-def _many() -> dict[str, Callable[[], Metric]]:
-    classes = {"task": "multiclass", "num_classes": 3}
-    return {
-        "accuracy": lambda: torchmetrics.Accuracy(**classes),
-        "lists": lambda: torchmetrics.AUROC(**classes),
-        "binned": lambda: torchmetrics.AveragePrecision(**classes, thresholds=10),
-        "matrix": lambda: torchmetrics.ConfusionMatrix(**classes),
-        "per sample": lambda: torchmetrics.Accuracy(**classes, average="micro", top_k=2),
-        "wrapped by class": lambda: wrappers.ClasswiseWrapper(
-            classification.MulticlassRecall(3, average=None)
-        ),
-        "composed": lambda: torchmetrics.Accuracy(**classes) + torchmetrics.Recall(**classes),
-        "inside of a module": lambda: Shell(torchmetrics.Accuracy(**classes)),
-        "extremes": lambda: wrappers.MinMaxMetric(torchmetrics.Accuracy(**classes)),
-    }
+_CLASSES: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
+# Each makes its metric of the library, which is imported by the tests that need it: it is slow.
+_MANY: dict[str, Callable[[Any], Metric]] = {
+    "accuracy": lambda library: library.Accuracy(**_CLASSES),
+    "lists": lambda library: library.AUROC(**_CLASSES),
+    "binned": lambda library: library.AveragePrecision(**_CLASSES, thresholds=10),
+    "matrix": lambda library: library.ConfusionMatrix(**_CLASSES),
+    "per sample": lambda library: library.Accuracy(**_CLASSES, average="micro", top_k=2),
+    "wrapped by class": lambda library: library.wrappers.ClasswiseWrapper(
+        library.classification.MulticlassRecall(3, average=None)
+    ),
+    "composed": lambda library: library.Accuracy(**_CLASSES) + library.Recall(**_CLASSES),
+    "inside of a module": lambda library: Shell(library.Accuracy(**_CLASSES)),
+    "extremes": lambda library: library.wrappers.MinMaxMetric(library.Accuracy(**_CLASSES)),
+}
 
 
 class Shell(nn.Module):
@@ -398,12 +398,16 @@ class Shell(nn.Module):
         self.metric.reset()
 
 
-@pytest.mark.parametrize("name", _many())
+@pytest.mark.parametrize("name", _MANY)
 @pytest.mark.parametrize("cut", [0, 1, 3, 5])
 def test_the_state_of_a_metric_is_whole(name: str, cut: int) -> None:
     """Cut after some updates, the last one among them: the value has the same bits."""
-    make = _many()[name]
-    whole, first, second = (Metrics({"m": make()}, inputs=_probabilities) for _ in range(3))
+    import torchmetrics
+
+    make = _MANY[name]
+    whole, first, second = (
+        Metrics({"m": make(torchmetrics)}, inputs=_probabilities) for _ in range(3)
+    )
     generator = torch.Generator().manual_seed(3)
     batches = [
         (torch.rand(7, 3, generator=generator), torch.randint(3, (7,), generator=generator))
@@ -440,7 +444,10 @@ def _update(plugin: Metrics, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 def test_a_running_window_goes_on_in_its_place() -> None:
     """It counts its values outside of what torchmetrics calls state."""
-    plugins = [_of({"m": wrappers.Running(torchmetrics.SumMetric(), window=3)}) for _ in range(3)]
+    from torchmetrics import SumMetric
+    from torchmetrics.wrappers import Running
+
+    plugins = [_of({"m": Running(SumMetric(), window=3)}) for _ in range(3)]
     whole, first, second = plugins
     for plugin in plugins:
         plugin.setup()
@@ -457,7 +464,9 @@ def test_a_running_window_goes_on_in_its_place() -> None:
 
 def test_members_of_a_collection_do_not_share_by_chance() -> None:
     """A collection joins members that look alike after their first update, for good."""
-    collection = torchmetrics.MetricCollection(
+    from torchmetrics import MetricCollection, classification
+
+    collection = MetricCollection(
         {name: classification.BinaryAccuracy(float(name) / 10) for name in ("5", "7")}
     )
     plugin = Metrics({"at": collection}, inputs=lambda context: context.batch)
@@ -470,7 +479,9 @@ def test_members_of_a_collection_do_not_share_by_chance() -> None:
 
 
 def test_a_collection_may_be_all_there_is() -> None:
-    collection = torchmetrics.MetricCollection({"a": torchmetrics.SumMetric()}, prefix="my_")
+    from torchmetrics import MetricCollection, SumMetric
+
+    collection = MetricCollection({"a": SumMetric()}, prefix="my_")
     plugin = _of(collection)
     assert list(plugin.state_dict()["metrics"]) == ["my_a"]
 

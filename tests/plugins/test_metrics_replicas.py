@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torchmetrics
-from torchmetrics import classification, wrappers
 
 import helios
 from helios.core import rng
@@ -126,6 +125,8 @@ def _scores(context: Any) -> tuple[Any, ...]:
 
 
 def _plugins(folder: Path, until: int) -> list[Plugin]:
+    import torchmetrics
+
     plugins: list[Plugin] = []
     for phase in (Phase.TRAINING, Phase.VALIDATION, Phase.TESTING):
         accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES)
@@ -311,9 +312,11 @@ def test_no_process_group_adds_the_values_once_more(tmp_path: Path) -> None:
 
 
 def _sum_ids(rank: int, folder: str, setting: Elastic) -> float:
+    from torchmetrics import SumMetric
+
     path = Path(folder)
     plugin = Metrics(
-        {"sum": torchmetrics.SumMetric()},
+        {"sum": SumMetric()},
         inputs=lambda context: (context.batch[0],),
         phase=Phase.TESTING,
     )
@@ -357,21 +360,26 @@ class Clinging(Seen):
 
 
 @pytest.mark.parametrize(
-    ("metric", "text"),
+    ("make", "text"),
     [
-        (Unlike(), "it has no merge_state"),
-        (Shifted(), "merging two without data does not give one without data"),
-        (Clinging(), "it cannot be copied: RuntimeError"),
-        (torchmetrics.PearsonCorrCoef(), "cannot be merged: RuntimeError"),
-        (wrappers.MinMaxMetric(classification.BinaryAccuracy()), "the metrics in it (_base_metric"),
-        (torchmetrics.SumMetric() + torchmetrics.SumMetric(), "the metrics in it (metric_a"),
+        (lambda _: Unlike(), "it has no merge_state"),
+        (lambda _: Shifted(), "merging two without data does not give one without data"),
+        (lambda _: Clinging(), "it cannot be copied: RuntimeError"),
+        (lambda library: library.PearsonCorrCoef(), "cannot be merged: RuntimeError"),
+        (
+            lambda library: library.wrappers.MinMaxMetric(library.classification.BinaryAccuracy()),
+            "the metrics in it (_base_metric",
+        ),
+        (lambda library: library.SumMetric() + library.SumMetric(), "the metrics in it (metric_a"),
     ],
 )
 def test_a_metric_that_cannot_be_joined_is_refused_before_the_training(
-    tmp_path: Path, metric: Any, text: str
+    tmp_path: Path, make: Callable[[Any], Any], text: str
 ) -> None:
+    import torchmetrics
+
     setting = Elastic(num_replicas=2)
-    plugin = Metrics({"odd": metric}, inputs=_inputs)
+    plugin = Metrics({"odd": make(torchmetrics)}, inputs=_inputs)
     trainer = make_trainer(tmp_path, setting, plugin)
     with pytest.raises(ArgumentError, match="merge_state") as e:
         trainer.fit(ElasticModel(setting, tmp_path), ElasticData(setting))

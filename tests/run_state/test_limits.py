@@ -15,16 +15,7 @@ from helios.run_state.discovery import Discovery
 from helios.run_state.plain_values import LIMIT, Identities
 from helios.run_state.save_costs import Costs
 from tests.run_state.owners import Owner, changed, started
-
-
-class Hands:
-    """A clock that stands still unless somebody moves it."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def __call__(self) -> float:
-        return self.time
+from tests.support.clock import Hands
 
 
 class Slow:

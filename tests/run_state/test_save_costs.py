@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import helios
 from helios.run_state import changes
@@ -19,29 +18,28 @@ from helios.run_state.plain_values import Identities
 from helios.state import TrainingState
 from tests.distributed.train_script import Module, parse
 from tests.run_state.owners import Owner
-from tests.run_state.test_limits import Hands, Slow
+from tests.run_state.test_limits import Slow
+from tests.support.clock import Hands
+from tests.support.models import Fitting
 from tests.support.ranks import run_ranks
 
 
-class Timed(helios.Model):
+class Timed(Fitting):
     """Measures costs by a clock of its own, and takes a while to be looked at."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        super().__init__("net")
+        super().__init__()
         self.hands = Hands()
         self.seconds = seconds
 
     unsaved = ("hands", "seconds")
+    part = 1
 
     def setup(self, fast_init: bool = False) -> None:
         self.discovery.values = PlainValues(Identities(), clock=self.hands)
-        self.net = nn.Linear(5, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        super().setup(fast_init)
         self.slow = Slow(self.hands, self.seconds)
         self.table: list[tuple[int, torch.Tensor]] = []
-
-    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
-        return self.net(batch[1]).square().mean()
 
     def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
         super().on_training_batch_end(state, should_log)

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import helios
 from helios.errors import UsageError
+from tests.support.models import Fitting
 from tests.support.quiet import Quiet
 from tests.support.ranks import run_ranks
 
@@ -34,13 +35,9 @@ class Numbers(helios.DataModule):
         self._valid_dataset = self._create_dataset(dataset, params)
 
 
-class Linear(helios.Model):
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = torch.nn.Linear(4, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: Any) -> torch.Tensor:
-        return self.net(batch[0]).mean()
+class Linear(Fitting):
+    def make_net(self) -> torch.nn.Module:
+        return torch.nn.Linear(4, 1)
 
     def valid_step(self, batch: Any, step: int) -> None:
         """Nothing to score."""

@@ -21,6 +21,7 @@ from helios.errors import ArgumentError, StateError
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from tests.distributed.train_script import Module, parse
+from tests.support.models import Fitting
 from tests.support.ranks import run_ranks
 
 REASON = (
@@ -70,23 +71,19 @@ class Data(Module):
         return self.kind()
 
 
-class Simple(helios.Model):
+class Simple(Fitting):
     """One weight, and a log of what it was trained on."""
 
     unsaved = ("log",)
+    part = 1
 
     def __init__(self) -> None:
-        super().__init__("net")
+        super().__init__()
         self.log: list[Any] = []
 
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Linear(5, 1)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-
     def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
-        number, features = batch
-        loss = self.net(features).square().mean()
-        self.log.append((number.tolist(), loss.item(), torch.rand(1).item()))
+        loss: torch.Tensor = super().train_step(batch, state)
+        self.log.append((batch[0].tolist(), loss.item(), torch.rand(1).item()))
         return loss
 
 

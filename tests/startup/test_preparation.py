@@ -11,18 +11,15 @@ from torch import nn
 import helios
 from helios.engines.engine import Engine
 from helios.errors import UsageError
+from tests.support.models import Fitting
 from tests.support.runs import IndexModule, Setting
 
 
-class Plain(helios.Model):
+class Plain(Fitting):
     """Builds its network where it stands, as on a CPU."""
 
-    def setup(self, fast_init: bool = False) -> None:
-        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def train_step(self, batch: Any, state: helios.TrainingState) -> torch.Tensor:
-        return self.net(batch[1]).sum()
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
 
 def train(**options: Any) -> Plain:

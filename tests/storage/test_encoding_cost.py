@@ -11,16 +11,7 @@ from helios.storage import codec
 from helios.storage.encoding_cost import Metering
 from helios.storage.staging import HostBuffers
 from tests.storage.test_weights_only import is_same
-
-
-class Hands:
-    """A clock that moves when somebody moves it."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def __call__(self) -> float:
-        return self.time
+from tests.support.clock import Hands
 
 
 def _encoder(clock: Hands, arrays: list[int], seconds: float, count: int) -> Callable[[Any], str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import signal
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -21,6 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from helios.core import rng
 from helios.storage.tensorboard_writer import TensorboardWriter
+from tests.support.scripts import call
 
 Points = Counter[tuple[str, str, int, float]]
 
@@ -111,25 +112,19 @@ def test_a_mark_of_a_resumed_run_covers_its_older_files(
     assert read_points(run_path) == undisturbed
 
 
-_KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from helios.storage.tensorboard_writer import TensorboardWriter
-writer = TensorboardWriter()
-writer.setup(Path(sys.argv[1]))
-for step in range(300):
-    writer.add_scalar("loss", step, step)
-print(json.dumps(writer.mark()), flush=True)
-for step in range(300, 310):
-    writer.add_scalar("loss", step, step)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def _write_until_killed() -> None:
+    writer = TensorboardWriter()
+    writer.setup(Path(sys.argv[1]))
+    for step in range(310):
+        if step == 300:
+            print(json.dumps(writer.mark()), flush=True)
+        writer.add_scalar("loss", step, step)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_mark_covers_survives_a_kill(writer: TensorboardWriter, tmp_path: Path) -> None:
     run_path = tmp_path / "run"
-    command = [sys.executable, "-c", _KILLED, str(run_path)]
-    killed = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    killed = call(_write_until_killed, run_path)
     assert killed.returncode == -signal.SIGKILL
     writer.restore(run_path, json.loads(killed.stdout))
     writer.close()

@@ -236,14 +236,28 @@ def cells_of(num_replicas: int, num_processes: int) -> list[Cell]:
 
 
 def slice_of(num_replicas: int, num_processes: int) -> list[Cell]:
-    """Return the cells that the default tier plays."""
-    every = 7 if num_processes == 1 else 40 if num_replicas == 2 else 20
+    """Return the cells that the default tier plays.
+
+    In one process, each kind is played once in each of its events: which training and which moment
+    it has there takes its turns. On several processes it is a sample of all cells.
+    """
+    cells = cells_of(num_replicas, num_processes)
+    if num_processes == 1:
+        return [cell for cell in _ONE_OF_EACH if cell.num_replicas == num_replicas]
     # An odd stride over the trainings of a number of replicas, which are two or four.
-    return [
-        cell
-        for number, cell in enumerate(cells_of(num_replicas, num_processes))
-        if (number + number // 4) % every == 0
-    ]
+    every = 99 if num_replicas == 2 else 27
+    return [c for number, c in enumerate(cells) if (number + number // 4) % every == 0]
+
+
+def _pick_one_of_each() -> Iterator[Cell]:
+    alike: dict[tuple[str, str], list[Cell]] = {}
+    for cell in CELLS:
+        alike.setdefault((cell.kind, cell.event), []).append(cell)
+    for number, cells in enumerate(alike.values()):
+        yield cells[7 * number % len(cells)]
+
+
+_ONE_OF_EACH = list(_pick_one_of_each())
 
 
 def heard_events() -> set[str]:

@@ -108,12 +108,12 @@ def restarts_of(checkpoints: list[Path]) -> list[Path]:
     """Return which of a run's checkpoints, in their order, a test restarts from.
 
     The full tier restarts from all. Where there are more than five, the default tier restarts from
-    two in five and from the last two, of which the last is the end of the run. Which ones these are
+    one in five and from the last two, of which the last is the end of the run. Which ones these are
     depends on the test, so that each place of an epoch and of a window has its turn: five divides
     the length of neither.
     """
     if tier.is_full() or len(checkpoints) <= 5:
         return checkpoints
     offset = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").encode())
-    chosen = [path for n, path in enumerate(checkpoints[:-2]) if (n + offset) % 5 in (0, 2)]
+    chosen = [path for n, path in enumerate(checkpoints[:-2]) if (n + offset) % 5 == 0]
     return chosen + checkpoints[-2:]
