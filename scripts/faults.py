@@ -2085,8 +2085,8 @@ FAULTS = (
     Fault(
         "a checkpoint is committed without its lines of the ledger",
         "helios/checkpoint/saver.py",
-        "            if self._watcher is not None:\n                self._watcher.before_commit()\n",
-        "            if False:\n",
+        "                self._watcher.before_commit()\n",
+        "                pass\n",
         "tests/ledger/test_runs.py::test_no_checkpoint_is_saved_without_its_lines",
     ),
     Fault(
