@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from helios.ledger.manifest.manifest_file import FILE_NAME, Manifest, read_manif
 from helios.plugins import Plugin
 from helios.state import TrainingState
 from helios.storage import codec, files
+from tests.support import elastic
+from tests.support.ranks import run_ranks
 from tests.support.runs import Setting, train
 from tests.support.warned import collect_warnings
 
@@ -338,3 +341,24 @@ def test_a_difference_names_what_the_starts_differ_in(
     assert json.loads(json.dumps(found.as_dict()))["manifest"][0]["effect"] == "trajectory-changing"
     (tmp_path / "second" / "small" / FILE_NAME).unlink()
     assert diff(tmp_path / "first", tmp_path / "second").manifest == []
+
+
+def _start_strictly(rank: int, folder: Path, total_steps: int) -> str:
+    """Start a run of two processes, in which rank 0 alone has another variable set."""
+    if rank == 0 and total_steps > 2:
+        os.environ[VARIABLE] = "3"
+    setting = elastic.Elastic(
+        num_replicas=2, total_steps=total_steps, options={"reproducibility": "strict"}
+    )
+    try:
+        elastic.train(folder, setting)
+    except RunMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_all_processes_refuse_what_rank_0_has_found(tmp_path: Path) -> None:
+    assert run_ranks(_start_strictly, 2, tmp_path, 2) == ["", ""]
+    assert all(VARIABLE in text for text in run_ranks(_start_strictly, 2, tmp_path, 3))
+    (events,) = (list(read_lineage(path.parent)) for path in tmp_path.glob("*/lineage.jsonl"))
+    assert [event["processes"] for event in events if "processes" in event] == [2]
