@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from helios.state import TrainingState
 
 
@@ -58,6 +61,28 @@ class Ledger(Protocol):
 
     def end(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended."""
+        ...
+
+
+class GradientAudit(Protocol):
+    """Computes gradients a second time in some steps; see :mod:`helios.loops.audit`."""
+
+    def is_due(self) -> bool:
+        """Whether the current iteration is audited; the same on all processes."""
+        ...
+
+    def take_step(self, batch: Any) -> Any:
+        """Run the step of a replica in an audited iteration; returns what it returned."""
+        ...
+
+    def backward(
+        self, loss: Tensor, inputs: Sequence[Tensor] | None, *, optimizer: Optimizer
+    ) -> None:
+        """Do backward of a replica in an audited iteration."""
+        ...
+
+    def conclude(self, optimizer: Optimizer) -> None:
+        """Compute a gradient again and compare it; all processes call this at the same place."""
         ...
 
 

@@ -23,6 +23,7 @@ from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup.launching.launch_call import carry_out
 from helios.startup.launching.trainer_call import Call, RuntimeState, only_call
+from helios.startup.options.audit_options import Audit, as_audit
 from helios.startup.options.checkpoint_options import Change, CheckpointOptions
 from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
 from helios.startup.options.logging_options import LoggingOptions
@@ -98,6 +99,8 @@ class Trainer:
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
             written; ``"off"`` does not.
+        audit: compute gradients a second time in some steps, and compare them on bytes; ``None``
+            for never.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -158,6 +161,7 @@ class Trainer:
         allow_changes: Sequence[Change] = (),
         on_incomplete: Literal["warn", "raise"] = "warn",
         ledger: Literal["steps", "off"] = "steps",
+        audit: Audit | None = None,
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
@@ -206,6 +210,7 @@ class Trainer:
             ),
             processes=ProcessOptions(num_replicas=num_replicas, nproc=nproc),
             trial=TrialOptions(sanity_steps=sanity_steps, batch_limits=batch_limits),
+            audit=as_audit(audit),
         )
         check_plugin_list(plugins)
         self.train_exceptions: list[type[BaseException]] = []

@@ -213,6 +213,7 @@ class LiveRun(Protocol):
     is_resumed: bool
     obstacles: list[str]
     unshared: list[str]
+    mismatches: list[str]
     missing: dict[str, str]
     claims: list[str]
     saved_randomness: dict[str, Any] | None

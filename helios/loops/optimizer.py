@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import GeneratorType
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.step import end_forward, loss_of, take_step
+from helios.protocols import GradientAudit
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -81,7 +83,11 @@ class OptimizerLoop(Loop):
         watch = turns.begin_step()
         if turns.begins_window and session.is_manual is False:
             engine.drop_old_gradients(self._find_optimizer())
-        result = take_step(session, "train_step", batch, state)
+        audit = self._find_audit()
+        if audit is None:
+            result = take_step(session, "train_step", batch, state)
+        else:
+            result = audit.take_step(batch)
         if type(result) is GeneratorType:
             raise self._make_generator_error()
         loss = loss_of(result)
@@ -98,15 +104,31 @@ class OptimizerLoop(Loop):
         optimizer = self._find_optimizer()
         ends_window = state.is_step_boundary
         updates = ends_window and turns.is_last
-        if updates and engine.sends_early and session.agreement.frees_gradients:
-            with turns.sending(engine, optimizer):
-                self._backward(loss)
-        else:
-            self._backward(loss)
+        self._compute_gradients(loss, optimizer, audit, updates=updates)
         turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window, updates=updates)
         if updates:
             self._note_update(is_committed=self._update(optimizer))
             engine.close_window()
+
+    def _find_audit(self) -> GradientAudit | None:
+        """Return the audit in an audited iteration, else ``None``."""
+        audit = self._session.audit
+        return None if audit is None or not audit.is_due() else audit
+
+    def _compute_gradients(
+        self, loss: Tensor, optimizer: Optimizer, audit: GradientAudit | None, *, updates: bool
+    ) -> None:
+        """Do backward; the last one of a window may send gradients meanwhile, but for an audit."""
+        session = self._session
+        if audit is not None:
+            self._backward(loss, do=partial(audit.backward, optimizer=optimizer))
+            if session.turns.is_last:
+                audit.conclude(optimizer)
+        elif updates and session.engine.sends_early and session.agreement.frees_gradients:
+            with session.turns.sending(session.engine, optimizer):
+                self._backward(loss)
+        else:
+            self._backward(loss)
 
     def _note_update(self, *, is_committed: bool) -> None:
         """Count the window's step if one of its updates was made.
@@ -142,17 +164,24 @@ class OptimizerLoop(Loop):
         if self._session.is_manual is not is_manual:
             raise self._make_mode_error()
 
-    def _backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+    def _backward(
+        self,
+        loss: Tensor,
+        inputs: Sequence[Tensor] | None = None,
+        *,
+        do: Callable[..., None] | None = None,
+    ) -> None:
         """Do backward, between its events.
 
         Args:
             loss: the loss.
             inputs: the only parameters that get gradients; ``None`` for all.
+            do: what does it; ``None`` for the engine.
         """
         engine, hooks = self._session.engine, self._session.hooks
         if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
-        engine.backward_loss(loss, inputs)
+        (do or engine.backward_loss)(loss, inputs)
         if "on_backward_end" in hooks.active:
             hooks.emit("on_backward_end")
 
@@ -189,6 +218,8 @@ class OptimizerLoop(Loop):
         ignored = session.engine.automatic_options
         if session.schedulers is not None and session.schedulers.has_intervals_but_step:
             ignored = [*ignored, "Model.scheduler_interval"]
+        if session.audit is not None:
+            ignored = [*ignored, "Trainer(audit=...)"]
         if ignored:
             _LOGGER.warning(
                 "%s has no effect: train_step returns None, so the model clips and steps itself. "

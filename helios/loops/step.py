@@ -25,7 +25,11 @@ def take_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
         batch: the batch; a batch processor's transforms are applied to it here.
         args: arguments of the step after the batch.
     """
-    batch = begin_forward(session, batch)
+    return run_step(session, step, begin_forward(session, batch), *args)
+
+
+def run_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
+    """Run a step without its events; see :func:`take_step` for the arguments."""
     if session.is_plain:
         return session.hooks.active[step](batch, *args)
     with session.engine.autocast():

@@ -22,6 +22,7 @@ from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.run_ledger import make_ledger
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
+from helios.startup.building.step_audit import make_audit
 from helios.startup.checkpoint_search import resume_point, run_identity
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
 from helios.startup.checkpoint_search.run_folder import lock_folder, require_writable
@@ -103,6 +104,7 @@ class FitRun(Run):
         run_outputs.open_logs(self.options.logging, self._name, logged, is_training=True)
         self._set_up(is_inference=False)
         session = self._build()
+        session.audit = make_audit(self.options.audit, session, self.loop)
         self._take_session(session)
         log_order(self.plugins, self.hooks)
         if record is not None:
