@@ -176,13 +176,19 @@ class StepAudit:
             yield
             return
         count = count_collectives()
-        watch = TurnWatch(
-            self._session, lambda found, **_: own.changed.update(found), reads_weights=True
-        )
+        watch = self._watch(own.changed)
         yield
         watch.conclude(is_manual=False)
         if count_collectives() != count:
             own.reason = "the step communicates with other processes"
+
+    def _watch(self, changed: set[str]) -> TurnWatch:
+        return TurnWatch(
+            self._session,
+            lambda found, **_: changed.update(found),
+            reads_weights=True,
+            sees_unsaved=True,
+        )
 
     def backward(
         self, loss: Tensor, inputs: Sequence[Tensor] | None, *, optimizer: Optimizer
@@ -352,8 +358,8 @@ class StepAudit:
         session = self._session
         parameters = self._parameters(optimizer)
         trace = StepTrace(session, parameters.values())
-        left: list[str] = []
-        watch = TurnWatch(session, lambda found, **_: left.extend(found), reads_weights=True)
+        left = set[str]()
+        watch = self._watch(left)
         after = None if own.before is None else self._take_snapshot()
         with trace.erased():
             if own.before is not None:
@@ -369,7 +375,7 @@ class StepAudit:
         if after is not None:
             after.erase()
         watch.conclude(is_manual=False)
-        return Finding.of(own.gradients, second, left)
+        return Finding.of(own.gradients, second, sorted(left))
 
     def _forward(self, batch: Any) -> Tensor:
         loss = loss_of(run_step(self._session, "train_step", batch, self._session.state))

@@ -25,7 +25,7 @@ class _Watch(Protocol):
 
 
 class _Others(Protocol):
-    def watch(self) -> Sequence[tuple[str, _Watch]]: ...
+    def watch(self, *, sees_unsaved: bool = False) -> Sequence[tuple[str, _Watch]]: ...
 
 
 class WatchedRun(Protocol):
@@ -131,12 +131,22 @@ class TurnWatch:
         run: the run, before the step.
         note: receives the findings.
         reads_weights: whether to notice writes to ``parameter.data`` too.
+        sees_unsaved: whether to notice changes of what is declared as unsaved.
     """
 
-    def __init__(self, run: WatchedRun, note: Callable[..., None], *, reads_weights: bool) -> None:
+    def __init__(
+        self,
+        run: WatchedRun,
+        note: Callable[..., None],
+        *,
+        reads_weights: bool,
+        sees_unsaved: bool = False,
+    ) -> None:
         self._note = note
-        self._watch = run.model.discovery.watch(reads_weights=reads_weights)
-        self._others = run.owner_states.watch()
+        self._watch = run.model.discovery.watch(
+            reads_weights=reads_weights, sees_unsaved=sees_unsaved
+        )
+        self._others = run.owner_states.watch(sees_unsaved=sees_unsaved)
 
     def conclude(self, *, is_manual: bool) -> None:
         """Record what has changed.
