@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from helios.state import TrainingState
 
@@ -75,13 +74,11 @@ class GradientAudit(Protocol):
         """Run the step of a replica in an audited iteration; returns what it returned."""
         ...
 
-    def backward(
-        self, loss: Tensor, inputs: Sequence[Tensor] | None, *, optimizer: Optimizer
-    ) -> None:
+    def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None) -> None:
         """Do backward of a replica in an audited iteration."""
         ...
 
-    def conclude(self, optimizer: Optimizer) -> None:
+    def conclude(self) -> None:
         """Compute a gradient again and compare it; all processes call this at the same place."""
         ...
 

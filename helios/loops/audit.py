@@ -16,7 +16,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
 from helios.distributed import pickling
@@ -33,7 +32,7 @@ from helios.loops.audit_trace import (
 from helios.loops.step import begin_forward, loss_of, run_step
 from helios.model.snapshot import Snapshot
 from helios.replicas.audit_turns import AuditTurn, find_turn
-from helios.replicas.gradient_copies import Forms, GradientCopy
+from helios.replicas.gradient_copies import GradientCopy
 from helios.run_state.replica_watch import TurnWatch, find_lazy
 from helios.session import Session
 
@@ -47,7 +46,7 @@ class _Turn:
 
     Attributes:
         inputs: what the step started from; empty if this turn is not the audited one.
-        old: the gradients before backward, by name of the parameter, if there were any.
+        old: the gradients before the step, by name of the parameter, if there were any.
         generators: their states when backward began.
         gradients: those after it.
         version: counts changes of the loss in place.
@@ -162,6 +161,11 @@ class StepAudit:
         except Exception as error:  # objects of the user, of any kind
             own.reason = f"the batch cannot be pickled ({error!r})"
             return
+        own.old = {
+            name: parameter.grad.clone()
+            for name, parameter in self._parameters().items()
+            if parameter.grad is not None
+        }
         if self._keeps_attributes:
             own.before = self._take_snapshot()
 
@@ -190,15 +194,12 @@ class StepAudit:
             sees_unsaved=True,
         )
 
-    def backward(
-        self, loss: Tensor, inputs: Sequence[Tensor] | None, *, optimizer: Optimizer
-    ) -> None:
+    def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None) -> None:
         """Do backward of a replica in an audited iteration; keeps the gradients of the audited one.
 
         Args:
             loss: the loss.
             inputs: as for :meth:`Engine.backward_loss`.
-            optimizer: the optimizer of the parameters.
         """
         session, own = self._session, self._own
         if own is None or own.reason or not self._is_own_turn:
@@ -206,18 +207,12 @@ class StepAudit:
             return
         if loss._version != own.version:  # noqa: SLF001 - torch has no public counter
             own.reason = "a hook changes the loss in place"
-        parameters = self._parameters(optimizer)
         if own.inputs:
-            own.old = {
-                name: parameter.grad.clone()
-                for name, parameter in parameters.items()
-                if parameter.grad is not None
-            }
             own.generators = read_generators(session.engine.device)
         with self._watching(own):
             session.engine.backward_loss(loss, inputs)
         if own.inputs:
-            own.gradients = GradientCopy.take(parameters)
+            own.gradients = GradientCopy.take(self._parameters())
 
     @property
     def _is_own_turn(self) -> bool:
@@ -225,7 +220,7 @@ class StepAudit:
         is_owner = self._session.replicas.rank == turn.owner
         return turns.replica == turn.replica if is_owner else turns.is_last
 
-    def _parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
+    def _parameters(self) -> dict[str, Tensor]:
         """Return all trained parameters by name, the same on all processes."""
         networks = self._session.model.discovery.modules().items()
         found: dict[int, tuple[str, Tensor]] = {
@@ -233,15 +228,13 @@ class StepAudit:
             for path, network in networks
             for name, parameter in network.named_parameters()
         }
-        for place, parameter in enumerate(parameters_of(optimizer)):
-            found.setdefault(id(parameter), (f"parameter {place} of the optimizer", parameter))
+        for path, optimizer in self._session.find_optimizers().items():
+            for place, parameter in enumerate(parameters_of(optimizer)):
+                found.setdefault(id(parameter), (f"parameter {place} of {path}", parameter))
         return {name: parameter for name, parameter in found.values() if parameter.requires_grad}
 
-    def conclude(self, optimizer: Optimizer) -> None:
+    def conclude(self) -> None:
         """Compute the gradient again; all processes call this after their last backward.
-
-        Args:
-            optimizer: the optimizer of the parameters.
 
         Raises:
             AuditError: in all processes, if it differs and the audit is strict.
@@ -250,13 +243,13 @@ class StepAudit:
         notes = self._session.replicas.gather_objects(self._note_of(own))
         turn = self._settle(notes)
         if turn is not None:
-            self._audit(turn, own, notes, optimizer)
+            self._audit(turn, own, notes)
         self._parcel = None
 
     def _note_of(self, own: _Turn) -> _Note:
         session = self._session
         if own.inputs and not own.reason and not session.replicas.is_whole:
-            rest = (own.inputs, own.generators, own.gradients.forms())
+            rest = (own.inputs, own.generators, own.old, own.gradients.forms())
             head = torch.frombuffer(bytearray(pickling.dumps(rest)), dtype=torch.uint8)
             self._parcel = head, own.gradients.content()
         sizes = (0, 0) if self._parcel is None else tuple(x.numel() for x in self._parcel)
@@ -269,7 +262,7 @@ class StepAudit:
         turn = self._rotation
         for note in notes:
             if note.reason:
-                self._say(f"it is not audited: {note.reason}")
+                self._say(f"is not audited: {note.reason}")
                 return None
         changed = sorted({name for note in notes for name in note.changed})
         if not changed:
@@ -279,9 +272,9 @@ class StepAudit:
             return replace(turn, auditor=turn.owner, third=None)
         self._keeps_attributes = True
         self._say(
-            f"it changes {', '.join(changed)}. From now on each gradient is computed again by its "
-            "own process only, and all attributes of model and plugins are put back, which takes "
-            "a copy of them. Change them in a hook, or make them buffers of a network"
+            f"changes {', '.join(changed)}. From now on each gradient is computed again by its "
+            "own process only, and model and plugins are copied to put that back. Change it in a "
+            "hook, or make it a buffer of a network, so that other processes can do it"
         )
         return None
 
@@ -289,23 +282,23 @@ class StepAudit:
         if text not in self._said:
             self._said.add(text)
             name = type(self._session.model).__name__
-            _LOGGER.warning("Audit of %s.train_step: %s.", name, text)
+            _LOGGER.warning("Audit: %s.train_step %s.", name, text)
 
-    def _audit(self, turn: AuditTurn, own: _Turn, notes: list[_Note], optimizer: Optimizer) -> None:
+    def _audit(self, turn: AuditTurn, own: _Turn, notes: list[_Note]) -> None:
         replicas = self._session.replicas
-        finding = self._repeat_on(turn.auditor, turn, own, notes, optimizer)
+        finding = self._repeat_on(turn.auditor, turn, own, notes)
         found: Finding = replicas.gather_objects(finding)[turn.auditor]
         if found.left:
             self._is_off = True
             self._say(
-                f"the second computation has changed {', '.join(found.left)}, which cannot be put "
-                "back. No further step is audited"
+                f"has changed {', '.join(found.left)} when it was computed a second time, which "
+                "cannot be put back. No further step is audited"
             )
         if found.difference is None:
             return
         finding, third, first = None, None, ""
         if turn.third is not None:
-            finding = self._repeat_on(turn.third, turn, own, notes, optimizer)
+            finding = self._repeat_on(turn.third, turn, own, notes)
         if replicas.rank == turn.owner:
             first = own.gradients.digest()
         answers = replicas.gather_objects((finding, first))
@@ -329,8 +322,9 @@ class StepAudit:
             mismatches.append(text)
         if self._is_strict:
             raise AuditError(
-                f"{text} Check the hardware that is named, or pass "
-                'Trainer(enable_deterministic=True), or on_mismatch="warn" to continue.'
+                f"{text} Check the hardware that is named. If the arithmetic is not deterministic "
+                "there, pass Trainer(enable_deterministic=True). To continue after a mismatch, "
+                'pass Audit(on_mismatch="warn").'
             )
         _LOGGER.warning("Audit: %s Training continues with the first gradient.", text)
 
@@ -340,23 +334,21 @@ class StepAudit:
         turn: AuditTurn,
         own: _Turn,
         notes: list[_Note],
-        optimizer: Optimizer,
     ) -> Finding | None:
         """Compute the gradient again on one rank, which gets what it needs from the owner."""
         replicas = self._session.replicas
         if rank != turn.owner and replicas.rank in (rank, turn.owner):
-            sizes = notes[turn.owner].sizes
-            parcel = self._parcel or tuple(torch.empty(n, dtype=torch.uint8) for n in sizes)
-            for content in parcel:
-                replicas.hand_over(content, turn.owner, rank)
+            head, gradients = self._parcel or map(_make_room, notes[turn.owner].sizes)
+            replicas.hand_over(head, turn.owner, rank)
+            replicas.hand_over(gradients, turn.owner, rank)
             if replicas.rank == rank:
-                own = _open(*parcel)
-        return self._repeat(own, optimizer) if replicas.rank == rank else None
+                own = _open(head, gradients, self._session.engine.device)
+        return self._repeat(own) if replicas.rank == rank else None
 
-    def _repeat(self, own: _Turn, optimizer: Optimizer) -> Finding:
+    def _repeat(self, own: _Turn) -> Finding:
         """Compute a gradient again and compare it, without a trace."""
         session = self._session
-        parameters = self._parameters(optimizer)
+        parameters = self._parameters()
         trace = StepTrace(session, parameters.values())
         left = set[str]()
         watch = self._watch(left)
@@ -388,7 +380,11 @@ def _version_of(result: Any) -> int:
     return 0 if loss is None else loss._version  # noqa: SLF001 - torch has no public counter
 
 
-def _open(head: Tensor, content: Tensor) -> _Turn:
-    inputs, generators, forms = pickling.loads(head.numpy().tobytes())
-    table: Forms = forms
-    return _Turn(inputs=inputs, generators=generators, gradients=GradientCopy.read(table, content))
+def _make_room(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _open(head: Tensor, gradients: Tensor, device: torch.device) -> _Turn:
+    """Return what the owner keeps of its turn, in another process."""
+    inputs, generators, old, forms = pickling.loads(head.numpy().tobytes(), device)
+    return _Turn(inputs, old, generators, GradientCopy.read(forms, gradients))

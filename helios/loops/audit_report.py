@@ -51,17 +51,23 @@ def describe(
     """
     name = difference.parameter
     where = name if not difference.place else f"{name}{list(difference.place)}"
-    count = f"{difference.num_elements} of its elements" if difference.num_elements else "its form"
-    more = difference.num_parameters - 1
-    others = f", and gradients of {more} more parameters differ" if more else ""
     first, second = (f"rank {rank} ({places[rank]})" for rank in (turn.owner, turn.auditor))
     return (
         f"Iteration {iteration}, step {step}: the gradient of replica {turn.replica} differs when "
         f"it is computed a second time from the same weights, batch and random numbers. {where}: "
-        f"{difference.values[0]} on {first}, then {difference.values[1]} on {second}; {count} "
-        f"differ{'' if difference.num_elements != 1 and difference.num_elements else 's'}"
-        f"{others}. {verdict}"
+        f"{difference.values[0]} on {first}, then {difference.values[1]} on {second}; "
+        f"{_count(difference)}. {verdict}"
     )
+
+
+def _count(difference: Difference) -> str:
+    elements, parameters = difference.num_elements, difference.num_parameters
+    texts = []
+    if elements:
+        texts.append("1 element differs" if elements == 1 else f"{elements} elements differ")
+    if parameters > 1:
+        texts.append(f"{parameters} parameters are affected")
+    return ", ".join(texts) or "the forms differ"
 
 
 def judge(
@@ -75,6 +81,8 @@ def judge(
         third: digest of the third gradient; ``None`` if there is none.
         places: host and device of each process, by rank.
     """
+    if turn.owner == turn.auditor:
+        return "The same process has computed both."
     if third is None or turn.third is None:
         return "There is no third process to decide which one is right."
     who = f"A third computation, on rank {turn.third} ({places[turn.third]}),"

@@ -117,8 +117,8 @@ class StepTrace:
         are logged meanwhile.
         """
         session, context = self._session, self._session.context
-        device, replica, batch = session.engine.device, session.turns.replica, context.batch
-        generators = read_generators(device)
+        replica, batch = session.turns.replica, context.batch
+        generators, legacy = rng.get_rng_state_dict(), np.random.get_state()
         places = BufferPlaces(session.model.discovery.modules().values())
         buffers = places.copies()
         tables = [_HeldTable(table) for table in session.model.tables.values()]
@@ -136,7 +136,8 @@ class StepTrace:
             for leaf, gradient in self._gradients.values():
                 leaf.grad = gradient
             session.turns.replica, context.batch = replica, batch
-            set_generators(generators)
+            np.random.set_state(legacy)
+            rng.load_rng_state_dict(generators)
 
 
 @final

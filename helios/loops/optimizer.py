@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import GeneratorType
 from typing import Any, ClassVar
 
@@ -121,9 +120,9 @@ class OptimizerLoop(Loop):
         """Do backward; the last one of a window may send gradients meanwhile, but for an audit."""
         session = self._session
         if audit is not None:
-            self._backward(loss, do=partial(audit.backward, optimizer=optimizer))
+            self._backward(loss, do=audit.backward)
             if session.turns.is_last:
-                audit.conclude(optimizer)
+                audit.conclude()
         elif updates and session.engine.sends_early and session.agreement.frees_gradients:
             with session.turns.sending(session.engine, optimizer):
                 self._backward(loss)
@@ -219,6 +218,7 @@ class OptimizerLoop(Loop):
         if session.schedulers is not None and session.schedulers.has_intervals_but_step:
             ignored = [*ignored, "Model.scheduler_interval"]
         if session.audit is not None:
+            session.audit = None
             ignored = [*ignored, "Trainer(audit=...)"]
         if ignored:
             _LOGGER.warning(
