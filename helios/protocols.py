@@ -64,13 +64,13 @@ class Ledger(Protocol):
 
 
 class GradientAudit(Protocol):
-    """Computes gradients a second time in some steps; see :mod:`helios.loops.audit`."""
+    """Computes gradients a second time in some steps; see :mod:`helios.audit.step_audit`."""
 
-    def is_due(self) -> bool:
-        """Whether the current iteration is audited; the same on all processes."""
+    def if_due(self) -> GradientAudit | None:
+        """Return this object in an audited iteration, else ``None``; on all processes alike."""
         ...
 
-    def take_step(self, batch: Any) -> Any:
+    def take_step(self, session: Any, step: str, batch: Any, state: TrainingState) -> Any:
         """Run the step of a replica in an audited iteration; returns what it returned."""
         ...
 
@@ -78,8 +78,8 @@ class GradientAudit(Protocol):
         """Do backward of a replica in an audited iteration."""
         ...
 
-    def conclude(self) -> None:
-        """Compute a gradient again and compare it; all processes call this at the same place."""
+    def end_backward(self) -> None:
+        """Compute a gradient again after the last backward of this process, and compare it."""
         ...
 
 

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
 from helios.loops.step import end_forward, loss_of, take_step
-from helios.protocols import GradientAudit
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -82,11 +81,9 @@ class OptimizerLoop(Loop):
         watch = turns.begin_step()
         if turns.begins_window and session.is_manual is False:
             engine.drop_old_gradients(self._find_optimizer())
-        audit = self._find_audit()
-        if audit is None:
-            result = take_step(session, "train_step", batch, state)
-        else:
-            result = audit.take_step(batch)
+        audit = None if session.audit is None else session.audit.if_due()
+        take = take_step if audit is None else audit.take_step
+        result = take(session, "train_step", batch, state)
         if type(result) is GeneratorType:
             raise self._make_generator_error()
         loss = loss_of(result)
@@ -103,31 +100,19 @@ class OptimizerLoop(Loop):
         optimizer = self._find_optimizer()
         ends_window = state.is_step_boundary
         updates = ends_window and turns.is_last
-        self._compute_gradients(loss, optimizer, audit, updates=updates)
+        if audit is not None:
+            # Nothing is sent early here: gradients are compared before they are summed.
+            self._backward(loss, do=audit.backward)
+            audit.end_backward()
+        elif updates and engine.sends_early and session.agreement.frees_gradients:
+            with turns.sending(engine, optimizer):
+                self._backward(loss)
+        else:
+            self._backward(loss)
         turns.end_backward(engine, optimizer, self._shown, ends_window=ends_window, updates=updates)
         if updates:
             self._note_update(is_committed=self._update(optimizer))
             engine.close_window()
-
-    def _find_audit(self) -> GradientAudit | None:
-        """Return the audit in an audited iteration, else ``None``."""
-        audit = self._session.audit
-        return None if audit is None or not audit.is_due() else audit
-
-    def _compute_gradients(
-        self, loss: Tensor, optimizer: Optimizer, audit: GradientAudit | None, *, updates: bool
-    ) -> None:
-        """Do backward; the last one of a window may send gradients meanwhile, but for an audit."""
-        session = self._session
-        if audit is not None:
-            self._backward(loss, do=audit.backward)
-            if session.turns.is_last:
-                audit.conclude()
-        elif updates and session.engine.sends_early and session.agreement.frees_gradients:
-            with session.turns.sending(session.engine, optimizer):
-                self._backward(loss)
-        else:
-            self._backward(loss)
 
     def _note_update(self, *, is_committed: bool) -> None:
         """Count the window's step if one of its updates was made.

@@ -20,9 +20,9 @@ from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
+from helios.startup.building.run_audit import make_audit
 from helios.startup.building.run_ledger import make_ledger
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
-from helios.startup.building.step_audit import make_audit
 from helios.startup.checkpoint_search import resume_point, run_identity
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
 from helios.startup.checkpoint_search.run_folder import lock_folder, require_writable

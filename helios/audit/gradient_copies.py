@@ -18,7 +18,7 @@ Forms: TypeAlias = dict[str, list[_Form]]
 
 
 @dataclass(frozen=True)
-class Difference:
+class GradientMismatch:
     """Where two gradients differ.
 
     Attributes:
@@ -92,7 +92,7 @@ class GradientCopy:
         """Return the SHA-256 of the bytes."""
         return sha256(self.content().numpy().data).hexdigest()
 
-    def difference(self, other: GradientCopy) -> Difference | None:
+    def difference(self, other: GradientCopy) -> GradientMismatch | None:
         """Return where the gradients of another computation differ; ``None`` if they do not."""
         names = [*self._parts, *(name for name in other._parts if name not in self._parts)]
         found = [
@@ -103,7 +103,7 @@ class GradientCopy:
         if not found:
             return None
         name, place, values, num_elements = found[0]
-        return Difference(name, place, values, num_elements, len(found))
+        return GradientMismatch(name, place, values, num_elements, len(found))
 
 
 def _parts_of(gradient: Tensor | None) -> list[Tensor]:
@@ -125,7 +125,7 @@ _Found: TypeAlias = tuple[str, tuple[int, ...] | None, tuple[str, str], int]
 
 
 def _compare(name: str, first: Sequence[Tensor], second: Sequence[Tensor]) -> _Found | None:
-    """Return what a ``Difference`` says of one parameter."""
+    """Return what a ``GradientMismatch`` says of one parameter."""
     forms = [[(part.dtype, part.shape) for part in parts] for parts in (first, second)]
     if forms[0] != forms[1]:
         return name, None, (_describe(first), _describe(second)), 0

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from helios.replicas.gradient_copies import Difference, GradientCopy
+from helios.audit.gradient_copies import GradientCopy, GradientMismatch
 
 
 def copy_of(**gradients: torch.Tensor | None) -> GradientCopy:
@@ -44,7 +44,7 @@ def test_any_other_bit_is_a_difference(other: float, values: tuple[str, str]) ->
     changed = gradient.clone()
     changed[1, 2] = other
     first, second = copy_of(a=gradient, b=gradient), copy_of(a=gradient, b=changed)
-    assert first.difference(second) == Difference("b", (1, 2), values, 1, 1)
+    assert first.difference(second) == GradientMismatch("b", (1, 2), values, 1, 1)
     assert sent(first).difference(second) == first.difference(second)
     assert first.digest() != second.digest()
 
@@ -53,7 +53,7 @@ def test_a_gradient_that_is_missing_once_is_a_difference() -> None:
     gradient = torch.ones(2, 3)
     found = copy_of(a=gradient, b=gradient).difference(copy_of(a=None, b=gradient * 2))
     form = "torch.float32 of shape (2, 3)"
-    assert found == Difference("a", None, (form, "no gradient"), 0, 2)
+    assert found == GradientMismatch("a", None, (form, "no gradient"), 0, 2)
 
 
 def test_a_copy_does_not_follow_the_gradient() -> None:

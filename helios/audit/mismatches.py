@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from helios.replicas.audit_turns import AuditTurn
-from helios.replicas.gradient_copies import Difference, GradientCopy
+from helios.audit.audit_turns import AuditTurn
+from helios.audit.gradient_copies import GradientCopy, GradientMismatch
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Finding:
         left: what the second computation has changed and could not be put back.
     """
 
-    difference: Difference | None
+    difference: GradientMismatch | None
     digest: str
     left: Sequence[str]
 
@@ -31,7 +31,7 @@ class Finding:
 
 
 def describe(
-    difference: Difference,
+    difference: GradientMismatch,
     turn: AuditTurn,
     *,
     iteration: int,
@@ -60,7 +60,7 @@ def describe(
     )
 
 
-def _count(difference: Difference) -> str:
+def _count(difference: GradientMismatch) -> str:
     elements, parameters = difference.num_elements, difference.num_parameters
     texts = []
     if elements:

@@ -10,78 +10,35 @@ import logging
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import GeneratorType
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from helios.core.parameters import parameters_of
-from helios.distributed import pickling
-from helios.distributed.process_groups import count_collectives
-from helios.errors import AuditError
-from helios.loops.audit_report import Finding, describe, judge
-from helios.loops.audit_trace import (
+from helios.audit.audit_turns import AuditTurn, find_turn
+from helios.audit.gradient_copies import GradientCopy
+from helios.audit.mismatches import Finding, describe, judge
+from helios.audit.step_trace import (
     StepInputs,
     StepTrace,
     leaves_of,
     read_generators,
     set_generators,
 )
-from helios.loops.step import begin_forward, loss_of, run_step
+from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
+from helios.core.parameters import parameters_of
+from helios.distributed.process_groups import count_collectives
+from helios.errors import AuditError
+from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.snapshot import Snapshot
-from helios.replicas.audit_turns import AuditTurn, find_turn
-from helios.replicas.gradient_copies import GradientCopy
 from helios.run_state.replica_watch import TurnWatch, find_lazy
 from helios.session import Session
+from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_KEPT = 10
-
-
-@dataclass
-class _Turn:
-    """What a process keeps of its watched turn in an audited iteration.
-
-    Attributes:
-        inputs: what the step started from; empty if this turn is not the audited one.
-        old: the gradients before the step, by name of the parameter, if there were any.
-        generators: their states when backward began.
-        gradients: those after it.
-        version: counts changes of the loss in place.
-        before: what the model and the plugins held before the step, if it changes that.
-        changed: paths of what the step has changed besides gradients and buffers.
-        reason: why this step cannot be audited.
-    """
-
-    inputs: bytes = b""
-    old: dict[str, Tensor] = field(default_factory=dict)
-    generators: dict[str, Any] = field(default_factory=dict)
-    gradients: GradientCopy = field(default_factory=lambda: GradientCopy({}))
-    version: int = 0
-    before: Snapshot | None = None
-    changed: set[str] = field(default_factory=set)
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class _Note:
-    """What each process tells all others before the second computation.
-
-    Attributes:
-        changed: see :class:`_Turn`.
-        reason: likewise.
-        is_kept: whether the owner can put back what its step has changed.
-        sizes: bytes of the inputs and of the gradients that the owner sends.
-        place: host and device.
-    """
-
-    changed: list[str]
-    reason: str
-    is_kept: bool
-    sizes: tuple[int, int]
-    place: str
 
 
 @final
@@ -103,14 +60,14 @@ class StepAudit:
         self._keeps_attributes = False
         self._said: set[str] = set()
         self._rotation = AuditTurn(0, 0, 0, 0, None)
-        self._own: _Turn | None = None
-        self._parcel: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._own: WatchedTurn | None = None
+        self._parcel: Parcel | None = None
 
-    def is_due(self) -> bool:
-        """Whether the current iteration is audited; the same on all processes."""
+    def if_due(self) -> StepAudit | None:
+        """Return this object in an audited iteration, else ``None``; on all processes alike."""
         if self._session.turns.is_first:
             self._is_due = self._begin_iteration()
-        return self._is_due
+        return self if self._is_due else None
 
     def _begin_iteration(self) -> bool:
         session = self._session
@@ -130,20 +87,20 @@ class StepAudit:
         is_last = session.state.is_step_boundary and place < turn.micro_batch
         return place == turn.micro_batch or is_last
 
-    def take_step(self, batch: Any) -> Any:
+    def take_step(self, session: Session, step: str, batch: Any, state: TrainingState) -> Any:
         """Run the step of a replica in an audited iteration, as :func:`take_step` does."""
-        session, turn = self._session, self._rotation
+        turn = self._rotation
         batch = begin_forward(session, batch)
         is_owner = session.replicas.rank == turn.owner
         is_audited = is_owner and session.turns.replica == turn.replica
         # Any other process watches one of its turns: plugins may differ between processes.
         if not is_audited and (is_owner or not session.turns.is_last):
-            return run_step(session, "train_step", batch, session.state)
-        self._own = own = _Turn(reason=self._find_hindrance())
+            return take_step(session, step, batch, state, has_begun=True)
+        self._own = own = WatchedTurn(reason=self._find_hindrance())
         if is_audited and not own.reason:
             self._keep(own, batch)
         with self._watching(own):
-            result = run_step(session, "train_step", batch, session.state)
+            result = take_step(session, step, batch, state, has_begun=True)
         own.version = _version_of(result)
         return result
 
@@ -154,7 +111,7 @@ class StepAudit:
         names = [name for name, x in vars(session.model).items() if isinstance(x, Iterator)]
         return f"the position of the iterator {names[0]!r} cannot be put back" if names else ""
 
-    def _keep(self, own: _Turn, batch: Any) -> None:
+    def _keep(self, own: WatchedTurn, batch: Any) -> None:
         session = self._session
         try:
             own.inputs = StepInputs.copy(session, batch)
@@ -174,7 +131,7 @@ class StepAudit:
         return Snapshot([session.model, session.engine, *session.plugins.values()])
 
     @contextmanager
-    def _watching(self, own: _Turn) -> Iterator[None]:
+    def _watching(self, own: WatchedTurn) -> Iterator[None]:
         """Record what a block changes besides gradients and buffers, and if it communicates."""
         if own.reason:
             yield
@@ -233,31 +190,30 @@ class StepAudit:
                 found.setdefault(id(parameter), (f"parameter {place} of {path}", parameter))
         return {name: parameter for name, parameter in found.values() if parameter.requires_grad}
 
-    def conclude(self) -> None:
-        """Compute the gradient again; all processes call this after their last backward.
+    def end_backward(self) -> None:
+        """Compute a gradient again; all processes do after their last backward of the iteration.
 
         Raises:
             AuditError: in all processes, if it differs and the audit is strict.
         """
-        own, self._own = self._own or _Turn(), None
+        if not self._session.turns.is_last:
+            return
+        own, self._own = self._own or WatchedTurn(), None
         notes = self._session.replicas.gather_objects(self._note_of(own))
         turn = self._settle(notes)
         if turn is not None:
             self._audit(turn, own, notes)
         self._parcel = None
 
-    def _note_of(self, own: _Turn) -> _Note:
+    def _note_of(self, own: WatchedTurn) -> TurnNote:
         session = self._session
         if own.inputs and not own.reason and not session.replicas.is_whole:
-            rest = (own.inputs, own.generators, own.old, own.gradients.forms())
-            head = torch.frombuffer(bytearray(pickling.dumps(rest)), dtype=torch.uint8)
-            self._parcel = head, own.gradients.content()
-        sizes = (0, 0) if self._parcel is None else tuple(x.numel() for x in self._parcel)
+            self._parcel = own.pack()
+        sizes = tuple(part.numel() for part in self._parcel or ())
         place = f"{platform.node()}, {session.engine.device}"
-        is_kept = own.before is not None
-        return _Note(sorted(own.changed), own.reason, is_kept, (sizes[0], sizes[1]), place)
+        return TurnNote(sorted(own.changed), own.reason, own.before is not None, sizes, place)
 
-    def _settle(self, notes: list[_Note]) -> AuditTurn | None:
+    def _settle(self, notes: list[TurnNote]) -> AuditTurn | None:
         """Return who audits whom; ``None`` if this step cannot be audited, which is said once."""
         turn = self._rotation
         for note in notes:
@@ -284,7 +240,7 @@ class StepAudit:
             name = type(self._session.model).__name__
             _LOGGER.warning("Audit: %s.train_step %s.", name, text)
 
-    def _audit(self, turn: AuditTurn, own: _Turn, notes: list[_Note]) -> None:
+    def _audit(self, turn: AuditTurn, own: WatchedTurn, notes: list[TurnNote]) -> None:
         replicas = self._session.replicas
         finding = self._repeat_on(turn.auditor, turn, own, notes)
         found: Finding = replicas.gather_objects(finding)[turn.auditor]
@@ -332,8 +288,8 @@ class StepAudit:
         self,
         rank: int,
         turn: AuditTurn,
-        own: _Turn,
-        notes: list[_Note],
+        own: WatchedTurn,
+        notes: list[TurnNote],
     ) -> Finding | None:
         """Compute the gradient again on one rank, which gets what it needs from the owner."""
         replicas = self._session.replicas
@@ -342,10 +298,10 @@ class StepAudit:
             replicas.hand_over(head, turn.owner, rank)
             replicas.hand_over(gradients, turn.owner, rank)
             if replicas.rank == rank:
-                own = _open(head, gradients, self._session.engine.device)
+                own = WatchedTurn.unpack((head, gradients), self._session.engine.device)
         return self._repeat(own) if replicas.rank == rank else None
 
-    def _repeat(self, own: _Turn) -> Finding:
+    def _repeat(self, own: WatchedTurn) -> Finding:
         """Compute a gradient again and compare it, without a trace."""
         session = self._session
         parameters = self._parameters()
@@ -370,7 +326,8 @@ class StepAudit:
         return Finding.of(own.gradients, second, sorted(left))
 
     def _forward(self, batch: Any) -> Tensor:
-        loss = loss_of(run_step(self._session, "train_step", batch, self._session.state))
+        session = self._session
+        loss = loss_of(take_step(session, "train_step", batch, session.state, has_begun=True))
         assert loss is not None, "a step is automatic or manual, never both"
         return loss
 
@@ -382,9 +339,3 @@ def _version_of(result: Any) -> int:
 
 def _make_room(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _open(head: Tensor, gradients: Tensor, device: torch.device) -> _Turn:
-    """Return what the owner keeps of its turn, in another process."""
-    inputs, generators, old, forms = pickling.loads(head.numpy().tobytes(), device)
-    return _Turn(inputs, old, generators, GradientCopy.read(forms, gradients))

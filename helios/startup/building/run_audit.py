@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from helios.loops.audit import StepAudit
+from helios.audit.step_audit import StepAudit
 from helios.loops.batch import BatchLoop
 from helios.loops.epoch import EpochLoop
 from helios.loops.evaluation import EvaluationLoop

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from helios.audit.audit_turns import AuditTurn, find_turn
 from helios.replicas.assignment import blocks
-from helios.replicas.audit_turns import AuditTurn, find_turn
 
 
 def turns_of(num_replicas: int, num_processes: int, accumulation: int) -> list[AuditTurn]:
