@@ -101,7 +101,7 @@ class StepAudit:
             self._keep(own, batch)
         with self._watching(own):
             result = take_step(session, step, batch, state, has_begun=True)
-        own.version = _version_of(result)
+        own.version, own.num_writes = _version_of(result), self._count_writes()
         return result
 
     def _find_hindrance(self) -> str:
@@ -205,8 +205,14 @@ class StepAudit:
             self._audit(turn, own, notes)
         self._parcel = None
 
+    def _count_writes(self) -> int:
+        counts = (parameter._version for parameter in self._parameters().values())  # noqa: SLF001
+        return sum(counts)
+
     def _note_of(self, own: WatchedTurn) -> TurnNote:
         session = self._session
+        if self._count_writes() != own.num_writes:
+            own.reason = own.reason or "a hook changes the weights before the update"
         if own.inputs and not own.reason and not session.replicas.is_whole:
             self._parcel = own.pack()
         sizes = tuple(part.numel() for part in self._parcel or ())

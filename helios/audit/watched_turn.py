@@ -26,6 +26,7 @@ class WatchedTurn:
         generators: their states when backward began.
         gradients: those after it.
         version: counts changes of the loss in place.
+        num_writes: counts changes of the weights, when the step has ended.
         before: what the model and the plugins held before the step, if it changes that.
         changed: paths of what the step has changed besides gradients and buffers.
         reason: why this step cannot be audited.
@@ -36,6 +37,7 @@ class WatchedTurn:
     generators: dict[str, Any] = field(default_factory=dict)
     gradients: GradientCopy = field(default_factory=lambda: GradientCopy({}))
     version: int = 0
+    num_writes: int = 0
     before: Snapshot | None = None
     changed: set[str] = field(default_factory=set)
     reason: str = ""

@@ -257,6 +257,14 @@ class Doubling(Quiet):
         loss.mul_(2)
 
 
+class Shrinking(Quiet):
+    """Changes weights between the step and the update."""
+
+    def on_backward_end(self) -> None:
+        with torch.no_grad():
+            self.context.model.head.weight.mul_(0.9)
+
+
 def test_a_step_that_calls_backward_itself_too_is_repeated_with_what_it_started_from(
     tmp_path: Path,
 ) -> None:
@@ -276,6 +284,7 @@ SAID = {
     "class": "train_step has changed class Odd.total when",
     "weights": "train_step changes head.weight",
     "batch": "train_step is not audited: the batch cannot be pickled (TypeError('it stays here')).",
+    "hook": "train_step is not audited: a hook changes the weights before the update.",
     "loss": "train_step is not audited: a hook changes the loss in place.",
     "manual": "Trainer(audit=...) has no effect: train_step returns None",
 }
@@ -287,6 +296,7 @@ def test_what_cannot_be_audited_is_said_once_and_trained_as_ever(tmp_path: Path,
     for name, audit in (("plain", None), ("audited", OFTEN)):
         setting = Elastic(num_replicas=1, total_steps=4, options=NO_VALIDATION)
         plugins: list[Plugin] = [Doubling()] if kind == "loss" else []
+        plugins += [Shrinking()] if kind == "hook" else []
         (tmp_path / name).mkdir()
         trainer = make_trainer(tmp_path / name, setting, *plugins, audit=audit)
         with collect_warnings() as warnings:

@@ -39,7 +39,11 @@ def test_audited_runs_have_the_bits_and_events_of_one_process_without_audits(
     tmp_path: Path, num_replicas: int, num_processes: int, options: dict[str, Any]
 ) -> None:
     setting = Elastic(
-        num_replicas=num_replicas, accumulation=2, total_steps=8, num_workers=1, options=options
+        num_replicas=num_replicas,
+        accumulation=2,
+        total_steps=8,
+        num_workers=int(not options),
+        options=options,
     )
     *_, events = fit(tmp_path / "alone", setting)
     found = run_ranks(
