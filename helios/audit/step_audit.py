@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from types import GeneratorType
 from typing import Any, final
@@ -39,6 +38,8 @@ from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_KEPT = 10
+_BETWEEN = frozenset({"on_forward_end", "on_backward_start"})
+"""Events between a step and its backward."""
 
 
 @final
@@ -99,8 +100,11 @@ class StepAudit:
         self._own = own = WatchedTurn(reason=self._find_hindrance())
         if is_audited and not own.reason:
             self._keep(own, batch)
-        with self._watching(own):
-            result = take_step(session, step, batch, state, has_begun=True)
+        self._begin_watch(own)
+        result = take_step(session, step, batch, state, has_begun=True)
+        if not _BETWEEN.isdisjoint(session.hooks.active):
+            # What hooks change there is not repeated.
+            self._end_watch(own)
         own.version, own.num_writes = _version_of(result), self._count_writes()
         return result
 
@@ -130,18 +134,17 @@ class StepAudit:
         session = self._session
         return Snapshot([session.model, session.engine, *session.plugins.values()])
 
-    @contextmanager
-    def _watching(self, own: WatchedTurn) -> Iterator[None]:
-        """Record what a block changes besides gradients and buffers, and if it communicates."""
-        if own.reason:
-            yield
-            return
-        count = count_collectives()
-        watch = self._watch(own.changed)
-        yield
-        watch.conclude(is_manual=False)
-        if count_collectives() != count:
-            own.reason = "the step communicates with other processes"
+    def _begin_watch(self, own: WatchedTurn) -> None:
+        """Watch what is changed besides gradients and buffers, and whether it communicates."""
+        if not own.reason and own.watch is None:
+            own.watch, own.num_collectives = self._watch(own.changed), count_collectives()
+
+    def _end_watch(self, own: WatchedTurn) -> None:
+        if own.watch is not None:
+            own.watch.conclude(is_manual=False)
+            own.watch = None
+            if count_collectives() != own.num_collectives:
+                own.reason = "the step communicates with other processes"
 
     def _watch(self, changed: set[str]) -> TurnWatch:
         return TurnWatch(
@@ -166,8 +169,9 @@ class StepAudit:
             own.reason = "a hook changes the loss in place"
         if own.inputs:
             own.generators = read_generators(session.engine.device)
-        with self._watching(own):
-            session.engine.backward_loss(loss, inputs)
+        self._begin_watch(own)
+        session.engine.backward_loss(loss, inputs)
+        self._end_watch(own)
         if own.inputs:
             own.gradients = GradientCopy.take(self._parameters())
 

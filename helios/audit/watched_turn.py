@@ -11,6 +11,7 @@ from torch import Tensor
 from helios.audit.gradient_copies import GradientCopy
 from helios.distributed import pickling
 from helios.model.snapshot import Snapshot
+from helios.run_state.replica_watch import TurnWatch
 
 Parcel: TypeAlias = tuple[Tensor, Tensor]
 """Two rows of bytes: what a step starts from, and its gradients."""
@@ -28,6 +29,8 @@ class WatchedTurn:
         version: counts changes of the loss in place.
         num_writes: counts changes of the weights, when the step has ended.
         before: what the model and the plugins held before the step, if it changes that.
+        watch: notices what is changed, while the step or its backward run.
+        num_collectives: exchanges of this process when that began.
         changed: paths of what the step has changed besides gradients and buffers.
         reason: why this step cannot be audited.
     """
@@ -39,6 +42,8 @@ class WatchedTurn:
     version: int = 0
     num_writes: int = 0
     before: Snapshot | None = None
+    watch: TurnWatch | None = None
+    num_collectives: int = 0
     changed: set[str] = field(default_factory=set)
     reason: str = ""
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import helios
-from helios.plugins import Plugin
 from tests.support.elastic import CLASSES, SIDE, Elastic, ElasticData, ElasticModel, make_trainer
 from tests.support.runs import EventLog
 from tests.support.warned import collect_warnings
@@ -92,12 +91,12 @@ def on_rank_1(number: int) -> bool:
 
 
 def fit(
-    folder: Path, setting: Elastic, errs: Errs = never, *plugins: Plugin, **more: Any
+    folder: Path, setting: Elastic, errs: Errs = never, *, hears: bool = True, **more: Any
 ) -> tuple[list[str], str, int, list[Any]]:
-    """Train; returns the warnings, the error, the exit code and the events."""
+    """Train; returns the warnings about audits, the error, the exit code and the events."""
     folder.mkdir(parents=True, exist_ok=True)
     log = EventLog()
-    trainer = make_trainer(folder, setting, log, *plugins, **more)
+    trainer = make_trainer(folder, setting, *([log] if hears else []), **more)
     model = FaultyModel(setting, folder, errs)
     error = ""
     with collect_warnings() as warnings:
