@@ -77,7 +77,7 @@ FAULTS = (
         "helios/audit/step_trace.py",
         "            places.put(buffers)",
         "            pass",
-        f"{AUDITS}::test_an_audited_run_has_the_bits_and_the_events_of_one_that_is_not",
+        f"{AUDITS}::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
     ),
     Fault(
         "an audit draws other random numbers than the step",
@@ -91,7 +91,7 @@ FAULTS = (
         "helios/audit/step_trace.py",
         "            rng.load_rng_state_dict(generators)",
         "            pass",
-        f"{AUDITS}::test_an_audited_run_has_the_bits_and_the_events_of_one_that_is_not",
+        f"{AUDITS}::test_hooks_after_an_audit_draw_the_same_random_numbers",
     ),
     Fault(
         "an audit compares numbers in place of bytes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import helios
 from helios import Audit
 from helios.checkpoint.sidecar import Sidecar
 from helios.cli import main
+from helios.core import rng
 from helios.errors import ArgumentError, AuditError
 from helios.loops import YieldLoop
 from helios.plugins import Plugin
@@ -224,7 +226,7 @@ class Running(FaultyModel):
 def test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from(
     tmp_path: Path,
 ) -> None:
-    setting = Elastic(num_replicas=2, total_steps=4, options=NO_VALIDATION)
+    setting = Elastic(num_replicas=2, accumulation=2, total_steps=4, options=NO_VALIDATION)
     for name, audit in (("plain", None), ("audited", OFTEN)):
         (tmp_path / name).mkdir()
         trainer = make_trainer(tmp_path / name, setting, audit=audit)
@@ -232,6 +234,36 @@ def test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_fro
             trainer.fit(Running(setting, tmp_path / name, never), ElasticData(setting))
         assert [text for text in warnings if "udit" in text] == []
     assert_same(read_bits(tmp_path / "audited"), read_bits(tmp_path / "plain"))
+
+
+class Drawing(Quiet):
+    """Draws random numbers around the place where a gradient is computed again."""
+
+    unsaved = ("drawn",)
+
+    def setup(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_backward_end(self) -> None:
+        self.drawn.append(random.random())
+
+    def on_optimizer_step_start(self, optimizer: Any) -> None:
+        numbers = rng.get_default_numpy_rng().generator
+        self.drawn += [float(torch.rand(())), random.random(), numbers.random()]
+
+
+def test_hooks_after_an_audit_draw_the_same_random_numbers(tmp_path: Path) -> None:
+    setting = Elastic(num_replicas=1, total_steps=4, options=NO_VALIDATION)
+    drawn = []
+    for name, audit in (("plain", None), ("audited", OFTEN)):
+        plugin = Drawing()
+        (tmp_path / name).mkdir()
+        trainer = make_trainer(tmp_path / name, setting, plugin, audit=audit)
+        trainer.fit(FaultyModel(setting, tmp_path / name, never), ElasticData(setting))
+        drawn.append(plugin.drawn)
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 16
+    assert count_steps(tmp_path / "audited") == 8
 
 
 class Odd(FaultyModel):

@@ -64,6 +64,7 @@ DEFAULTS: dict[str, Any] = {
     "allow_changes": (),
     "on_incomplete": "warn",
     "ledger": "steps",
+    "audit": None,
     "sanity_steps": 0,
     "batch_limits": None,
 }
@@ -599,7 +600,9 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
     }
-    apart = {"train_unit": TrainingUnit.ITERATION, "signals": Signals(()), "plugins": ()}
+    apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
+    apart["signals"] = Signals(())
+    apart["audit"] = audit = helios.Audit(every=3)
     parameters = inspect.signature(helios.Trainer).parameters
     assert list(DEFAULTS) == list(parameters)
     assert {name: each.default for name, each in parameters.items()} == DEFAULTS
@@ -613,3 +616,4 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
     }
     assert {name: found[name] for name in given} == given
     assert (options.schedule.unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
+    assert options.audit is audit
