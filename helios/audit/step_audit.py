@@ -202,7 +202,8 @@ class StepAudit:
         """
         if not self._session.turns.is_last:
             return
-        own, self._own = self._own or WatchedTurn(), None
+        own, self._own = self._own, None
+        assert own is not None, "each process watches one of its turns"
         notes = self._session.replicas.gather_objects(self._note_of(own))
         turn = self._settle(notes)
         if turn is not None:
