@@ -8,6 +8,7 @@ from helios.engines.precision import Precision
 from helios.errors import (
     ArgumentError,
     ArgumentTypeError,
+    AuditError,
     CheckpointError,
     DamagedCheckpointError,
     DuplicateError,
@@ -26,6 +27,7 @@ from helios.hooks.context import Context
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.startup.building.warm_start import load_weights
+from helios.startup.options.audit_options import Audit
 from helios.startup.runs.signal_policy import Signals
 from helios.state import Phase, TrainingState, TrainingUnit
 from helios.trainer import Trainer, find_last_checkpoint
@@ -34,6 +36,8 @@ from helios.version import __version__
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "Audit",
+    "AuditError",
     "CheckpointError",
     "CheckpointStore",
     "Context",

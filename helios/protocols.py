@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from helios.state import TrainingState
 
 
@@ -66,6 +68,26 @@ class Ledger(Protocol):
 
     def end(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended."""
+        ...
+
+
+class GradientAudit(Protocol):
+    """Computes gradients a second time in some steps; see :mod:`helios.audit.step_audit`."""
+
+    def if_due(self) -> GradientAudit | None:
+        """Return this object in an audited iteration, else ``None``; on all processes alike."""
+        ...
+
+    def take_step(self, session: Any, step: str, batch: Any, state: TrainingState) -> Any:
+        """Run the step of a replica in an audited iteration; returns what it returned."""
+        ...
+
+    def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None) -> None:
+        """Do backward of a replica in an audited iteration."""
+        ...
+
+    def end_backward(self) -> None:
+        """Compute a gradient again after the last backward of this process, and compare it."""
         ...
 
 

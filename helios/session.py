@@ -30,7 +30,7 @@ from helios.model.model import Model
 from helios.model.schedulers import Schedulers
 from helios.plugins.plugin import Plugin
 from helios.plugins.plugin_states import PluginStates
-from helios.protocols import Recorder
+from helios.protocols import GradientAudit, Recorder
 from helios.replicas.replica_state import Turns, make_turns
 from helios.replicas.replicas import Replicas
 from helios.requests import Agreement, Requests, make_agreement
@@ -41,8 +41,6 @@ from helios.state import Cursor, Phase, TrainingState
 from helios.terminal.progress import Display
 
 _LOGGER = logging.getLogger(__name__)
-
-
 _MODEL = "<model>"
 
 
@@ -52,12 +50,8 @@ def _do_nothing() -> None:
 
 # Engine methods that run after the gradients are computed.
 _UPDATE = (
-    "average_gradients",
-    "unscale_gradients",
-    "clip_gradients",
-    "optimizer_step",
-    "zero_grad",
-    "close_window",
+    *("average_gradients", "unscale_gradients", "clip_gradients", "optimizer_step"),
+    *("zero_grad", "close_window"),
 )
 
 
@@ -98,6 +92,9 @@ class Session:
         turns: the replica whose random numbers and buffers are in place.
         obstacles: findings in training that bind the run to its number of processes.
         unshared: paths of what each replica changes in the model on its own.
+        mismatches: what audits have found.
+        audit: computes gradients a second time; ``None`` without audits.
+        is_repeating: whether a step is computed a second time, which must leave no trace.
         saved_randomness: the generators of the checkpoint, until training continues.
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
@@ -144,6 +141,9 @@ class Session:
     turns: Turns = field(init=False)
     obstacles: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    audit: GradientAudit | None = None
+    is_repeating: bool = False
     _is_logging: bool = False
 
     def __post_init__(self) -> None:
@@ -305,7 +305,7 @@ class Session:
         """Log numbers by name, for the current iteration; reads tensors from their device."""
         is_written = self.recorder is not None and self.recorder.logs_scalars
         is_wanted = is_written or "on_log" in self.hooks.active
-        if self.is_sanity_check or not is_wanted or not scalars:
+        if self.is_sanity_check or self.is_repeating or not is_wanted or not scalars:
             return
         if self._is_logging:
             raise UsageError(

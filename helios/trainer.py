@@ -24,6 +24,7 @@ from helios.plugins.plugin import Plugin
 from helios.session import Session
 from helios.startup.launching.launch_call import carry_out
 from helios.startup.launching.trainer_call import Call, RuntimeState, only_call
+from helios.startup.options.audit_options import Audit, as_audit
 from helios.startup.options.checkpoint_options import Change, CheckpointOptions
 from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
 from helios.startup.options.logging_options import LoggingOptions
@@ -106,6 +107,8 @@ class Trainer:
             changed in a way that may change the training; ``"warn"`` warns.
         seeds: seeds of single sources of random numbers, in place of ``random_seed``:
             ``"init"`` (the model's ``setup``), ``"order"``, ``"augmentation"`` and ``"training"``.
+        audit: compute gradients a second time in some steps, and compare them on bytes; ``None``
+            for never.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -168,6 +171,7 @@ class Trainer:
         ledger: Literal["steps", "full", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
         seeds: Mapping[SeedSource, int] | None = None,
+        audit: Audit | None = None,
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
@@ -217,6 +221,7 @@ class Trainer:
             ),
             processes=ProcessOptions(num_replicas=num_replicas, nproc=nproc),
             trial=TrialOptions(sanity_steps=sanity_steps, batch_limits=batch_limits),
+            audit=as_audit(audit),
         )
         check_plugin_list(plugins)
         self.train_exceptions: list[type[BaseException]] = []

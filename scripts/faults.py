@@ -48,6 +48,8 @@ MIGRATIONS = "tests/migration/test_migrations.py"
 LEVELS = "tests/startup/test_levels.py"
 TRIAL = "tests/data/test_loader_state_check.py"
 RECORD = "tests/checkpoint/test_record.py"
+AUDITS = "tests/audit/test_step_audit.py"
+AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
 
@@ -112,6 +114,69 @@ FAULTS = (
         '    return options["seeds"].get("order", seed)',
         '    return (options["seeds"], seed)',
         f"{SEEDS}::test_other_seeds_are_refused_at_a_resume_until_they_are_allowed",
+    ),
+    Fault(
+        "an audit repeats a step with the buffers that the step has left",
+        "helios/audit/step_trace.py",
+        "        BufferPlaces(session.model.discovery.modules().values()).put(self.buffers)",
+        "        pass",
+        f"{AUDITS}::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
+    ),
+    Fault(
+        "an audit does not put back the buffers that a repeated step has changed",
+        "helios/audit/step_trace.py",
+        "            places.put(buffers)",
+        "            pass",
+        f"{AUDITS}::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
+    ),
+    Fault(
+        "an audit draws other random numbers than the step",
+        "helios/audit/step_trace.py",
+        "        set_generators(self.generators)",
+        "        pass",
+        f"{AUDITS}::test_an_audited_run_has_the_bits_and_the_events_of_one_that_is_not",
+    ),
+    Fault(
+        "an audit leaves the generators where the repeated step has left them",
+        "helios/audit/step_trace.py",
+        "            rng.load_rng_state_dict(generators)",
+        "            pass",
+        f"{AUDITS}::test_hooks_after_an_audit_draw_the_same_random_numbers",
+    ),
+    Fault(
+        "an audit compares numbers in place of bytes",
+        "helios/audit/gradient_copies.py",
+        "        differing = (rows[0] != rows[1]).any(1)",
+        "        differing = (one != other.to(one.device)).reshape(-1)",
+        "tests/audit/test_gradient_copies.py::test_any_other_bit_is_a_difference",
+    ),
+    Fault(
+        "each process audits its own gradients",
+        "helios/audit/audit_turns.py",
+        "    auditor, third = ((owner + 1 +",
+        "    auditor, third = ((owner + 0 +",
+        f"{AUDITED_RANKS}::test_the_rank_that_computes_wrongly_each_time_is_found_and_named",
+    ),
+    Fault(
+        "an audit takes a fault of the auditor for one of the owner",
+        "helios/audit/mismatches.py",
+        "    wrong = turn.owner if third == digests[1] else turn.auditor",
+        "    wrong = turn.owner",
+        f"{AUDITED_RANKS}::test_the_rank_that_computes_wrongly_each_time_is_found_and_named",
+    ),
+    Fault(
+        "an audit does not lower the level",
+        "helios/startup/reporting/reproducibility_level.py",
+        "        if is_compiled or record.mismatches:",
+        "        if is_compiled:",
+        f"{AUDITS}::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
+    ),
+    Fault(
+        "attributes that an audited step changes are not put back",
+        "helios/audit/step_audit.py",
+        "            after.erase()",
+        "            pass",
+        f"{AUDITS}::test_attributes_that_a_step_changes_are_put_back",
     ),
     Fault(
         "an object takes the path of the first place that names it now",
@@ -557,8 +622,8 @@ FAULTS = (
     Fault(
         "what is compiled after the start keeps the level",
         "helios/startup/reporting/reproducibility_level.py",
-        "        if is_compiled:",
-        "        if False:",
+        "        if is_compiled or record.mismatches:",
+        "        if record.mismatches:",
         f"{LEVELS}::test_a_network_that_is_compiled_later_lowers_the_level_of_its_checkpoints",
     ),
     Fault(
@@ -1611,7 +1676,7 @@ FAULTS = (
     Fault(
         "the buffers of the last replica are committed",
         "helios/replicas/module_buffers.py",
-        "        if 0 in self._own:\n            self._put(self._own[0])",
+        "        if 0 in self._own:\n            self._places.put(self._own[0])",
         "        pass",
         f"{SAME_BITS}[4-2-2]",
     ),

@@ -50,9 +50,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "engines", "requests", "model"),
         *("plugins", "session"),
     ),
+    "audit": (
+        *(*_TOOLS, "terminal", "replicas", "run_state", "engines", "model", "session", "loops"),
+    ),
     "trainer": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "launch", "run_state", "checkpoint"),
-        *("ledger", "engines", "requests", "model", "plugins", "session", "loops"),
+        *("ledger", "engines", "requests", "model", "plugins", "session", "loops", "audit"),
     ),
     "chkpt_migrator": (*_TOOLS, "migration"),
     "cli": (*_TOOLS, "checkpoint", "ledger", "trainer", "chkpt_migrator"),

@@ -60,6 +60,7 @@ def capture(run: LiveRun) -> Record:
         num_replicas=run.replicas.num_replicas,
         obstacles=list(run.obstacles),
         unshared=list(run.unshared),
+        mismatches=list(run.mismatches),
         missing=missing,
         claims=claims,
         owners=owners,
@@ -93,6 +94,7 @@ def apply(record: Record, run: LiveRun, *, state: TrainingState, cursor: Cursor)
     run.is_manual = record.is_manual
     run.obstacles += record.obstacles
     run.unshared += record.unshared
+    run.mismatches += record.mismatches
     run.engine.load_state_dict(record.engine)
     run.owner_states.prepare(record.owners)
     run.model.load_state_dict(record.model)

@@ -42,6 +42,7 @@ class Record:
         num_replicas: replicas of the run; 0 if unknown.
         obstacles: findings in training that bind the run to its number of processes.
         unshared: paths of what each replica changes in the model on its own.
+        mismatches: what audits have found: gradients that differ when they are computed again.
         missing: what training has changed and is not saved: path and reason.
         claims: components that the level takes at their word.
         owners: plain attributes of plugins, data module, loops and engine, by owner.
@@ -73,6 +74,7 @@ class Record:
     num_replicas: int
     obstacles: list[str] = field(default_factory=list)
     unshared: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     claims: list[str] = field(default_factory=list)
     owners: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -145,6 +147,7 @@ _CAPTURED = [each.name for each in _FIELDS if not each.metadata.get("is_stamp")]
 # If a key is missing, nothing was logged there, or nothing was migrated.
 _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} | {
     "ledger": None,
+    "mismatches": [],
     "migrated_from": None,
 }
 KEYS = tuple(each.name for each in _FIELDS)

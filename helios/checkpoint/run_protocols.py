@@ -82,7 +82,7 @@ class OwnerStates(Protocol):
         """Restore the states of the owners."""
         ...
 
-    def watch(self) -> Sequence[tuple[str, StepComparison]]:
+    def watch(self, *, sees_unsaved: bool = False) -> Sequence[tuple[str, StepComparison]]:
         """Start to compare what a step changes, by owner."""
         ...
 
@@ -124,7 +124,7 @@ class NoOwners:
     def restore(self, states: Mapping[str, dict[str, Any]], *, is_inference: bool = False) -> None:
         """Do nothing."""
 
-    def watch(self) -> Sequence[tuple[str, StepComparison]]:
+    def watch(self, *, sees_unsaved: bool = False) -> Sequence[tuple[str, StepComparison]]:
         """Return nothing."""
         return []
 
@@ -213,6 +213,7 @@ class LiveRun(Protocol):
     is_resumed: bool
     obstacles: list[str]
     unshared: list[str]
+    mismatches: list[str]
     missing: dict[str, str]
     claims: list[str]
     saved_randomness: dict[str, Any] | None

@@ -39,9 +39,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "missing": (dict,),
     "claims": (list,),
     "ledger": (dict, type(None)),
+    "mismatches": (list,),
 }
 # Keys that earlier versions did not write.
-_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None}
+_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None, "mismatches": []}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Sidecar:
         missing: what training has changed and the checkpoint lacks: path and reason.
         claims: components that the level takes at their word.
         ledger: length and hash of the run's ledger up to here; ``None`` without one.
+        mismatches: what audits have found, which lowers the level.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -90,6 +92,7 @@ class Sidecar:
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     claims: list[str] = dataclasses.field(default_factory=list)
     ledger: dict[str, Any] | None = None
+    mismatches: list[str] = dataclasses.field(default_factory=list)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -128,14 +131,16 @@ class Sidecar:
             missing=record.missing,
             claims=record.claims,
             ledger=record.ledger,
+            mismatches=record.mismatches,
         )
 
     def to_json(self) -> str:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
-        if self.ledger is None:
-            del table["ledger"]
+        for key in ("ledger", "mismatches"):
+            if not table[key]:
+                del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
         plain = json_value(extra | table)
         return json.dumps(plain | {_CHECK: _checksum(plain)}, indent=2, allow_nan=False) + "\n"

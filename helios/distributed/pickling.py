@@ -18,12 +18,19 @@ from torch import Tensor
 class _Memory:
     """The bytes of a storage; ``pickle`` stores an object once, however often it occurs."""
 
-    def __init__(self, content: np.ndarray[Any, Any]) -> None:
+    def __init__(self, content: np.ndarray[Any, Any], place: _Accelerator | None) -> None:
         self.content = content
-        self.storage = torch.from_numpy(content).untyped_storage()
+        self.place = place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Memory, (self.content,)
+        return _load_storage, (self.content, self.place)
+
+
+class _Accelerator:
+    """Stands for the device of the process that pickles, and then of the one that loads."""
+
+
+_ACCELERATOR = _Accelerator()
 
 
 class _Pickler(pickle.Pickler):
@@ -38,9 +45,22 @@ class _Pickler(pickle.Pickler):
         place = (str(value.device), storage.data_ptr())
         if place not in self._memories:
             flat = torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage)
-            self._memories[place] = _Memory(flat.cpu().numpy())
+            where = None if value.is_cpu else _ACCELERATOR
+            self._memories[place] = _Memory(flat.cpu().numpy(), where)
         shape = (value.storage_offset(), tuple(value.shape), value.stride())
         return _view, (self._memories[place], value.dtype, shape, value.requires_grad)
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "accelerator" if value is _ACCELERATOR else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> torch.device:
+        return self._device
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -49,15 +69,25 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_dense and not is_odd and tensor.untyped_storage().nbytes() > 0
 
 
+def _load_storage(
+    content: np.ndarray[Any, Any], device: torch.device | None
+) -> torch.UntypedStorage:
+    # A copy, because torch aligns its memory, and arithmetic may depend on that.
+    return torch.from_numpy(content).to(device or "cpu", copy=True).untyped_storage()
+
+
 def _view(
-    memory: _Memory, dtype: torch.dtype, shape: tuple[Any, ...], requires_grad: bool
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    shape: tuple[Any, ...],
+    requires_grad: bool,
 ) -> Tensor:
-    tensor = torch.empty(0, dtype=dtype).set_(memory.storage, *shape)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *shape)
     return tensor.requires_grad_(requires_grad)
 
 
 def dumps(value: Any) -> bytes:
-    """Return a value as bytes for another process of this job; tensors are moved to the CPU.
+    """Return a value as bytes for another process of this job; tensors are copied to the CPU.
 
     Raises:
         Exception: the error of ``pickle`` if the value cannot be pickled.
@@ -67,6 +97,11 @@ def dumps(value: Any) -> bytes:
     return file.getvalue()
 
 
-def loads(data: bytes) -> Any:
-    """Return the value that another process of this job passed to :func:`dumps`."""
-    return pickle.loads(data)
+def loads(data: bytes, device: torch.device | None = None) -> Any:
+    """Return the value that another process of this job passed to :func:`dumps`.
+
+    Args:
+        data: the bytes.
+        device: where to put tensors that were on an accelerator; ``None`` for the CPU.
+    """
+    return _Unpickler(io.BytesIO(data), device or torch.device("cpu")).load()

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -291,6 +291,21 @@ def has_failed() -> bool:
     """Return whether a collective of this process has failed; its groups cannot be used again."""
     known = own_membership()
     return known is not None and known.failure is not None
+
+
+def count_collectives() -> int:
+    """Return a number that grows with each exchange of this process, in any group.
+
+    Only differences mean anything. An exchange of a backend that does not count is not seen.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return 0
+    total = 0
+    groups: Any = dist.distributed_c10d._world.pg_map  # noqa: SLF001 - torch has no public list
+    for group in groups:
+        with suppress(RuntimeError):
+            total += group._get_sequence_number_for_group()  # noqa: SLF001 - nor a public counter
+    return total
 
 
 @contextmanager

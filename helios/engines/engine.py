@@ -118,6 +118,11 @@ class Engine(ComponentState):
         """Return the context in which the model's steps run."""
         return self._precision.autocast(self.device)
 
+    @property
+    def open_micro_batches(self) -> int:
+        """Number of micro-batches that the open window has so far."""
+        return self._open_micro_batches
+
     def count_micro_batch(self) -> None:
         """Count a micro-batch of the open window, before its first backward."""
         self._open_micro_batches += 1

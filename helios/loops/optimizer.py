@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import GeneratorType
 from typing import Any, ClassVar
 
@@ -85,7 +85,9 @@ class OptimizerLoop(Loop):
         watch = turns.begin_step()
         if turns.begins_window and session.is_manual is False:
             engine.drop_old_gradients(self._find_optimizer())
-        result = take_step(session, "train_step", batch, state)
+        audit = None if session.audit is None else session.audit.if_due()
+        take = take_step if audit is None else audit.take_step
+        result = take(session, "train_step", batch, state)
         if type(result) is GeneratorType:
             raise self._make_generator_error()
         loss = loss_of(result)
@@ -102,7 +104,11 @@ class OptimizerLoop(Loop):
         optimizer = self._find_optimizer()
         ends_window = state.is_step_boundary
         updates = ends_window and turns.is_last
-        if updates and engine.sends_early and session.agreement.frees_gradients:
+        if audit is not None:
+            # Nothing is sent early here: gradients are compared before they are summed.
+            self._backward(loss, do=audit.backward)
+            audit.end_backward()
+        elif updates and engine.sends_early and session.agreement.frees_gradients:
             with turns.sending(engine, optimizer):
                 self._backward(loss)
         else:
@@ -146,17 +152,24 @@ class OptimizerLoop(Loop):
         if self._session.is_manual is not is_manual:
             raise self._make_mode_error()
 
-    def _backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+    def _backward(
+        self,
+        loss: Tensor,
+        inputs: Sequence[Tensor] | None = None,
+        *,
+        do: Callable[..., None] | None = None,
+    ) -> None:
         """Do backward, between its events.
 
         Args:
             loss: the loss.
             inputs: the only parameters that get gradients; ``None`` for all.
+            do: what does it; ``None`` for the engine.
         """
         engine, hooks = self._session.engine, self._session.hooks
         if "on_backward_start" in hooks.active:
             hooks.emit("on_backward_start", loss)
-        engine.backward_loss(loss, inputs)
+        (do or engine.backward_loss)(loss, inputs)
         if "on_backward_end" in hooks.active:
             hooks.emit("on_backward_end")
 
@@ -194,6 +207,9 @@ class OptimizerLoop(Loop):
         ignored = session.engine.automatic_options
         if session.schedulers is not None and session.schedulers.has_intervals_but_step:
             ignored = [*ignored, "Model.scheduler_interval"]
+        if session.audit is not None:
+            session.audit = None
+            ignored = [*ignored, "Trainer(audit=...)"]
         if ignored:
             _LOGGER.warning(
                 "%s has no effect: train_step returns None, so the model clips and steps itself. "

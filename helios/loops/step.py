@@ -16,7 +16,7 @@ _CONTRACT = (
 )
 
 
-def take_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
+def take_step(session: Session, step: str, batch: Any, *args: Any, has_begun: bool = False) -> Any:
     """Run a step of the model on a batch that is on the device; returns what it returned.
 
     Args:
@@ -24,8 +24,10 @@ def take_step(session: Session, step: str, batch: Any, *args: Any) -> Any:
         step: the name of the step, such as ``"train_step"``.
         batch: the batch; a batch processor's transforms are applied to it here.
         args: arguments of the step after the batch.
+        has_begun: whether :func:`begin_forward` has been called and has returned this batch.
     """
-    batch = begin_forward(session, batch)
+    if not has_begun:
+        batch = begin_forward(session, batch)
     if session.is_plain:
         return session.hooks.active[step](batch, *args)
     with session.engine.autocast():

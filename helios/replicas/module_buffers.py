@@ -14,8 +14,48 @@ from torch import Tensor, nn
 
 from helios.replicas.replicas import NOTHING, Replicas, join_bytes, split_bytes
 
-_Values: TypeAlias = list[Tensor | None]
+Values: TypeAlias = list[Tensor | None]
 _Shape: TypeAlias = tuple[torch.Size, torch.dtype] | None
+
+
+@final
+class BufferPlaces:
+    """Where networks hold buffers, including those that are not saved.
+
+    Args:
+        networks: the networks.
+    """
+
+    def __init__(self, networks: Iterable[nn.Module] = ()) -> None:
+        seen: dict[int, nn.Module] = {}
+        for network in networks:
+            seen.update((id(module), module) for module in network.modules())
+        # named_buffers() leaves out buffers that are None, which may hold a tensor later.
+        self._places = [
+            (module, name) for module in seen.values() for name in vars(module)["_buffers"]
+        ]
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._places)
+
+    def present(self) -> Values:
+        """Return the buffers themselves."""
+        return [getattr(module, name, None) for module, name in self._places]
+
+    def copies(self) -> Values:
+        """Return copies of the buffers."""
+        return [value if value is None else value.detach().clone() for value in self.present()]
+
+    def put(self, values: Values) -> None:
+        """Copy values into the buffers, as :meth:`copies` has returned them."""
+        with torch.no_grad():
+            pairs = zip(self._places, self.present(), values, strict=True)
+            for (module, name), present, value in pairs:
+                if present is None or value is None or _shape_of(present) != _shape_of(value):
+                    setattr(module, name, None if value is None else value.clone())
+                else:
+                    present.copy_(value)
 
 
 @final
@@ -32,42 +72,36 @@ class ReplicaBuffers:
     def __init__(self, replicas: Replicas) -> None:
         self.is_exchanged = False
         self._replicas = replicas
-        self._places: list[tuple[nn.Module, str]] = []
-        self._committed: _Values | None = None
-        self._own: dict[int, _Values] = {}
+        self._places = BufferPlaces()
+        self._committed: Values | None = None
+        self._own: dict[int, Values] = {}
         self._shapes: list[_Shape] = []
 
     def find(self, networks: Iterable[nn.Module]) -> None:
         """Find the buffers of networks, including those that are not saved."""
-        seen: dict[int, nn.Module] = {}
-        for network in networks:
-            seen.update((id(module), module) for module in network.modules())
-        # named_buffers() leaves out buffers that are None, which may hold a tensor later.
-        self._places = [
-            (module, name) for module in seen.values() for name in vars(module)["_buffers"]
-        ]
+        self._places = BufferPlaces(networks)
         self.is_exchanged = len(self._replicas.block) > 1 and bool(self._places)
 
     def begin_window(self) -> None:
         """Copy the committed buffers, before the first replica's first micro-batch."""
         self._own.clear()
-        self._committed = self._copies() if self.is_exchanged else None
+        self._committed = self._places.copies() if self.is_exchanged else None
 
     def enter(self, replica: int) -> None:
         """Put a replica's buffers of the window in place, or else the committed ones."""
         values = self._own.get(replica, self._committed)
         if values is not None:
-            self._put(values)
+            self._places.put(values)
 
     def leave(self, replica: int) -> None:
         """Keep the buffers of a replica at the end of its turn."""
         if self.is_exchanged:
-            self._own[replica] = self._copies()
+            self._own[replica] = self._places.copies()
 
     def commit(self) -> None:
         """Put replica 0's buffers in place at a window's end, if this process runs it."""
         if 0 in self._own:
-            self._put(self._own[0])
+            self._places.put(self._own[0])
         self._own.clear()
         self._committed = None
 
@@ -88,7 +122,7 @@ class ReplicaBuffers:
             buffers. Only those of rank 0, which runs replica 0, count: others return a buffer of
             the same size.
         """
-        has_changed = list(map(_shape_of, self._present())) != self._shapes
+        has_changed = list(map(_shape_of, self._places.present())) != self._shapes
         if not self._travels:
             return has_changed, NOTHING
         if has_changed or self._replicas.rank:
@@ -116,30 +150,15 @@ class ReplicaBuffers:
         return self._replicas.device.type == "cpu"
 
     def _learn_shapes(self) -> None:
-        replicas, values = self._replicas, self._present()
+        replicas, values = self._replicas, self._places.present()
         self._shapes = replicas.gather_objects(list(map(_shape_of, values)))[0]
         for place, shape in enumerate(self._shapes):
             if _shape_of(values[place]) != shape:
                 values[place] = None if shape is None else replicas.make_empty(*shape)
-        self._put(values)
+        self._places.put(values)
 
     def _tensors(self) -> list[Tensor]:
-        return [value for value in self._present() if value is not None]
-
-    def _present(self) -> _Values:
-        return [getattr(module, name, None) for module, name in self._places]
-
-    def _copies(self) -> _Values:
-        return [value if value is None else value.detach().clone() for value in self._present()]
-
-    def _put(self, values: _Values) -> None:
-        with torch.no_grad():
-            pairs = zip(self._places, self._present(), values, strict=True)
-            for (module, name), present, value in pairs:
-                if present is None or value is None or _shape_of(present) != _shape_of(value):
-                    setattr(module, name, None if value is None else value.clone())
-                else:
-                    present.copy_(value)
+        return [value for value in self._places.present() if value is not None]
 
 
 def _shape_of(value: Tensor | None) -> _Shape:

@@ -144,6 +144,19 @@ class Replicas:
             dist.all_gather_object(found, pickling.dumps(value), group=control_group())
         return [pickling.loads(data) for data in found]
 
+    def hand_over(self, content: Tensor, source: int, target: int) -> None:
+        """Send bytes from one process to another; only these two take part.
+
+        Args:
+            content: bytes on the CPU; on the target a buffer of the same size, which is filled.
+            source: the rank that sends.
+            target: the rank that receives.
+        """
+        sends = [(content, target)] if self.rank == source else []
+        receives = [(content, source)] if self.rank == target else []
+        with collective("Replicas.hand_over"):
+            self._ranks.exchange(sends, receives)
+
     def compare(self, check: Callable[[Callable[[Any], list[Any]]], None]) -> None:
         """Run a check over all processes, or do nothing if there is only one.
 

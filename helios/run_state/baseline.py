@@ -12,6 +12,7 @@ from helios.core.wrappers import unwrap
 from helios.run_state.class_attributes import class_marks
 from helios.run_state.extra_states import extra_marks
 from helios.run_state.module_state import Shape, shape_of
+from helios.run_state.object_names import as_written
 from helios.run_state.optimizers import Roster, roster_of
 from helios.run_state.owner_scan import OwnerScan
 from helios.run_state.plain_values import Identities
@@ -95,6 +96,11 @@ class Baseline:
         parts = {**scene.found.objects, **scene.found.inner, **scene.parameters.loose}
         known = self.paths | self.inner
         return {path: part for path, part in parts.items() if path not in known}
+
+    def come_or_gone(self, scene: OwnerScan, known: str) -> dict[str, str]:
+        """Return the objects that setup did not make or that are gone, unless a text names them."""
+        names = {as_written(path, scene.found.objects) for path in scene.paths() ^ self.paths}
+        return {name: "" for name in names if name not in known}
 
     def distrust(self, places: Iterable[SlotKey]) -> None:
         """Compare slots again, even though their values can only change by being replaced."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, final
 
 from torch import Tensor, nn
@@ -119,9 +120,10 @@ class Discovery:
         """Return the objects that this owner saves, and parts of networks, by name."""
         return self._look().names.objects()
 
-    def watch(self, *, reads_weights: bool = True) -> StepWatch:
-        """Begin to watch what a step changes."""
-        return StepWatch(self._owner, self._look, self._identities, reads_weights=reads_weights)
+    def watch(self, *, reads_weights: bool = True, sees_unsaved: bool = False) -> StepWatch:
+        """Begin to watch what a step changes, in attributes declared as unsaved only if asked."""
+        look = partial(self._look, unsaved=frozenset()) if sees_unsaved else self._look
+        return StepWatch(self._owner, look, self._identities, reads_weights=reads_weights)
 
     @property
     def has_attributes(self) -> bool:
@@ -237,7 +239,7 @@ class Discovery:
         if own is not None:
             objects = covered.without(objects, baseline.marks)
         if self._is_strict:
-            misfits |= _come_or_gone(scene, baseline, " ".join(misfits.values()))
+            misfits |= baseline.come_or_gone(scene, " ".join(misfits.values()))
         loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
         late = (inner,) if self._is_strict else (inner, objects, loose)
         generators, strays = self._generators(found, new)
@@ -328,10 +330,15 @@ class Discovery:
     def _known(self) -> Mapping[int, str]:
         return {} if self._baseline is None else self._baseline.known()
 
-    def _look(self, settled: Mapping[str, Mapping[str, Any]] | None = None) -> OwnerScan:
+    def _look(
+        self,
+        settled: Mapping[str, Mapping[str, Any]] | None = None,
+        unsaved: frozenset[str] | None = None,
+    ) -> OwnerScan:
+        unsaved = self._unsaved if unsaved is None else unsaved
         exclude = self._exclude | (large_members(self._owner) if self._is_data else set())
         earlier = {} if self._baseline is None else self._baseline.earlier()
-        rules = Rules(exclude, self._unsaved, self._known(), self._outside, earlier)
+        rules = Rules(exclude, unsaved, self._known(), self._outside, earlier)
         scene = OwnerScan(self._owner, rules, settled or {})
         if self._is_data:
             keep_data_only(scene.found)
@@ -363,8 +370,7 @@ class Discovery:
         """Return the states of generators by path, and the reason for those not restorable."""
         baseline = self._require_baseline()
         homes = homes_of_generators(seen, new)
-        states: dict[str, Any] = {}
-        strays: dict[str, str] = {}
+        states, strays = dict[str, Any](), dict[str, str]()
         for path, part in seen.generators.items():
             kind, state = kind_of_generator(part), state_of_generator(part)
             if path in homes or baseline.generators.get(path) == kind:
@@ -392,8 +398,3 @@ class Discovery:
                 "The state of the %s is incomplete. %s", self._name, new.text(self._name)
             )
         return losses
-
-
-def _come_or_gone(scene: OwnerScan, baseline: Baseline, known: str) -> dict[str, str]:
-    names = {as_written(path, scene.found.objects) for path in scene.paths() ^ baseline.paths}
-    return {name: "" for name in names if name not in known}

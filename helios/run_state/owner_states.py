@@ -176,11 +176,11 @@ class Owners:
                 ", ".join(self._carried),
             )
 
-    def watch(self) -> list[tuple[str, StepWatch]]:
+    def watch(self, *, sees_unsaved: bool = False) -> list[tuple[str, StepWatch]]:
         """Begin to watch a step of all owners but data sets, which may change with fetching."""
         self._shared = None
         return [
-            (name, found.watch(reads_weights=False))
+            (name, found.watch(reads_weights=False, sees_unsaved=sees_unsaved))
             for name, found in self._found.items()
             if not self._owners[name].is_data and found.has_attributes
         ]

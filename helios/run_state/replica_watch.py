@@ -25,7 +25,7 @@ class _Watch(Protocol):
 
 
 class _Others(Protocol):
-    def watch(self) -> Sequence[tuple[str, _Watch]]: ...
+    def watch(self, *, sees_unsaved: bool = False) -> Sequence[tuple[str, _Watch]]: ...
 
 
 class WatchedRun(Protocol):
@@ -69,7 +69,8 @@ class ReplicaWatch:
         number = self._run.state.global_iteration
         if self._has_reported and number & (number - 1):
             return None
-        return TurnWatch(self._run, self._note)
+        refuse_lazy_layers(self._run)
+        return TurnWatch(self._run, self._note, reads_weights=number == 1)
 
     def _note(self, found: list[str], *, is_manual: bool) -> None:
         self._found.update(found)
@@ -99,6 +100,29 @@ class ReplicaWatch:
         )
 
 
+def find_lazy(run: WatchedRun) -> list[str]:
+    """Return the paths of networks with lazy layers, which draw their weights in the first step."""
+    return [
+        path
+        for path, network in run.model.discovery.modules().items()
+        if any(map(is_lazy, (*network.parameters(), *network.buffers())))
+    ]
+
+
+def refuse_lazy_layers(run: WatchedRun) -> None:
+    """Refuse lazy layers, whose initial weights would differ between processes.
+
+    Raises:
+        UsageError: for the first network that has any.
+    """
+    for path in find_lazy(run):
+        raise UsageError(
+            f"The network {path!r} has lazy layers, which draw their weights in the first step: "
+            "with several replicas these would differ between processes. Run a batch through it "
+            "in Model.setup()."
+        )
+
+
 @final
 class TurnWatch:
     """Watches what the step of one replica changes besides gradients and buffers.
@@ -106,23 +130,23 @@ class TurnWatch:
     Args:
         run: the run, before the step.
         note: receives the findings.
-
-    Raises:
-        UsageError: for a lazy layer, whose initial weights would differ between processes.
+        reads_weights: whether to notice writes to ``parameter.data`` too.
+        sees_unsaved: whether to notice changes of what is declared as unsaved.
     """
 
-    def __init__(self, run: WatchedRun, note: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        run: WatchedRun,
+        note: Callable[..., None],
+        *,
+        reads_weights: bool,
+        sees_unsaved: bool = False,
+    ) -> None:
         self._note = note
-        discovery = run.model.discovery
-        for path, network in discovery.modules().items():
-            if any(map(is_lazy, (*network.parameters(), *network.buffers()))):
-                raise UsageError(
-                    f"The network {path!r} has lazy layers, which draw their weights in the first "
-                    "step: with several replicas these would differ between processes. Run a batch "
-                    "through it in Model.setup()."
-                )
-        self._watch = discovery.watch(reads_weights=run.state.global_iteration == 1)
-        self._others = run.owner_states.watch()
+        self._watch = run.model.discovery.watch(
+            reads_weights=reads_weights, sees_unsaved=sees_unsaved
+        )
+        self._others = run.owner_states.watch(sees_unsaved=sees_unsaved)
 
     def conclude(self, *, is_manual: bool) -> None:
         """Record what has changed.

@@ -99,6 +99,7 @@ class Run:
         self.is_manual: bool | None = False
         self.is_resumed, self.is_discovered = False, True
         self.obstacles, self.unshared = ["an obstacle"], ["meter"]
+        self.mismatches = ["a gradient"]
         self.missing, self.claims = {"data: Own": "a trial"}, ["claimed by Own"]
         self.saved_randomness: Any = None
         model = {"objects": {}, "values": {}, "missing": {"net.hook": "a function"}}
@@ -122,7 +123,7 @@ class Run:
 def test_what_was_captured_is_applied() -> None:
     run, fresh = Run(), Run()
     record = capture(run)
-    fresh.obstacles, fresh.unshared = [], []
+    fresh.obstacles, fresh.unshared, fresh.mismatches = [], [], []
     fresh.model.tables = {"_loss_items": {"old": 1}}
     payload = record.to_payload()
     assert tuple(payload) == tuple(key for key in KEYS if key in payload)
@@ -130,6 +131,7 @@ def test_what_was_captured_is_applied() -> None:
     apply(Record.from_payload(payload), fresh, state=run.state, cursor=run.cursor)
     assert (fresh.state, fresh.cursor, fresh.is_resumed) == (run.state, run.cursor, True)
     assert (fresh.obstacles, fresh.unshared) == (["an obstacle"], ["meter"])
+    assert fresh.mismatches == ["a gradient"]
     assert fresh.is_manual is False
     assert fresh.model.loaded == (run.model.state, False)
     assert fresh.engine.loaded == ({"open_micro_batches": 1}, False)
@@ -215,9 +217,10 @@ def test_a_file_that_says_little_gets_defaults() -> None:
 
 
 def test_keys_that_say_nothing_are_not_written() -> None:
-    absent = {"log_path", "run_path", "events", "ledger", "migrated_from"}
+    absent = {"log_path", "run_path", "events", "ledger", "mismatches", "migrated_from"}
     assert set(KEYS) - Record.from_payload(LEAST).to_payload().keys() == absent
     says = {"log_path": "a", "run_path": "b", "events": None, "ledger": {}, "migrated_from": ""}
+    says |= {"mismatches": ["a gradient"]}
     assert set(KEYS) == Record.from_payload(LEAST | says).to_payload().keys()
 
 

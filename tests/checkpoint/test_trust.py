@@ -357,7 +357,7 @@ READERS = {
 ALLOWED = {
     "storage/codec.py": "torch.load",
     "core/utils.py": "torch.load",
-    "distributed/pickling.py": "pickle.loads",
+    "distributed/pickling.py": "pickle.Unpickler",
     "launch/worker.py": "pickle.loads",
     "launch/ipc.py": "pickle.Unpickler",
     "launch/supervisor.py": "pickle.loads",

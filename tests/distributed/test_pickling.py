@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,3 +58,14 @@ def test_other_values_arrive_with_what_they_share() -> None:
     assert first == [1, 2]
     assert second["h"] is first
     assert text == "x"
+
+
+def test_what_was_on_an_accelerator_gets_to_that_of_the_reader() -> None:
+    content = np.arange(8, dtype=np.uint8)
+    here, there = (pickling._Memory(content, x) for x in (None, pickling._ACCELERATOR))
+    data = pickling.dumps([here, there, there])
+    near, far, again = pickling.loads(data, torch.device("meta"))
+    assert (near.device.type, far.device.type) == ("cpu", "meta")
+    assert far is again
+    assert [storage.device.type for storage in pickling.loads(data)] == ["cpu"] * 3
+    assert bytes(near.tolist()) == content.tobytes()

@@ -66,6 +66,7 @@ DEFAULTS: dict[str, Any] = {
     "ledger": "steps",
     "reproducibility": "warn",
     "seeds": None,
+    "audit": None,
     "sanity_steps": 0,
     "batch_limits": None,
 }
@@ -625,7 +626,9 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
     }
-    apart = {"train_unit": TrainingUnit.ITERATION, "signals": Signals(()), "plugins": ()}
+    apart: dict[str, Any] = {"train_unit": TrainingUnit.ITERATION, "plugins": ()}
+    apart["signals"] = Signals(())
+    apart["audit"] = audit = helios.Audit(every=3)
     parameters = inspect.signature(helios.Trainer).parameters
     assert list(DEFAULTS) == list(parameters)
     assert {name: each.default for name, each in parameters.items()} == DEFAULTS
@@ -639,3 +642,4 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
     }
     assert {name: found[name] for name in given} == given
     assert (options.schedule.unit, options.signals) == (TrainingUnit.ITERATION, Signals(()))
+    assert options.audit is audit

@@ -52,6 +52,7 @@ def describe_start(
         "resume": str(checkpoints.resume),
         "on_incomplete": checkpoints.on_incomplete,
         "sanity_steps": options.trial.sanity_steps,
+        "audit": options.audit,
         "batch_limits": options.trial.batch_limits,
     }
     return {

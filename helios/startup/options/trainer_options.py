@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from helios.core.rng import get_default_seed
 from helios.launch.launcher import require_deterministic_cublas
 from helios.schedule import Schedule
+from helios.startup.options.audit_options import Audit
 from helios.startup.options.checkpoint_options import CheckpointOptions
 from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
 from helios.startup.options.logging_options import LoggingOptions
@@ -133,6 +134,7 @@ class TrainerOptions:
         engine: device, precision and clipping.
         processes: how many processes and replicas.
         trial: how much of the data is used.
+        audit: which gradients are computed a second time; ``None`` for none.
     """
 
     run: RunOptions
@@ -145,6 +147,7 @@ class TrainerOptions:
     engine: EngineOptions
     processes: ProcessOptions
     trial: TrialOptions
+    audit: Audit | None = None
 
     def __post_init__(self) -> None:
         if self.engine.gpu_ids and self.numerics.enable_deterministic:

@@ -59,7 +59,7 @@ class Reproducibility:
         level = self.level
         if record.obstacles or record.is_manual:
             level = level.at_most(Level.RESTART)
-        if is_compiled:
+        if is_compiled or record.mismatches:
             level = level.at_most(Level.ORDER)
         return level.at_most(Level.INCOMPLETE) if record.missing else level
 
@@ -90,6 +90,8 @@ def find_reproducibility(
     """
     bound = list(_find_bound(engine.replicas, model, loop, record))
     level, text = _find_level(numerics, engine, source, find_compiled(model), bound)
+    if record is not None and record.mismatches and level.height > Level.ORDER.height:
+        level, text = Level.ORDER, "an audit has found a gradient that differed when repeated"
     missing = claim.missing if record is None else {**record.missing, **claim.missing}
     return Reproducibility(level, text, missing, claim.words)
 

@@ -19,6 +19,7 @@ from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
+from helios.startup.building.run_audit import make_audit
 from helios.startup.building.run_evidence import RunEvidence, make_evidence
 from helios.startup.building.start_facts import describe_start
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
@@ -106,6 +107,7 @@ class FitRun(Run):
         self._open_logs(record)
         self._set_up(is_inference=False)
         session = self._build()
+        session.audit = make_audit(self.options.audit, session, self.loop)
         self._take_session(session)
         log_order(self.plugins, self.hooks)
         if record is not None:

@@ -1,0 +1,352 @@
+"""``StepAudit``: computes a gradient a second time in some steps, and compares it on bytes.
+
+All processes take part at one place: after the last backward of the audited iteration, before its
+gradients are summed. The first computation is never changed, and training continues with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import GeneratorType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from helios.audit.audit_turns import AuditTurn, find_turn
+from helios.audit.gradient_copies import GradientCopy
+from helios.audit.mismatches import Finding, describe, judge
+from helios.audit.step_trace import (
+    StepInputs,
+    StepTrace,
+    leaves_of,
+    read_generators,
+    set_generators,
+)
+from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
+from helios.core.parameters import parameters_of
+from helios.distributed.process_groups import count_collectives
+from helios.errors import AuditError
+from helios.loops.step import begin_forward, loss_of, take_step
+from helios.model.snapshot import Snapshot
+from helios.run_state.replica_watch import TurnWatch, find_lazy
+from helios.session import Session
+from helios.state import TrainingState
+
+_LOGGER = logging.getLogger(__name__)
+_MAX_KEPT = 10
+_BETWEEN = frozenset({"on_forward_end", "on_backward_start"})
+"""Events between a step and its backward."""
+
+
+@final
+class StepAudit:
+    """Audits every n-th optimizer step of a run.
+
+    Args:
+        session: the run.
+        every: n.
+        is_strict: whether a mismatch raises an error.
+    """
+
+    def __init__(self, session: Session, *, every: int, is_strict: bool) -> None:
+        self._session = session
+        self._every = every
+        self._is_strict = is_strict
+        self._is_due = False
+        self._is_off = False
+        self._keeps_attributes = False
+        self._said: set[str] = set()
+        self._rotation = AuditTurn(0, 0, 0, 0, None)
+        self._own: WatchedTurn | None = None
+        self._parcel: Parcel | None = None
+
+    def if_due(self) -> StepAudit | None:
+        """Return this object in an audited iteration, else ``None``; on all processes alike."""
+        if self._session.turns.is_first:
+            self._is_due = self._begin_iteration()
+        return self if self._is_due else None
+
+    def _begin_iteration(self) -> bool:
+        session = self._session
+        number, rest = divmod(session.state.global_step + 1, self._every)
+        if rest or self._is_off or session.is_manual:
+            return False
+        replicas = session.replicas
+        turn = self._rotation = find_turn(
+            number - 1,
+            num_replicas=replicas.num_replicas,
+            num_processes=replicas.num_processes,
+            accumulation_steps=session.schedule.accumulation_steps,
+        )
+        self._own = None
+        place = session.engine.open_micro_batches
+        # The window may end early, at the end of an epoch.
+        is_last = session.state.is_step_boundary and place < turn.micro_batch
+        return place == turn.micro_batch or is_last
+
+    def take_step(self, session: Session, step: str, batch: Any, state: TrainingState) -> Any:
+        """Run the step of a replica in an audited iteration, as :func:`take_step` does."""
+        turn = self._rotation
+        batch = begin_forward(session, batch)
+        is_owner = session.replicas.rank == turn.owner
+        is_audited = is_owner and session.turns.replica == turn.replica
+        # Any other process watches one of its turns: plugins may differ between processes.
+        if not is_audited and (is_owner or not session.turns.is_last):
+            return take_step(session, step, batch, state, has_begun=True)
+        self._own = own = WatchedTurn(reason=self._find_hindrance())
+        if is_audited and not own.reason:
+            self._keep(own, batch)
+        self._begin_watch(own)
+        result = take_step(session, step, batch, state, has_begun=True)
+        if not _BETWEEN.isdisjoint(session.hooks.active):
+            # What hooks change there is not repeated.
+            self._end_watch(own)
+        own.version, own.num_writes = _version_of(result), self._count_writes()
+        return result
+
+    def _find_hindrance(self) -> str:
+        session = self._session
+        if lazy := find_lazy(session):
+            return f"the network {lazy[0]!r} has lazy layers, which draw their weights in this step"
+        names = [name for name, x in vars(session.model).items() if isinstance(x, Iterator)]
+        return f"the position of the iterator {names[0]!r} cannot be put back" if names else ""
+
+    def _keep(self, own: WatchedTurn, batch: Any) -> None:
+        session = self._session
+        try:
+            own.inputs = StepInputs.copy(session, batch)
+        except Exception as error:  # objects of the user, of any kind
+            own.reason = f"the batch cannot be pickled ({error!r})"
+            return
+        own.old = {
+            name: parameter.grad.clone()
+            for name, parameter in self._parameters().items()
+            if parameter.grad is not None
+        }
+        if self._keeps_attributes:
+            own.before = self._take_snapshot()
+
+    def _take_snapshot(self) -> Snapshot:
+        session = self._session
+        return Snapshot([session.model, session.engine, *session.plugins.values()])
+
+    def _begin_watch(self, own: WatchedTurn) -> None:
+        """Watch what is changed besides gradients and buffers, and whether it communicates."""
+        if not own.reason and own.watch is None:
+            own.watch, own.num_collectives = self._watch(own.changed), count_collectives()
+
+    def _end_watch(self, own: WatchedTurn) -> None:
+        if own.watch is not None:
+            own.watch.conclude(is_manual=False)
+            own.watch = None
+            if count_collectives() != own.num_collectives:
+                own.reason = "the step communicates with other processes"
+
+    def _watch(self, changed: set[str]) -> TurnWatch:
+        return TurnWatch(
+            self._session,
+            lambda found, **_: changed.update(found),
+            reads_weights=True,
+            sees_unsaved=True,
+        )
+
+    def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None) -> None:
+        """Do backward of a replica in an audited iteration; keeps the gradients of the audited one.
+
+        Args:
+            loss: the loss.
+            inputs: as for :meth:`Engine.backward_loss`.
+        """
+        session, own = self._session, self._own
+        if own is None or own.reason or not self._is_own_turn:
+            session.engine.backward_loss(loss, inputs)
+            return
+        if loss._version != own.version:  # noqa: SLF001 - torch has no public counter
+            own.reason = "a hook changes the loss in place"
+        if own.inputs:
+            own.generators = read_generators(session.engine.device)
+        self._begin_watch(own)
+        session.engine.backward_loss(loss, inputs)
+        self._end_watch(own)
+        if own.inputs:
+            own.gradients = GradientCopy.take(self._parameters())
+
+    @property
+    def _is_own_turn(self) -> bool:
+        turns, turn = self._session.turns, self._rotation
+        is_owner = self._session.replicas.rank == turn.owner
+        return turns.replica == turn.replica if is_owner else turns.is_last
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return all trained parameters by name, the same on all processes."""
+        networks = self._session.model.discovery.modules().items()
+        found: dict[int, tuple[str, Tensor]] = {
+            id(parameter): (f"{path}.{name}", parameter)
+            for path, network in networks
+            for name, parameter in network.named_parameters()
+        }
+        for path, optimizer in self._session.find_optimizers().items():
+            for place, parameter in enumerate(parameters_of(optimizer)):
+                found.setdefault(id(parameter), (f"parameter {place} of {path}", parameter))
+        return {name: parameter for name, parameter in found.values() if parameter.requires_grad}
+
+    def end_backward(self) -> None:
+        """Compute a gradient again; all processes do after their last backward of the iteration.
+
+        Raises:
+            AuditError: in all processes, if it differs and the audit is strict.
+        """
+        if not self._session.turns.is_last:
+            return
+        own, self._own = self._own, None
+        assert own is not None, "each process watches one of its turns"
+        notes = self._session.replicas.gather_objects(self._note_of(own))
+        turn = self._settle(notes)
+        if turn is not None:
+            self._audit(turn, own, notes)
+        self._parcel = None
+
+    def _count_writes(self) -> int:
+        counts = (parameter._version for parameter in self._parameters().values())  # noqa: SLF001
+        return sum(counts)
+
+    def _note_of(self, own: WatchedTurn) -> TurnNote:
+        session = self._session
+        if self._count_writes() != own.num_writes:
+            own.reason = own.reason or "a hook changes the weights before the update"
+        if own.inputs and not own.reason and not session.replicas.is_whole:
+            self._parcel = own.pack()
+        sizes = tuple(part.numel() for part in self._parcel or ())
+        place = f"{platform.node()}, {session.engine.device}"
+        return TurnNote(sorted(own.changed), own.reason, own.before is not None, sizes, place)
+
+    def _settle(self, notes: list[TurnNote]) -> AuditTurn | None:
+        """Return who audits whom; ``None`` if this step cannot be audited, which is said once."""
+        turn = self._rotation
+        for note in notes:
+            if note.reason:
+                self._say(f"is not audited: {note.reason}")
+                return None
+        changed = sorted({name for note in notes for name in note.changed})
+        if not changed:
+            return turn
+        if notes[turn.owner].is_kept:
+            # Attributes may differ between processes, so no other one can do it.
+            return replace(turn, auditor=turn.owner, third=None)
+        self._keeps_attributes = True
+        self._say(
+            f"changes {', '.join(changed)}. From now on each gradient is computed again by its "
+            "own process only, and model and plugins are copied to put that back. Change it in a "
+            "hook, or make it a buffer of a network, so that other processes can do it"
+        )
+        return None
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            name = type(self._session.model).__name__
+            _LOGGER.warning("Audit: %s.train_step %s.", name, text)
+
+    def _audit(self, turn: AuditTurn, own: WatchedTurn, notes: list[TurnNote]) -> None:
+        replicas = self._session.replicas
+        finding = self._repeat_on(turn.auditor, turn, own, notes)
+        found: Finding = replicas.gather_objects(finding)[turn.auditor]
+        if found.left:
+            self._is_off = True
+            self._say(
+                f"has changed {', '.join(found.left)} when it was computed a second time, which "
+                "cannot be put back. No further step is audited"
+            )
+        if found.difference is None:
+            return
+        finding, third, first = None, None, ""
+        if turn.third is not None:
+            finding = self._repeat_on(turn.third, turn, own, notes)
+        if replicas.rank == turn.owner:
+            first = own.gradients.digest()
+        answers = replicas.gather_objects((finding, first))
+        first = answers[turn.owner][1]
+        if turn.third is not None:
+            third = answers[turn.third][0].digest or first
+        places = [note.place for note in notes]
+        text = describe(
+            found.difference,
+            turn,
+            iteration=self._session.state.global_iteration,
+            step=self._session.state.global_step + 1,
+            places=places,
+            verdict=judge(turn, (first, found.digest), third, places),
+        )
+        self._report(text)
+
+    def _report(self, text: str) -> None:
+        mismatches = self._session.mismatches
+        if len(mismatches) < _MAX_KEPT:
+            mismatches.append(text)
+        if self._is_strict:
+            raise AuditError(
+                f"{text} Check the hardware that is named. If the arithmetic is not deterministic "
+                "there, pass Trainer(enable_deterministic=True). To continue after a mismatch, "
+                'pass Audit(on_mismatch="warn").'
+            )
+        _LOGGER.warning("Audit: %s Training continues with the first gradient.", text)
+
+    def _repeat_on(
+        self,
+        rank: int,
+        turn: AuditTurn,
+        own: WatchedTurn,
+        notes: list[TurnNote],
+    ) -> Finding | None:
+        """Compute the gradient again on one rank, which gets what it needs from the owner."""
+        replicas = self._session.replicas
+        if rank != turn.owner and replicas.rank in (rank, turn.owner):
+            head, gradients = self._parcel or map(_make_room, notes[turn.owner].sizes)
+            replicas.hand_over(head, turn.owner, rank)
+            replicas.hand_over(gradients, turn.owner, rank)
+            if replicas.rank == rank:
+                own = WatchedTurn.unpack((head, gradients), self._session.engine.device)
+        return self._repeat(own) if replicas.rank == rank else None
+
+    def _repeat(self, own: WatchedTurn) -> Finding:
+        """Compute a gradient again and compare it, without a trace."""
+        session = self._session
+        parameters = self._parameters()
+        trace = StepTrace(session, parameters.values())
+        left = set[str]()
+        watch = self._watch(left)
+        after = None if own.before is None else self._take_snapshot()
+        with trace.erased():
+            if own.before is not None:
+                own.before.erase()
+            for name, parameter in parameters.items():
+                parameter.grad = own.old.get(name)
+            StepInputs.read(own.inputs, session.engine.device).put(session)
+            loss = self._forward(session.context.batch)
+            trace.hold_gradients(leaves_of(loss))
+            set_generators(own.generators)
+            session.engine.backward_loss(loss, None)
+            second = GradientCopy.take(parameters)
+        if after is not None:
+            after.erase()
+        watch.conclude(is_manual=False)
+        return Finding.of(own.gradients, second, sorted(left))
+
+    def _forward(self, batch: Any) -> Tensor:
+        session = self._session
+        loss = loss_of(take_step(session, "train_step", batch, session.state, has_begun=True))
+        assert loss is not None, "a step is automatic or manual, never both"
+        return loss
+
+
+def _version_of(result: Any) -> int:
+    loss = None if type(result) is GeneratorType else loss_of(result)
+    return 0 if loss is None else loss._version  # noqa: SLF001 - torch has no public counter
+
+
+def _make_room(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)

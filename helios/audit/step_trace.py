@@ -1,0 +1,176 @@
+"""What a step that is computed a second time starts from, and what is put back after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helios.core import rng
+from helios.distributed import pickling
+from helios.replicas.module_buffers import BufferPlaces
+from helios.session import Session
+from helios.terminal import root_logger as log
+
+
+def read_generators(device: torch.device) -> dict[str, Any]:
+    """Return the states of all generators, of this process's device only."""
+    state = rng.get_rng_state_dict() | {"legacy": np.random.get_state()}
+    if "cuda" in state:
+        state["cuda"] = state["cuda"][device.index or 0]
+    return state
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Set all generators, as :func:`read_generators` has found them, here or in another process."""
+    state = dict(state)
+    np.random.set_state(state.pop("legacy"))
+    if "cuda" in state:
+        state["cuda"] = [state["cuda"]] * torch.cuda.device_count()
+    rng.load_rng_state_dict(state)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step of a replica starts from, apart from the weights.
+
+    Attributes:
+        replica: its number.
+        batch: the batch, as ``train_step`` receives it.
+        losses: the model's table of losses.
+        buffers: the buffers of the networks, in order.
+        generators: the states of the generators.
+    """
+
+    replica: int
+    batch: Any
+    losses: dict[str, Any]
+    buffers: list[Tensor | None]
+    generators: dict[str, Any]
+
+    @classmethod
+    def copy(cls, session: Session, batch: Any) -> bytes:
+        """Return the inputs of the step that begins now, as bytes.
+
+        Raises:
+            Exception: the error of ``pickle`` if the batch cannot be pickled.
+        """
+        losses = {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in session.model.loss_items.items()
+        }
+        buffers = BufferPlaces(session.model.discovery.modules().values()).present()
+        return pickling.dumps(
+            (
+                session.turns.replica,
+                batch,
+                losses,
+                [value if value is None else value.detach() for value in buffers],
+                read_generators(session.engine.device),
+            )
+        )
+
+    @classmethod
+    def read(cls, content: bytes, device: torch.device) -> StepInputs:
+        """Return what :meth:`copy` has copied, with its tensors on this process's device."""
+        return cls(*pickling.loads(content, device))
+
+    def put(self, session: Session) -> None:
+        """Put everything in place, within :meth:`StepTrace.erased`."""
+        session.turns.replica = self.replica
+        session.context.batch = self.batch
+        session.model.loss_items.clear()
+        session.model.loss_items.update(self.losses)
+        BufferPlaces(session.model.discovery.modules().values()).put(self.buffers)
+        set_generators(self.generators)
+
+
+@final
+class StepTrace:
+    """What a repeated step changes that a step may change, and puts it back.
+
+    Args:
+        session: the run.
+        parameters: the parameters whose gradients the step computes.
+    """
+
+    def __init__(self, session: Session, parameters: Iterable[Tensor]) -> None:
+        self._session = session
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.hold_gradients(parameters)
+
+    def hold_gradients(self, leaves: Iterable[Tensor]) -> None:
+        """Put back the gradients of these tensors, too."""
+        for leaf in leaves:
+            self._gradients.setdefault(id(leaf), (leaf, leaf.grad))
+
+    @contextmanager
+    def erased(self) -> Iterator[None]:
+        """Run a block that leaves no trace.
+
+        Generators, buffers, losses, gradients and requests are as before afterwards, and no scalars
+        are logged meanwhile.
+        """
+        session, context = self._session, self._session.context
+        replica, batch = session.turns.replica, context.batch
+        generators, legacy = rng.get_rng_state_dict(), np.random.get_state()
+        places = BufferPlaces(session.model.discovery.modules().values())
+        buffers = places.copies()
+        tables = [_HeldTable(table) for table in session.model.tables.values()]
+        requests = session.agreement.remember()
+        session.is_repeating = True
+        try:
+            with log.muted_tensorboard():
+                yield
+        finally:
+            session.is_repeating = False
+            session.agreement.take_back(requests)
+            for table in tables:
+                table.put_back()
+            places.put(buffers)
+            for leaf, gradient in self._gradients.values():
+                leaf.grad = gradient
+            session.turns.replica, context.batch = replica, batch
+            np.random.set_state(legacy)
+            rng.load_rng_state_dict(generators)
+
+
+@final
+class _HeldTable:
+    """The content of a table of losses or scores, whose tensors a step may change in place."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self._table = table
+        self._items = dict(table)
+        self._numbers = {
+            name: value.detach().clone()
+            for name, value in table.items()
+            if isinstance(value, Tensor)
+        }
+
+    def put_back(self) -> None:
+        self._table.clear()
+        self._table.update(self._items)
+        for name, numbers in self._numbers.items():
+            self._items[name].detach().copy_(numbers)
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the tensors that a backward from a loss gives gradients to, as far as it is known."""
+    found: list[Tensor] = []
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        waiting += [following for following, _ in node.next_functions]
+    return found
