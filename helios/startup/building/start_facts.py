@@ -88,11 +88,14 @@ def _name_type(value: Any) -> str:
 
 def _describe_options(options: TrainerOptions) -> dict[str, Any]:
     """Return every option of a trainer as resolved, by name."""
-    found: dict[str, Any] = {"signals": _as_plain(options.signals)}
+    # Both are arguments of the trainer themselves; the other groups consist of such.
+    arguments = ("signals", "audit")
+    found: dict[str, Any] = {}
     for group in dataclasses.fields(options):
-        if group.name != "signals":
-            found |= _as_plain(getattr(options, group.name))
-    return found | {"train_unit": found.pop("unit"), "gpus": options.engine.gpu_ids}
+        value = _as_plain(getattr(options, group.name))
+        found |= {group.name: value} if group.name in arguments else value
+    found |= {"train_unit": found.pop("unit"), "gpus": options.engine.gpu_ids}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _describe_command() -> dict[str, Any]:

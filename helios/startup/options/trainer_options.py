@@ -157,7 +157,7 @@ class TrainerOptions:
                 _LOGGER.warning("Trainer(%s=...) has no effect with the other arguments.", name)
 
     def for_replay(self, nproc: int | None) -> TrainerOptions:
-        """Return the options of a replay, which saves nothing: signals end it at once.
+        """Return the options of a replay: signals end it, and nothing is saved or audited.
 
         Args:
             nproc: number of processes; ``None`` for that of the options.
@@ -169,7 +169,8 @@ class TrainerOptions:
             checkpoints = replace(checkpoints, resume="auto")
         # What has no effect was reported when the trainer was created.
         found = copy.copy(self)
-        vars(found).update(signals=Signals(()), processes=processes, checkpoints=checkpoints)
+        changed = {"signals": Signals(()), "audit": None}
+        vars(found).update(changed, processes=processes, checkpoints=checkpoints)
         return found
 
     def _list_useless(self) -> dict[str, bool]:
