@@ -11,6 +11,7 @@ from typing import Any
 from helios.checkpoint.record import Record
 from helios.ledger.book import Book
 from helios.ledger.line import hash_of
+from helios.ledger.timing import Timing
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
@@ -73,6 +74,7 @@ def make_ledger(
     *,
     record: Record | None,
     is_branch: bool,
+    timing: Timing | None,
 ) -> RunLedger:
     """Return the ledger of a run; its file is not opened yet.
 
@@ -83,6 +85,7 @@ def make_ledger(
         definition: what defines the run.
         record: the checkpoint to continue from; ``None`` for a new run.
         is_branch: whether the checkpoint is from another folder, which keeps its own ledger.
+        timing: the times of the run; ``None`` on ranks other than 0.
     """
     run = hash_of({**definition, "num_replicas": replicas.num_replicas})
     book = Book(folder, run=run) if replicas.rank == 0 else None
@@ -93,6 +96,7 @@ def make_ledger(
         find_weights=lambda: name_weights(discovery.modules(), discovery.moved()[0]),
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
+        timing=timing,
     )
     found = None if record is None or is_branch else record.ledger
     return RunLedger(run, writer, book, found, after=0 if record is None else record.place[1])
