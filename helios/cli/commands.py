@@ -12,18 +12,18 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from helios.cli import diff, export, inspect, ls, migrate, verify
+from helios.cli import compare, diff, export, inspect, ls, migrate, report, verify
 from helios.errors import ArgumentError, HeliosError, UsageError
 from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
-_COMMANDS = (ls, inspect, verify, diff, export, migrate)
+_COMMANDS = (ls, inspect, verify, diff, report, compare, export, migrate)
 _WIDTH = 80
 _EPILOG = """\
-Nothing in a file is ever executed, and only export and migrate write files. All
-commands take --json: one document on standard output. Exit codes: 0 good, 1
-not good, 2 wrong usage.
+Nothing in a file is ever executed, and ls, inspect, verify and diff write no
+files. All commands take --json: one document on standard output. Exit codes: 0
+good, 1 not good, 2 wrong usage.
 """
 
 
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each command stores its ``run`` in the result."""
     parser = argparse.ArgumentParser(
         prog="helios",
-        description="List, inspect, verify, export and migrate checkpoints; compare runs.",
+        description="Work with checkpoints and runs, without the code that made them.",
         epilog=_EPILOG,
         formatter_class=_Formatter,
     )
