@@ -12,13 +12,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from helios.cli import compare, diff, export, inspect, ls, migrate, report, verify
+from helios.cli import compare, diff, export, inspect, ls, migrate, pack, report, verify
 from helios.errors import ArgumentError, HeliosError, UsageError
 from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
-_COMMANDS = (ls, inspect, verify, diff, report, compare, export, migrate)
+_COMMANDS = (ls, inspect, verify, diff, report, compare, pack, export, migrate)
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, and ls, inspect, verify and diff write no

@@ -65,7 +65,7 @@ path{fill:none;vector-effect:non-scaling-stroke}
 .killed{stroke:var(--killed)}.resumed{stroke:var(--resumed)}
 .rows{display:grid;grid-template-columns:minmax(5rem,12rem) 1fr;gap:.4rem .75rem;
 align-items:center}
-.rows svg{height:2.25rem}.group{font-size:.875rem}
+.rows svg{height:2.25rem}.rows .places{padding:0 4%}.group{font-size:.875rem}
 .interval{stroke:var(--band);stroke-width:14}.mean{stroke:var(--killed);stroke-width:2}
 .rows .dots{stroke-width:7}
 ul.list{list-style:none;padding:0;margin:.4rem 0}
