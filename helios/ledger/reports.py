@@ -10,7 +10,7 @@ from typing import Any
 from helios.ledger.summary import checklist
 from helios.ledger.summary.checklist import make_checklist
 from helios.ledger.summary.curves import LedgerCurves, read_curves
-from helios.ledger.summary.document import Block, Document, Facts, Section, Text, cut_rows
+from helios.ledger.summary.document import Block, Chapter, Document, Facts, Text, cut_rows
 from helios.ledger.summary.figures import Figures
 from helios.ledger.summary.markdown import write_markdown
 from helios.ledger.summary.page import write_page
@@ -32,7 +32,7 @@ _UNSAID = "unknown"
 
 
 @dataclass
-class Report:
+class RunReport:
     """The result of :func:`report`.
 
     Attributes:
@@ -52,7 +52,7 @@ class Report:
         return {"folder": str(self.folder), **self.document.as_dict()}
 
 
-def report(run: str | Path, checkpoints: Sequence[Mapping[str, Any]] | None = None) -> Report:
+def report(run: str | Path, checkpoints: Sequence[Mapping[str, Any]] | None = None) -> RunReport:
     """Make the report of a run.
 
     Args:
@@ -75,7 +75,7 @@ def report(run: str | Path, checkpoints: Sequence[Mapping[str, Any]] | None = No
         document = maker.make(0)
         page = _encode(write_page(document))
     markdown = _encode(write_markdown(document))
-    return Report(facts.folder, document, page.decode(), markdown.decode())
+    return RunReport(facts.folder, document, page.decode(), markdown.decode())
 
 
 def _encode(text: str) -> bytes:
@@ -101,20 +101,20 @@ class _Maker:
         figures = Figures(run, self._curves, points)
         checkpoints = self._checkpoints
         sections = [
-            Section("Summary", list(self._summarize())),
-            Section("Losses", list(figures.show_losses())),
-            Section("Learning rate", list(figures.show_rates())),
-            Section("Throughput", list(figures.show_throughput())),
-            Section("Scores", list(figures.show_scores())),
-            Section("Lineage", list(show_lineage(run))),
-            Section("Changes between starts", list(show_changes(run))),
-            Section(
+            Chapter("Summary", list(self._summarize())),
+            Chapter("Losses", list(figures.show_losses())),
+            Chapter("Learning rate", list(figures.show_rates())),
+            Chapter("Throughput", list(figures.show_throughput())),
+            Chapter("Scores", list(figures.show_scores())),
+            Chapter("Lineage", list(show_lineage(run))),
+            Chapter("Changes between starts", list(show_changes(run))),
+            Chapter(
                 "Checkpoints",
                 list(show_saves(run) if checkpoints is None else show_checkpoints(checkpoints)),
             ),
-            Section("Environment", list(show_environment(run))),
-            Section("Options", list(show_options(run))),
-            Section("Reproducibility checklist", list(_show_checklist(run, fingerprint))),
+            Chapter("Environment", list(show_environment(run))),
+            Chapter("Options", list(show_options(run))),
+            Chapter("Reproducibility checklist", list(_show_checklist(run, fingerprint))),
         ]
         return Document(run.name, "Report of a training run", sections)
 

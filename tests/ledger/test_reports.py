@@ -15,7 +15,7 @@ from helios.cli import main
 from helios.errors import LedgerError
 from helios.ledger import report, verify
 from helios.ledger.manifest.manifest_file import FILE_NAME as MANIFEST
-from helios.ledger.reports import MOST_BYTES, Report
+from helios.ledger.reports import MOST_BYTES, RunReport
 from helios.ledger.summary.curves import Curve
 from helios.ledger.timing import FILE_NAME as TIMES
 from tests.support.runs import Setting, train
@@ -70,7 +70,7 @@ def _report(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     return capsys.readouterr().out
 
 
-def _both(found: Report) -> list[str]:
+def _both(found: RunReport) -> list[str]:
     """Return the words of both forms."""
     plain = re.sub(r"\\(.)", r"\1", found.markdown)
     return [Page(found.html).words, " ".join(plain.split())]

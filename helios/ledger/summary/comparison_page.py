@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from helios.ledger.run_comparison import RunComparison
 from helios.ledger.summary.document import (
     Block,
+    Chapter,
     Document,
     Grid,
     Sample,
-    Section,
     Spread,
     Text,
     number_text,
@@ -43,11 +43,11 @@ def describe_estimate(found: Estimate) -> tuple[str, str, str, str]:
 def write_comparison(comparison: RunComparison) -> str:
     """Return the text of an HTML file."""
     sections = [
-        Section("Results", list(_show_results(comparison))),
-        Section("Differences between the runs", list(_show_varying(comparison))),
-        Section("Differences of pairs", list(_show_paired(comparison))),
-        Section("Parts of the variance", list(_show_parts(comparison))),
-        Section("Notes", [Text(f"{note}.") for note in comparison.notes] or [Text("None.")]),
+        Chapter("Results", list(_show_results(comparison))),
+        Chapter("Differences between the runs", list(_show_varying(comparison))),
+        Chapter("Differences of pairs", list(_show_paired(comparison))),
+        Chapter("Parts of the variance", list(_show_parts(comparison))),
+        Chapter("Notes", [Text(f"{note}.") for note in comparison.notes] or [Text("None.")]),
     ]
     title = f"{len(comparison.runs)} runs"
     if comparison.by is not None:

@@ -21,7 +21,7 @@ _MOST = 1_024
 _TAIL = 1 << 18
 
 
-class Bucket(NamedTuple):
+class CurvePart(NamedTuple):
     """The numbers of some iterations.
 
     Attributes:
@@ -77,7 +77,7 @@ class Curve:
         bucket[1] += number
         bucket[3] += 1
 
-    def shrink(self, most: int) -> list[Bucket]:
+    def shrink(self, most: int) -> list[CurvePart]:
         """Return the curve in at most so many buckets, those without a number left out.
 
         Args:
@@ -89,7 +89,7 @@ class Curve:
         while len(buckets) > most:
             buckets, width = _halve(buckets), 2 * width
         return [
-            Bucket(self._begin + (number + 0.5) * width - 0.5, low, total / count, high)
+            CurvePart(self._begin + (number + 0.5) * width - 0.5, low, total / count, high)
             for number, (low, total, high, count) in enumerate(buckets)
             if count
         ]

@@ -146,7 +146,7 @@ Block = Text | Facts | Grid | Chart | Spread | Checklist
 
 
 @dataclass
-class Section:
+class Chapter:
     """A heading with blocks below it."""
 
     title: str
@@ -169,7 +169,7 @@ class Document:
 
     title: str
     kind: str
-    sections: list[Section] = field(default_factory=list)
+    sections: list[Chapter] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it in plain values."""

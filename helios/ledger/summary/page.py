@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from helios.ledger.summary.document import (
     Block,
+    Chapter,
     Chart,
     Checklist,
     Document,
     Facts,
     Grid,
     Question,
-    Section,
     Spread,
     Text,
 )
@@ -105,7 +105,7 @@ def write_page(document: Document) -> str:
     )
 
 
-def _write_section(number: int, section: Section) -> str:
+def _write_section(number: int, section: Chapter) -> str:
     content = "\n".join(map(_write_block, section.blocks))
     return f'<section id="s{number}"><h2>{html.escape(section.title)}</h2>\n{content}</section>\n'
 
