@@ -2166,10 +2166,10 @@ FAULTS = (
         "tests/ledger/test_packing.py::test_an_anonymous_archive_names_nobody_and_can_be_verified",
     ),
     Fault(
-        "an archive has the time at which it was packed",
+        "an archive has other bytes each time",
         "helios/ledger/packing.py",
         "    info = zipfile.ZipInfo(name, _TIME)",
-        "    import random\n    info = zipfile.ZipInfo(name, (1980 + random.randrange(99), *_TIME[1:]))",
+        "    info = zipfile.ZipInfo(name, _TIME)\n    info.comment = __import__('os').urandom(8)",
         "tests/ledger/test_packing.py::test_packing_twice_gives_the_same_bytes",
     ),
     Fault(

@@ -8,8 +8,8 @@ from helios.ledger.verification import LedgerStatus, verify
 __all__ = [
     "Difference",
     "LedgerStatus",
-    "RunReport",
     "RunComparison",
+    "RunReport",
     "compare",
     "diff",
     "report",

@@ -198,10 +198,9 @@ def _split(
         columns[result.by] = list(groups)
     columns = {name: column for name, column in columns.items() if len(set(column)) > 1}
     if len(columns) < 2:
-        what = ", ".join(columns) or "no seed"
+        what = ", ".join(columns) or "nothing"
         result.notes.append(
-            f"no parts of the variance: that takes at least two seeds or groups that vary, and "
-            f"{what} does"
+            f"no parts of the variance: at least two seeds or groups must vary, here: {what}"
         )
         return
     levels = list(zip(*columns.values(), strict=True))

@@ -251,7 +251,15 @@ def test_a_curve_keeps_the_least_and_the_largest_number() -> None:
 
 @pytest.mark.parametrize(
     "losses",
-    [[1.0], [0.0, 0.0], [1e300, -1e300], [1e-300, 1e300], [math.inf, math.nan], [5e-324, 1e-310]],
+    [
+        [1.0],
+        [0.0, 0.0],
+        [1e300, -1e300],
+        [1.7e308] * 2_000,
+        [1e-300, 1e300],
+        [math.inf, math.nan],
+        [5e-324, 1e-310],
+    ],
     ids=str,
 )
 def test_any_numbers_have_a_chart(losses: list[float], tmp_path: Path) -> None:

@@ -89,7 +89,13 @@ class Curve:
         while len(buckets) > most:
             buckets, width = _halve(buckets), 2 * width
         return [
-            CurvePart(self._begin + (number + 0.5) * width - 0.5, low, total / count, high)
+            CurvePart(
+                self._begin + (number + 0.5) * width - 0.5,
+                low,
+                # The sum of very large numbers may be infinite, and their mean is not.
+                min(max(total / count, low), high),
+                high,
+            )
             for number, (low, total, high, count) in enumerate(buckets)
             if count
         ]
