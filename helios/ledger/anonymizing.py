@@ -25,11 +25,14 @@ _ORDINARY = frozenset(
 )
 _SHORTEST = 3
 _SYSTEM = r"(?!/(?:dev|proc|sys|usr|bin|etc)/)"
+_PART = r"[^\s/\"'<>|:,;()\[\]{}\\]"
 # At least two parts; not what follows a host in a URL, a division, or a path that is relative.
 _PATHS = re.compile(
-    rf"(?<![\w.~:/)\]}}<>-]){_SYSTEM}/(?:[^\s/\"'<>|:,;()\[\]{{}}\\]+/)+([^\s/\"'<>|:,;()\[\]{{}}\\]*)"
+    rf"(?:(?<![\w.~:/)\]}}<>-]){_SYSTEM}|{_PATH})/(?:{_PART}+/)+({_PART}*)"
     r"|\b[A-Za-z]:\\(?:[^\s\\\"']+\\)+([^\s\\\"']*)"
 )
+# Between quotation marks, a path may contain spaces.
+_QUOTED = re.compile(rf"([\"'])(?:{_PATH}|{_SYSTEM})/[^\"'\n]*/([^\"'\n/]*)\1")
 _WHOLE_PATH = re.compile(r"(?:/|[A-Za-z]:\\).*")
 _SLASHES = re.compile(r"[/\\]")
 _HOMES = re.compile(r"(?:/home/|/Users/|\\Users\\+)([^/\\\s\"':]+)")
@@ -56,6 +59,7 @@ class Anonymizer:
         """Return a text without names and absolute paths; the last part of a path stays."""
         for folder in self._folders:
             text = text.replace(folder, _PATH)
+        text = _QUOTED.sub(rf"\1{_PATH}/\2\1", text)
         text = _PATHS.sub(lambda found: f"{_PATH}/{found[1] or found[2] or ''}", text)
         return self._words.sub(HIDDEN, text) if self.names else text
 

@@ -35,7 +35,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     project = home / "my project"
     project.mkdir(parents=True)
     script = project / "helper_of_pack.py"
-    script.write_text(f"# {USER} wrote this on Wolke7\nDATA = '{home}/data set/part 1'\n")
+    script.write_text(f"# {USER} wrote this on Wolke7\nDATA = '{home}/harvest of 1843/part 1'\n")
     git = ["git", "-c", "init.defaultBranch=paper-of-ada", "-C", str(project)]
     identity = ["-c", f"user.name={AUTHOR}", "-c", "user.email=ada@lovelace.example"]
     with pytest.MonkeyPatch.context() as patch:
@@ -56,9 +56,11 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         spec = importlib.util.spec_from_file_location("helper_of_pack", script)
         assert spec is not None
         with pytest.MonkeyPatch.context() as modules:
-            # The run is one of the script; this file would be packed, too.
+            # The run is one of the script; modules of tests would be packed, too.
             modules.setitem(sys.modules, "__main__", importlib.util.module_from_spec(spec))
-            modules.delitem(sys.modules, __name__)
+            for name in [name for name in sys.modules if name.startswith("tests.")]:
+                if not name.startswith("tests.support"):
+                    modules.delitem(sys.modules, name)
             train(home / "runs", Setting(total_steps=4, chkpt_frequency=2))
         yield home / "runs" / "small"
 
@@ -116,7 +118,7 @@ def test_an_anonymous_archive_names_nobody_and_can_be_verified(named: Path, tmp_
     found = _pack(named, tmp_path / "a.zip", "--anonymous")
     home = str(named.parents[1])
     secrets = [HOST, "wolke7", USER, AUTHOR, home, REMOTE, "secret-group"]
-    secrets += ["paper-of-ada", "lovelace", "my project", "data set"]
+    secrets += ["paper-of-ada", "lovelace", "my project", "harvest of 1843"]
     manifest = read_manifest(named)
     assert manifest is not None
     secrets.append(manifest.sections[0].facts["git"]["commit"])
@@ -183,6 +185,9 @@ def test_a_folder_without_evidence_is_refused(
     ("text", "expected"),
     [
         ("open('/scratch/lab/x.csv')", "open('<path>/x.csv')"),
+        ("open('/scratch/my lab/x.csv')", "open('<path>/x.csv')"),
+        ("to /known place/lab/a/b.csv", "to <path>/b.csv"),
+        ('"/known place/lab/my lab/b.csv"', '"<path>/b.csv"'),
         ("at /data/lab/, twice", "at <path>/, twice"),
         (r"C:\Users\ada\x.csv", r"<path>/x.csv"),
         ("https://example.org/a/b", "https://example.org/a/b"),
@@ -195,7 +200,7 @@ def test_a_folder_without_evidence_is_refused(
     ],
 )
 def test_texts_lose_names_and_paths_only(text: str, expected: str) -> None:
-    assert Anonymizer([USER, "root"], ["/"]).replace(text) == expected
+    assert Anonymizer([USER, "root"], ["/", "/known place/lab"]).replace(text) == expected
 
 
 def test_names_are_found_in_weights(tmp_path: Path) -> None:

@@ -42,8 +42,10 @@ def _ask_code(facts: Mapping[str, Any]) -> Iterator[Question]:
     yield Question("The exact command:", command_text(facts))
     yield Question("The version of the code:", git_text(facts))
     code = facts.get("code")
-    text = f"{len(code)} files, with hashes in run.json" if code else None
-    yield Question("Source files that the run imported, besides installed packages:", text)
+    text = f"{len(code)}, with hashes in run.json" if code else None
+    yield Question(
+        "Number of source files that the run imported, besides installed packages:", text
+    )
     yield Question("Where is the code published, and under which licence?")
 
 
@@ -62,7 +64,7 @@ def _ask_seeds(facts: Mapping[str, Any], fingerprint: str | None) -> Iterator[Qu
     seeds = facts.get("seeds", {})
     text = ", ".join(f"{name} {value}" for name, value in seeds.items())
     yield Question("The seeds:", text or None)
-    yield Question("What may change without changing a bit:", _text(facts, "level", "text"))
+    yield Question("The level of reproducibility:", _text(facts, "level", "text"))
     switches = facts.get("switches", {})
     names = ("deterministic_algorithms", "cudnn_benchmark", "matmul_precision", "threads")
     text = ", ".join(f"{name} {switches[name]}" for name in names if name in switches)

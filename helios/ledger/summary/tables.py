@@ -166,6 +166,8 @@ def _list_facts(table: Mapping[str, Any]) -> list[str]:
 
 
 def _plain(value: Any) -> str:
+    if value in ("", [], {}):
+        return "none"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
