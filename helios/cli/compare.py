@@ -35,6 +35,8 @@ level of each seed or group was combined with all levels of the others.
 Exit code 0: compared. 2: wrong usage, or a run has no evidence.
 """
 
+_MOST_ROWS = 30
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
@@ -93,7 +95,9 @@ def _lines(found: RunComparison) -> Iterator[str]:
         yield "the runs differ in:"
         head = [Column("what"), *map(Column, found.runs)]
         varying = [(name, *values) for name, values in found.varying.items()]
-        yield from _indent(output.table(head, varying))
+        yield from _indent(output.table(head, varying[:_MOST_ROWS]))
+        if len(varying) > _MOST_ROWS:
+            yield f"  and {len(varying) - _MOST_ROWS} more, see --json"
     for note in found.notes:
         yield f"note: {note}."
 

@@ -23,7 +23,7 @@ _PATH = "<path>"
 _ORDINARY = frozenset(
     ("root", "user", "users", "ubuntu", "admin", "runner", "localhost", "home", "jovyan", "debian")
 )
-_SHORTEST = 3
+_SHORTEST, _LONG = 3, 6
 _SYSTEM = r"(?!/(?:dev|proc|sys|usr|bin|etc)/)"
 _PART = r"[^\s/\"'<>|:,;()\[\]{}\\]"
 # At least two parts; not what follows a host in a URL, a division, or a path that is relative.
@@ -51,9 +51,7 @@ class Anonymizer:
     def __init__(self, names: Iterable[str], folders: Iterable[str]) -> None:
         self.names = sorted({name for name in names if _identifies(name)}, key=len, reverse=True)
         self._folders = sorted({each for each in folders if each.count("/") > 1}, key=len)[::-1]
-        # An underscore is part of a word for programs, not for readers.
-        words = "|".join(map(re.escape, self.names))
-        self._words = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])", re.IGNORECASE)
+        self._words = re.compile("|".join(map(_find_word, self.names)), re.IGNORECASE)
 
     def replace(self, text: str) -> str:
         """Return a text without names and absolute paths; the last part of a path stays."""
@@ -96,6 +94,14 @@ class Anonymizer:
     def find_names(self, text: str) -> list[str]:
         """Return the names that a text holds."""
         return sorted(set(self._words.findall(text))) if self.names else []
+
+
+def _find_word(name: str) -> str:
+    """Return the pattern of a name: a short one may be part of another word by chance."""
+    if len(name) >= _LONG:
+        return re.escape(name)
+    # An underscore is part of a word for programs, not for readers.
+    return rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])"
 
 
 def _identifies(name: str) -> bool:

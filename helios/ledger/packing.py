@@ -137,13 +137,13 @@ def check_names(pack: Pack, anonymizer: Anonymizer) -> None:
         LedgerError: if the ledger or another file holds one.
     """
     for name, path in pack.paths.items():
-        found = anonymizer.find_names(name)
+        found, tail = [], b""
         with path.open("rb") as handle:
-            # Latin-1 keeps every byte; in weights, short names occur by chance.
-            for data in iter(lambda: handle.read(1 << 24), b""):
-                text = data.decode("latin-1")
-                names = anonymizer.find_names(text)
+            while data := handle.read(1 << 24):
+                # Latin-1 keeps every byte; in weights, short names occur by chance.
+                names = anonymizer.find_names((tail + data).decode("latin-1"))
                 found += [each for each in names if len(each) > 5 or path.suffix == ".jsonl"]
+                tail = data[-256:]
         if found:
             raise LedgerError(
                 f"{name} holds the name {found[0]!r}, so the archive would not be anonymous. It "

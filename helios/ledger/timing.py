@@ -18,6 +18,7 @@ small. Iterations that are repeated after a kill occur twice; readers take the l
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -145,15 +146,21 @@ def read_timing(folder: Path) -> Stretches:
     """
     found = Stretches()
     for line in read_event_file(folder / FILE_NAME, "time", "iteration"):
-        if "processes" in line:
-            _begin(found, line)
-        elif "scores" in line:
-            numbers = {name: float(score) for name, score in line["scores"].items()}
-            found.scores.append(line | {"scores": numbers})
-        else:
-            found.lines.append(line)
-            found.seconds += line["seconds"]
+        # A line that somebody has edited is left out.
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            _add(found, line)
     return found
+
+
+def _add(found: Stretches, line: dict[str, Any]) -> None:
+    if "processes" in line:
+        _begin(found, line)
+    elif "scores" in line:
+        numbers = {name: float(score) for name, score in line["scores"].items()}
+        found.scores.append(line | {"scores": numbers})
+    else:
+        found.seconds += line["seconds"]
+        found.lines.append(line)
 
 
 def _begin(found: Stretches, start: dict[str, Any]) -> None:

@@ -195,12 +195,13 @@ def test_a_folder_without_evidence_is_refused(
         ("a/b/c and ../x/y", "a/b/c and ../x/y"),
         ("x = (a + b)/c/d", "x = (a + b)/c/d"),
         ("--- a/code/x.py", "--- a/code/x.py"),
-        ("adalove adalove_tools ADALOVE xadalove", "anonymous anonymous_tools anonymous xadalove"),
+        ("adalove_tools ADALOVE AdaloveNet", "anonymous_tools anonymous anonymousNet"),
+        ("eve eve_tools Eve never", "anonymous anonymous_tools anonymous never"),
         ("the root of it", "the root of it"),
     ],
 )
 def test_texts_lose_names_and_paths_only(text: str, expected: str) -> None:
-    assert Anonymizer([USER, "root"], ["/", "/known place/lab"]).replace(text) == expected
+    assert Anonymizer([USER, "eve", "root"], ["/", "/known place/lab"]).replace(text) == expected
 
 
 def test_names_are_found_in_weights(tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_what_is_doubtful_is_said(tmp_path: Path) -> None:
     assert "without error (last): lone" in notes
     assert "lone has not ended" in notes
     assert any(note.startswith("lone: There is no manifest") for note in notes)
+    assert compare(lone, first, bad).varying == {"seeds.random_seed": ["unknown", "1", "2"]}
 
 
 def test_bad_calls_are_refused(

@@ -92,16 +92,19 @@ def _show(value: Any) -> str:
 
 def list_varying(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the value in each run of every entry that differs and may change the training."""
+    known = [each for each in facts if each]
     names = dict.fromkeys(
         change.name
-        for other in facts[1:]
-        for change in compare_facts(facts[0], other)
+        for other in known[1:]
+        for change in compare_facts(known[0], other)
         if change.effect is not Effect.NONE
     )
     return {name: [cut(_look_up(each, name), 80) for each in facts] for name in names}
 
 
 def _look_up(facts: Mapping[str, Any], name: str) -> str:
+    if not facts:
+        return "unknown"
     topic, _, rest = name.partition(".")
     if topic == "code":
         hashes = facts.get("code", {}).get(rest)

@@ -75,8 +75,8 @@ def show_changes(run: RunFacts) -> Iterator[Block]:
         (
             after.start.get("time", "-"),
             change.name,
-            cut(str(change.before)),
-            cut(str(change.after)),
+            "-" if change.before is None else cut(_plain(change.before)),
+            "-" if change.after is None else cut(_plain(change.after)),
             change.effect.value,
             change.reason,
         )
