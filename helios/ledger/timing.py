@@ -86,7 +86,7 @@ class Timing:
         if not self._is_open or not scores:
             return
         # JSON has neither infinities nor NaN.
-        plain = {name: x if math.isfinite(x) else repr(x) for name, x in scores.items()}
+        plain = {str(name): _plain(float(score)) for name, score in scores.items()}
         line: dict[str, Any] = {"time": now(), "iteration": iteration, "scores": plain}
         self._file.append(line | ({"improved": True} if has_improved else {}))
 
@@ -108,6 +108,10 @@ class Timing:
         self._file.append(line | _find_memory())
 
 
+def _plain(score: float) -> float | str:
+    return score if math.isfinite(score) else repr(score)
+
+
 def _find_memory() -> dict[str, int]:
     """Return the peaks of memory that are known without waiting for a device."""
     found = {}
@@ -116,8 +120,10 @@ def _find_memory() -> dict[str, int]:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         found["memory"] = peak if sys.platform == "darwin" else peak * 1024
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["gpu_memory"] = torch.cuda.max_memory_allocated()
+    # After an error of the device, nothing may be known of it.
+    with contextlib.suppress(RuntimeError):
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found["gpu_memory"] = torch.cuda.max_memory_allocated()
     return found
 
 
