@@ -2159,11 +2159,18 @@ FAULTS = (
         "tests/ledger/test_run_comparison.py::test_means_deviations_and_intervals",
     ),
     Fault(
-        "a home folder stays in an anonymous archive",
+        "the address of a repository stays in an anonymous archive",
         "helios/ledger/anonymizing.py",
-        "            text = text.replace(folder, _PATH)\n",
-        "            pass\n",
+        '_GIT_KEPT = ("is_dirty", "patch", "is_cut")',
+        '_GIT_KEPT = ("is_dirty", "patch", "is_cut", "remote")',
         "tests/ledger/test_packing.py::test_an_anonymous_archive_names_nobody_and_can_be_verified",
+    ),
+    Fault(
+        "paths with spaces stay in an anonymous archive",
+        "helios/ledger/anonymizing.py",
+        '        text = _QUOTED.sub(rf"\\1{_PATH}/\\2\\1", text)\n',
+        "",
+        "tests/ledger/test_packing.py::test_texts_lose_names_and_paths_only",
     ),
     Fault(
         "an archive has other bytes each time",

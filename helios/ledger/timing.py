@@ -86,7 +86,7 @@ class Timing:
         if not self._is_open or not scores:
             return
         # JSON has neither infinities nor NaN.
-        plain = {str(name): _plain(float(score)) for name, score in scores.items()}
+        plain = {name: x if math.isfinite(x) else repr(x) for name, x in scores.items()}
         line: dict[str, Any] = {"time": now(), "iteration": iteration, "scores": plain}
         self._file.append(line | ({"improved": True} if has_improved else {}))
 
@@ -106,10 +106,6 @@ class Timing:
         }
         self._written = self._newest
         self._file.append(line | _find_memory())
-
-
-def _plain(score: float) -> float | str:
-    return score if math.isfinite(score) else repr(score)
 
 
 def _find_memory() -> dict[str, int]:

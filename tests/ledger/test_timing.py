@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from helios.ledger.timing import FILE_NAME, Timing, read_timing
@@ -102,8 +101,7 @@ def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> N
 def test_scores_that_json_does_not_have_are_read_again(tmp_path: Path) -> None:
     timing = Timing(tmp_path, processes=1)
     timing.begin(0)
-    scores: Any = {"a": float("nan"), "b": float("inf"), 3: np.float32(0.5)}
-    timing.add_scores(1, scores, has_improved=False)
+    timing.add_scores(1, {"a": float("nan"), "b": float("inf"), "c": 0.5}, has_improved=False)
     json.loads((tmp_path / FILE_NAME).read_text().splitlines()[1], parse_constant=pytest.fail)
     (line,) = read_timing(tmp_path).scores
     assert [repr(score) for score in line["scores"].values()] == ["nan", "inf", "0.5"]
