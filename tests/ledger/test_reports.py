@@ -13,10 +13,11 @@ import pytest
 
 from helios.cli import main
 from helios.errors import LedgerError
-from helios.ledger import report, verify
+from helios.ledger import report, reports, verify
 from helios.ledger.manifest.manifest_file import FILE_NAME as MANIFEST
 from helios.ledger.reports import MOST_BYTES, RunReport
 from helios.ledger.summary.curves import Curve
+from helios.ledger.summary.run_facts import read_run
 from helios.ledger.timing import FILE_NAME as TIMES
 from tests.support.runs import Setting, train
 from tests.support.synthetic_run import write_ledger, write_lineage, write_run
@@ -181,6 +182,9 @@ def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:
     assert "interruption: SIGTERM" in words
     assert "no end recorded so far" in words
     assert "the file is damaged" in words
+    # A damaged file is noticed by the start that passes it over.
+    kinds = [[each["event"] for each in attempt.events] for attempt in read_run(tmp_path).attempts]
+    assert kinds == [["save"], ["fallback", "interruption"], []]
     assert found.html.count('class="killed"') == found.html.count('class="resumed"') == 2
 
 
@@ -221,6 +225,25 @@ def test_a_report_of_many_iterations_stays_small(length: int, tmp_path: Path) ->
     found = report(tmp_path)
     assert 20_000 < len(found.html.encode()) <= MOST_BYTES
     assert f"{length:,} (the run has ended)" in found.html
+
+
+def test_a_page_that_is_too_large_gets_fewer_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ledger(tmp_path, [math.sin(n) for n in range(900)], names=["a", "b", "c"])
+    sizes = [len(path) for path in Page(report(tmp_path).html).paths]
+    monkeypatch.setattr(reports, "MOST_BYTES", 30_000)
+    page = report(tmp_path).html
+    assert len(page.encode()) <= 30_000
+    fewer = [len(path) for path in Page(page).paths]
+    assert len(fewer) == len(sizes)
+    assert max(sizes) / 20 < max(fewer) < max(sizes) / 2
+
+
+def test_losses_that_are_not_finite_are_counted(tmp_path: Path) -> None:
+    write_ledger(tmp_path, [1.0, math.nan, 2.0, math.inf])
+    for words in _both(report(tmp_path)):
+        assert "2 values are not finite, the first at iteration 2." in words
 
 
 def test_many_losses_make_no_large_file(tmp_path: Path) -> None:

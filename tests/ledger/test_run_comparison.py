@@ -93,6 +93,9 @@ def test_groups_without_equal_seeds_are_not_paired(grid: list[Path]) -> None:
     assert found.paired == {}
     assert "not paired: the seeds of both groups do not match one to one" in found.notes
     assert any(note.startswith("no parts of the variance: the design") for note in found.notes)
+    others = compare(*grid[:2], *grid[4:], by="lr")
+    assert [len(group) for group in others.groups.values()] == [2, 2]
+    assert others.paired == {}
     by_seed = compare(*grid, by="random_seed")
     assert by_seed.groups.keys() == {"1", "2", "3"}
     assert "not paired: there are 3 groups, not two" in by_seed.notes
