@@ -124,11 +124,9 @@ class _Maker:
         if self._curves is not None and self._status is not None:
             rows += _summarize_ledger(self._curves, self._status)
         if run.attempts:
-            kills = sum(attempt.was_killed for attempt in run.attempts)
-            rows.append(("Starts", f"{len(run.attempts)} (killed: {kills})"))
+            rows.append(("Starts", f"{len(run.attempts)} (killed: {run.num_kills})"))
             rows.append(("Last start", run.attempts[-1].outcome))
-        if run.times.lines:
-            rows.append(("Training time", checklist.duration_text(run.times.seconds)))
+        rows.append(("Training time", checklist.time_text(run) or _UNSAID))
         rows.append(("Command", checklist.command_text(run.facts) or _UNSAID))
         rows.append(("Level", str(run.facts.get("level", {}).get("text", _UNSAID))))
         yield Facts(cut_rows(rows))

@@ -178,6 +178,7 @@ def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:
     found = report(tmp_path)
     words = Page(found.html).words
     assert "3 (killed: 1)" in words
+    assert "run.json has" not in words
     assert words.count("killed (no end was recorded)") == 1
     assert "interruption: SIGTERM" in words
     assert "no end recorded so far" in words
@@ -186,6 +187,21 @@ def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:
     kinds = [[each["event"] for each in attempt.events] for attempt in read_run(tmp_path).attempts]
     assert kinds == [["save"], ["fallback", "interruption"], []]
     assert found.html.count('class="killed"') == found.html.count('class="resumed"') == 2
+
+
+def test_a_start_that_is_not_in_the_manifest_is_no_lack_of_changes(
+    run: Path, tmp_path: Path
+) -> None:
+    for name in (MANIFEST, TIMES):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    starts = [{"event": "start", "iteration": 0}, *[{"event": "resume", "iteration": 2}] * 2]
+    write_lineage(tmp_path, *starts)
+    words = Page(report(tmp_path).html).words
+    assert "run.json has 2 of 3 starts." in words
+    assert "without the last seconds before each kill" in words
+    words = Page(report(run).html).words
+    assert "run.json has 2 of" not in words
+    assert "before each kill" not in words
 
 
 def test_a_folder_without_evidence_is_refused(

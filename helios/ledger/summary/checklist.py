@@ -104,9 +104,7 @@ def _ask_compute(run: RunFacts) -> Iterator[Question]:
     facts = run.facts
     yield Question("Processor or GPU:", device_text(facts))
     yield Question("Number of processes:", _text(facts, "processes", "number"))
-    seconds = run.times.seconds
-    duration = f"{duration_text(seconds)}, with repeated iterations" if seconds else None
-    yield Question("Time of the training:", duration)
+    yield Question("Time of the training:", time_text(run))
     yield Question("Peak memory of the first process:", memory_text(run))
     yield Question("Compute of the whole project, with experiments that are not reported:")
 
@@ -162,6 +160,16 @@ def device_text(facts: Mapping[str, Any]) -> str | None:
     text = ", ".join(str(name) for name in names if name)
     cores = f" ({system['cores']} cores)" if text and "cores" in system else ""
     return text + cores or None
+
+
+def time_text(run: RunFacts) -> str | None:
+    """Return the time of the training; ``None`` if it is unknown."""
+    if not run.times.lines:
+        return None
+    text = duration_text(run.times.seconds)
+    if run.num_kills:
+        return f"{text}, with repeated iterations, without the last seconds before each kill"
+    return text
 
 
 def memory_text(run: RunFacts) -> str | None:

@@ -54,7 +54,7 @@ figcaption{font-weight:600;margin-bottom:.35rem}figcaption small{font-weight:400
 .ticks{position:relative}
 .ticks span{position:absolute;right:0;transform:translateY(-50%);font-size:.75rem;
 color:var(--soft);font-variant-numeric:tabular-nums}
-svg{display:block;width:100%;height:12.5rem;background:var(--tint);border-radius:4px}
+svg{display:block;overflow:visible;width:100%;height:12.5rem;background:var(--tint);border-radius:4px}
 .places{grid-column:2;display:flex;justify-content:space-between;font-size:.75rem;
 color:var(--soft);margin-top:.25rem;font-variant-numeric:tabular-nums}
 path{fill:none;vector-effect:non-scaling-stroke}

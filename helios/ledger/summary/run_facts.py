@@ -94,6 +94,11 @@ class RunFacts:
         """What the manifest says of the newest start, by topic; empty without a manifest."""
         return self.manifest.sections[-1].facts if self.manifest is not None else {}
 
+    @property
+    def num_kills(self) -> int:
+        """How many starts were killed."""
+        return sum(attempt.was_killed for attempt in self.attempts)
+
     def find_scores(self) -> dict[str, list[tuple[int, float]]]:
         """Return iterations and values of each score."""
         found: dict[str, list[tuple[int, float]]] = {}

@@ -83,10 +83,15 @@ def show_changes(run: RunFacts) -> Iterator[Block]:
         for before, after in itertools.pairwise(sections)
         for change in compare_facts(before.facts, after.facts)
     ]
-    if len(sections) == 1:
+    if len(sections) < len(run.attempts):
+        yield Text(
+            f"run.json has {len(sections)} of {len(run.attempts)} starts. It is written some "
+            "seconds after a start, so one that was killed before is not in it."
+        )
+    if len(sections) == len(run.attempts) == 1:
         yield Text("The run was started once, so nothing has changed.")
     elif not rows:
-        yield Text(f"None between {len(sections)} starts.")
+        yield Text("No changes are known.")
     else:
         head = ("start (UTC)", "what", "before", "after", "effect", "reason")
         yield from _limit_rows(head, rows, "run.json has all")
