@@ -12,18 +12,18 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from helios.cli import diff, export, inspect, ls, migrate, replay, verify
+from helios.cli import compare, diff, export, inspect, ls, migrate, pack, replay, report, verify
 from helios.errors import ArgumentError, HeliosError, UsageError
 from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
-_COMMANDS = (ls, inspect, verify, diff, replay, export, migrate)
+_COMMANDS = (ls, inspect, verify, diff, replay, report, compare, pack, export, migrate)
 _WIDTH = 80
 _EPILOG = """\
-Nothing in a file is ever executed, except the script of replay, and only export
-and migrate write files. All commands take --json: one document on standard
-output. Exit codes: 0 good, 1 not good, 2 wrong usage.
+Nothing in a file is ever executed, except the script of replay, and ls, inspect,
+verify, diff and replay write no files. All commands take --json: one document
+on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
 """
 
 
@@ -39,8 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each command stores its ``run`` in the result."""
     parser = argparse.ArgumentParser(
         prog="helios",
-        description="List, inspect, verify, export and migrate checkpoints; compare and replay "
-        "runs.",
+        description="Work with checkpoints and runs; only replay needs the code that made them.",
         epilog=_EPILOG,
         formatter_class=_Formatter,
     )

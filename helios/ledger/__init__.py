@@ -2,6 +2,18 @@
 
 from helios.ledger.differences import Difference, diff
 from helios.ledger.replaying import Replay
+from helios.ledger.reports import RunReport, report
+from helios.ledger.run_comparison import RunComparison, compare
 from helios.ledger.verification import LedgerStatus, verify
 
-__all__ = ["Difference", "LedgerStatus", "Replay", "diff", "verify"]
+__all__ = [
+    "Difference",
+    "LedgerStatus",
+    "Replay",
+    "RunComparison",
+    "RunReport",
+    "compare",
+    "diff",
+    "report",
+    "verify",
+]

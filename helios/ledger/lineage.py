@@ -5,19 +5,13 @@ It holds the time and the host, so lineages of equal runs differ; they are never
 
 from __future__ import annotations
 
-import json
-import logging
 import socket
-import threading
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, final
 
-from helios.errors import LedgerError
-from helios.storage import files
+from helios.ledger.event_file import EventFile, now, read_event_file
 
-_LOGGER = logging.getLogger(__name__)
 FILE_NAME = "lineage.jsonl"
 
 START, RESUME, BRANCH = "start", "resume", "branch"
@@ -26,11 +20,6 @@ SAVE, FAILED_SAVE = "save", "failed save"
 INTERRUPTION, ERROR, END = "interruption", "error", "end"
 STARTS = (START, RESUME, BRANCH)
 """The events with which a process begins to train."""
-
-
-def now() -> str:
-    """Return the time, in UTC."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def host() -> str:
@@ -49,9 +38,7 @@ class Lineage:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE_NAME
-        self._lock = threading.Lock()
-        self._has_failed = False
+        self._file = EventFile(folder / FILE_NAME)
 
     def add(self, event: str, **details: Any) -> None:
         """Append an event.
@@ -61,30 +48,7 @@ class Lineage:
             details: plain values; ``None`` is left out.
         """
         given = {name: value for name, value in details.items() if value is not None}
-        line = json.dumps({"time": now(), "event": event, **given}, ensure_ascii=False)
-        try:
-            with self._lock:
-                self._append(f"{line}\n".encode())
-        except OSError as error:
-            if not self._has_failed:
-                self._has_failed = True
-                _LOGGER.warning(
-                    "The event %r could not be written to %s: %s. The training does not depend on "
-                    "it.",
-                    event,
-                    self._path,
-                    error,
-                )
-
-    def _append(self, data: bytes) -> None:
-        if not self._path.parent.exists():
-            files.make_folder(self._path.parent)
-        with self._path.open("ab+", buffering=0) as handle:
-            if handle.tell():
-                handle.seek(-1, 2)
-                # A kill may have cut the last line off.
-                data = data if handle.read(1) == b"\n" else b"\n" + data
-            files.write(handle, data)
+        self._file.append({"time": now(), "event": event, **given})
 
 
 def read_lineage(folder: Path) -> Iterator[dict[str, Any]]:
@@ -95,15 +59,4 @@ def read_lineage(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         LedgerError: if the file cannot be read.
     """
-    path = folder / FILE_NAME
-    try:
-        lines = path.read_bytes().splitlines() if path.exists() else []
-    except OSError as error:
-        raise LedgerError(f"The lineage {path} cannot be read: {error}.") from error
-    for line in lines:
-        try:
-            event = json.loads(line)
-            event["time"], event["event"]
-        except (ValueError, LookupError, TypeError):
-            continue
-        yield event
+    yield from read_event_file(folder / FILE_NAME, "time", "event")

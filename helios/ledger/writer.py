@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from helios.ledger.line import write_float, write_hash
 from helios.ledger.tensor_digests import TensorDigests
+from helios.ledger.timing import Timing
 from helios.state import TrainingState
 from helios.storage.content_hash import Fingerprint, fingerprint, hash_indices
 
@@ -78,6 +79,7 @@ class LedgerWriter:
         find_optimizers: returns the optimizers by path.
         attributes: those of the model, in which an optimizer may be replaced.
         tensors: takes the digests of all tensors; ``None`` unless the ledger is full.
+        timing: the times of the run; ``None`` on ranks that do not write.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class LedgerWriter:
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
         attributes: Mapping[str, Any],
         tensors: TensorDigests | None = None,
+        timing: Timing | None = None,
     ) -> None:
         self._book = book
         self._tensors = tensors
@@ -96,6 +99,7 @@ class LedgerWriter:
         self._find_weights = find_weights
         self._find_optimizers = find_optimizers
         self._attributes = attributes
+        self._timing = timing
         self._holders: dict[str, Any] = {}
         self._optimizers: list[Optimizer] = []
         self._losses: list[tuple[Any, Any]] = []
@@ -262,6 +266,8 @@ class LedgerWriter:
             if norm is not None:
                 body += f',"norm":{_quote(norm)}'
             book.append(body + rest)
+        if due and self._timing is not None:
+            self._timing.note(due[-1].place[1])
 
     @staticmethod
     def _waits(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ import helios
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import RunFolder
 from helios.errors import ArgumentError, RunMismatchError
-from helios.ledger import diff, lineage, verify
+from helios.ledger import diff, lineage, timing, verify
 from helios.ledger.lineage import read_lineage
 from helios.ledger.manifest.manifest_file import FILE_NAME, Manifest, read_manifest
 from helios.plugins import Plugin
@@ -81,7 +81,7 @@ def test_without_checkpoints_or_with_ledger_off_there_is_no_evidence(tmp_path: P
     train(tmp_path, dataclasses.replace(SETTING, options={"ledger": "off"}))
     train(tmp_path, dataclasses.replace(SETTING, chkpt_frequency=None))
     names = {path.name for path in (tmp_path / "small").iterdir()}
-    assert not names & {FILE_NAME, lineage.FILE_NAME}
+    assert not names & {FILE_NAME, lineage.FILE_NAME, timing.FILE_NAME}
 
 
 @pytest.mark.parametrize("is_strict", [False, True])
@@ -304,7 +304,7 @@ def test_a_branch_and_a_new_run_keep_the_evidence_apart(tmp_path: Path) -> None:
     assert len(_manifest(tmp_path / "second").sections) == 1
     train(tmp_path / "first", dataclasses.replace(SETTING, options={"resume": "never"}))
     (aside,) = (tmp_path / "first" / "small").glob("before-*")
-    for name in (FILE_NAME, lineage.FILE_NAME):
+    for name in (FILE_NAME, lineage.FILE_NAME, timing.FILE_NAME):
         assert (aside / name).read_bytes() == before[name]
     assert _events(tmp_path / "first")[0] == "start"
 

@@ -22,7 +22,7 @@ import torch
 
 import helios
 from helios.checkpoint import file_names
-from helios.ledger import book, lineage
+from helios.ledger import book, lineage, timing
 from helios.ledger.manifest import manifest_file
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -68,7 +68,7 @@ class Operation:
         return f"{self.name} {self.about}"
 
 
-EVIDENCE = frozenset((book.FILE_NAME, lineage.FILE_NAME, manifest_file.FILE_NAME))
+EVIDENCE = frozenset((book.FILE_NAME, lineage.FILE_NAME, timing.FILE_NAME, manifest_file.FILE_NAME))
 """What a run records of itself, beside its checkpoints."""
 
 

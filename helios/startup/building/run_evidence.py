@@ -1,4 +1,4 @@
-"""The evidence of a run: its ledger, its manifest and its lineage, in the folder of the run."""
+"""The evidence of a run: ledger, manifest, lineage and times, in the folder of the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from helios.checkpoint import loading
 from helios.errors import CheckpointError
 from helios.ledger import lineage
+from helios.ledger.event_file import now
 from helios.ledger.lineage import Lineage
 from helios.ledger.manifest.scrubbing import scrub
+from helios.ledger.timing import Timing
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
@@ -29,6 +31,7 @@ class RunEvidence:
         ledger: the ledger, which all processes help to write.
         manifest: the manifest; ``None`` on ranks other than 0.
         events: the lineage; ``None`` on ranks other than 0.
+        timing: the times; ``None`` on ranks other than 0.
         processes: the number of processes.
         num_known: how many allowed changes earlier starts have recorded.
     """
@@ -39,12 +42,14 @@ class RunEvidence:
         manifest: RunManifest | None = None,
         events: Lineage | None = None,
         *,
+        timing: Timing | None = None,
         processes: int = 1,
         num_known: int = 0,
     ) -> None:
         self._ledger = ledger
         self._manifest = manifest
         self._events = events
+        self._timing = timing
         self._processes = processes
         self._num_known = num_known
         self._is_open = False
@@ -75,10 +80,11 @@ class RunEvidence:
         loaded = start.loaded
         loss = self._ledger.open()
         self._is_open = True
+        iteration = 0 if loaded is None else loaded.record.place[1]
         begin = {
             "host": lineage.host(),
             "processes": self._processes,
-            "iteration": 0 if loaded is None else loaded.record.place[1],
+            "iteration": iteration,
         }
         if loaded is not None:
             digest = None if loaded.sidecar is None else loaded.sidecar.digest
@@ -97,7 +103,9 @@ class RunEvidence:
             self._add(lineage.LOST_LEDGER, cause=loss)
         if self._manifest is not None:
             known = {name: value for name, value in begin.items() if value is not None}
-            self._manifest.open({"time": lineage.now(), **known})
+            self._manifest.open({"time": now(), **known})
+        if self._timing is not None:
+            self._timing.begin(iteration)
 
     def note_end(self, reason: str | None, *, interruption: str | None) -> None:
         """Add the end of the training to the lineage, or its interruption."""
@@ -105,6 +113,13 @@ class RunEvidence:
             self._add(lineage.END, cause=reason)
         else:
             self._add(lineage.INTERRUPTION, cause=interruption)
+
+    def note_scores(
+        self, iteration: int, scores: Mapping[str, float], *, has_improved: bool
+    ) -> None:
+        """Add the scores of a validation to the times."""
+        if self._timing is not None:
+            self._timing.add_scores(iteration, scores, has_improved=has_improved)
 
     def note_error(self, error: BaseException) -> None:
         """Add an error that ends the training to the lineage; a start that is refused adds none."""
@@ -142,6 +157,8 @@ class RunEvidence:
     def close(self) -> None:
         """Write what waits, and close the files."""
         self._ledger.close()
+        if self._timing is not None:
+            self._timing.close()
         if self._manifest is not None:
             self._manifest.close()
 
@@ -168,15 +185,8 @@ def make_evidence(
     assert start.folder is not None
     folder = start.folder.path
     is_resume = start.loaded is not None and not start.is_branch
-    ledger = make_ledger(
-        folder,
-        model,
-        replicas,
-        definition,
-        record=None if start.loaded is None else start.loaded.record,
-        is_branch=start.is_branch,
-        level=options.ledger,
-    )
+    timing = Timing(folder, processes=replicas.num_processes) if replicas.rank == 0 else None
+    ledger = make_ledger(start, model, replicas, definition, level=options.ledger, timing=timing)
     manifest = events = None
     if replicas.rank == 0:
         events = Lineage(folder)
@@ -192,6 +202,7 @@ def make_evidence(
         ledger,
         manifest,
         events,
+        timing=timing,
         processes=replicas.num_processes,
         num_known=len(start.changes),
     )

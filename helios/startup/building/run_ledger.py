@@ -6,21 +6,21 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from helios.checkpoint.record import Record
 from helios.core import rng
 from helios.ledger.book import Book
 from helios.ledger.line import FULL, STEPS, hash_of
 from helios.ledger.tensor_digests import TensorDigests
+from helios.ledger.timing import Timing
 from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
 from helios.run_state.network_parts import name_weights
+from helios.startup.checkpoint_search.resume_point import Start
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -76,32 +76,32 @@ class RunLedger:
 
 
 def make_ledger(
-    folder: Path,
+    start: Start,
     model: Model,
     replicas: Replicas,
     definition: Mapping[str, Any],
     *,
-    record: Record | None,
-    is_branch: bool,
     level: str,
+    timing: Timing | None,
 ) -> RunLedger:
     """Return the ledger of a run; its file is not opened yet.
 
     Args:
-        folder: the run's folder.
+        start: where the run starts. A branch of another run begins a ledger of its own.
         model: the model.
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
-        record: the checkpoint to continue from; ``None`` for a new run.
-        is_branch: whether the checkpoint is from another folder, which keeps its own ledger.
         level: ``"steps"`` or ``"full"``; a ledger that continues keeps its own.
+        timing: the times of the run; ``None`` on ranks other than 0.
     """
+    assert start.folder is not None
+    record = None if start.loaded is None else start.loaded.record
     run = hash_definition(definition, replicas)
-    found = None if record is None or is_branch else record.ledger
+    found = None if record is None or start.is_branch else record.ledger
     if found is not None:
         level = _continue_level(found.get("level", STEPS), level, is_first=replicas.rank == 0)
-    book = Book(folder, run=run, level=level) if replicas.rank == 0 else None
-    writer = make_writer(book, model, replicas, level)
+    book = Book(start.folder.path, run=run, level=level) if replicas.rank == 0 else None
+    writer = make_writer(book, model, replicas, level, timing)
     return RunLedger(run, writer, book, found, after=0 if record is None else record.place[1])
 
 
@@ -111,7 +111,11 @@ def hash_definition(definition: Mapping[str, Any], replicas: Replicas) -> str:
 
 
 def make_writer(
-    book: LineReceiver | None, model: Model, replicas: Replicas, level: str
+    book: LineReceiver | None,
+    model: Model,
+    replicas: Replicas,
+    level: str,
+    timing: Timing | None = None,
 ) -> LedgerWriter:
     """Return what makes the lines of a run.
 
@@ -120,6 +124,7 @@ def make_writer(
         model: the model.
         replicas: the replicas of the run.
         level: ``"steps"`` or ``"full"``.
+        timing: the times of the run; ``None`` where nothing is written.
     """
     discovery, tensors = model.discovery, None
 
@@ -140,6 +145,7 @@ def make_writer(
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
         tensors=tensors,
+        timing=timing,
     )
 
 

@@ -262,6 +262,9 @@ class FitRecorder:
     ) -> None:
         """Log the scores of a validation, by name; other ranks than 0 log errors only."""
         self._scores.show(scores, state, has_improved=has_improved)
+        if self._evidence is not None:
+            iteration = state.global_iteration
+            self._evidence.note_scores(iteration, scores, has_improved=has_improved)
 
     def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
         """Write numbers to the event files, by name.

@@ -1,0 +1,265 @@
+"""Packs the evidence of a run into one archive, with the commands that check it.
+
+The archive has the same bytes whenever the same files are packed: sorted, and without times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from helios.errors import LedgerError
+from helios.ledger import book, lineage, timing
+from helios.ledger.anonymizing import Anonymizer
+from helios.ledger.event_file import read_event_file
+from helios.ledger.line import stated_hash
+from helios.ledger.manifest import manifest_file
+from helios.ledger.summary.checklist import command_text, git_text
+from helios.ledger.summary.curves import read_last_line
+from helios.ledger.summary.run_facts import RunFacts
+from helios.storage import files
+from helios.storage.digest import digest_file
+from helios.version import __version__
+
+README, SUMS, PATCH = "README.md", "SHA256SUMS", "patch.diff"
+_CODE = "code"
+_TIME = (1980, 1, 1, 0, 0, 0)
+_MODE = 0o100644 << 16
+_UNIX = 3
+_PART = re.compile(r"\w[\w-]*")
+_LARGE = 1 << 31
+
+
+@dataclass
+class Pack:
+    """What goes into an archive.
+
+    Attributes:
+        name: the name of the folder in it.
+        texts: the content of small files, by their names.
+        paths: files that are copied as they are, by their names in the archive.
+        notes: what is missing or was changed, in sentences.
+        digests: SHA-256 of each file, in hexadecimal digits; filled when it is written.
+    """
+
+    name: str
+    texts: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:
+    """Return what is to be packed of a run, except for weights.
+
+    Args:
+        run: what is known of the run.
+        anonymizer: removes names and paths; ``None`` to keep them.
+    """
+    pack = Pack(run.name, notes=list(run.missing.values()))
+    if run.ledger is not None:
+        pack.paths[book.FILE_NAME] = run.ledger
+    _add_code(pack, run)
+    manifest = run.manifest
+    events = {
+        name: list(read_event_file(run.folder / name))
+        for name in (lineage.FILE_NAME, timing.FILE_NAME)
+        if (run.folder / name).is_file()
+    }
+    if anonymizer is not None:
+        manifest = None if manifest is None else anonymizer.replace_in_manifest(manifest)
+        events = {name: anonymizer.replace_in(lines) for name, lines in events.items()}
+        pack.texts = {name: anonymizer.replace(text) for name, text in pack.texts.items()}
+        pack.notes = [anonymizer.replace(note) for note in pack.notes]
+        pack.name = anonymizer.replace(pack.name)
+    if manifest is not None:
+        pack.texts[manifest_file.FILE_NAME] = manifest.to_json()
+    for name, lines in events.items():
+        pack.texts[name] = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    return pack
+
+
+def _add_code(pack: Pack, run: RunFacts) -> None:
+    """Add the source files that are still what the newest start has imported, and the patch."""
+    facts = run.facts
+    git = facts.get("git", {})
+    if "patch" in git:
+        pack.texts[PATCH] = git["patch"]
+    if git.get("is_cut"):
+        pack.notes.append(f"{PATCH} is cut off: the local changes were longer.")
+    command = facts.get("command", {})
+    folder = Path(command.get("folder", ""), command.get("script", "")).parent
+    for module, hashes in facts.get("code", {}).items():
+        name = _name_source(module, str(hashes["file"]))
+        text = _read_source(folder, hashes)
+        if name is None or text is None:
+            pack.notes.append(
+                f"The source file {hashes['file']} is missing: it is not there any more, or has "
+                "changed since the run has imported it."
+            )
+        else:
+            pack.texts[f"{_CODE}/{name}"] = text
+
+
+def _name_source(module: str, file: str) -> str | None:
+    """Return where a module is imported from, below the folder of the code."""
+    name = PurePosixPath(file).name
+    parts = [] if module == "__main__" else module.split(".")
+    if parts and name != "__init__.py":
+        *parts, stem = parts
+        name = f"{stem}.py"
+    is_plain = all(_PART.fullmatch(part) for part in (*parts, name.removesuffix(".py")))
+    return "/".join([*parts, name]) if is_plain else None
+
+
+def _read_source(folder: Path, hashes: Mapping[str, Any]) -> str | None:
+    file = Path(hashes["file"])
+    path = file.expanduser() if file.parts[:1] == ("~",) else folder / file
+    try:
+        data = path.read_bytes()
+        is_equal = hashlib.sha256(data).hexdigest()[:16] == hashes["text"]
+        return data.decode() if is_equal else None
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def check_names(pack: Pack, anonymizer: Anonymizer) -> None:
+    """Check that no name is left in what cannot be changed.
+
+    Raises:
+        LedgerError: if the ledger or another file holds one.
+    """
+    for name, path in pack.paths.items():
+        found, tail = [], b""
+        with path.open("rb") as handle:
+            while data := handle.read(1 << 24):
+                # Latin-1 keeps every byte; in weights, short names occur by chance.
+                names = anonymizer.find_names((tail + data).decode("latin-1"))
+                found += [each for each in names if len(each) > 5 or path.suffix == ".jsonl"]
+                tail = data[-256:]
+        if found:
+            raise LedgerError(
+                f"{name} holds the name {found[0]!r}, so the archive would not be anonymous. It "
+                "cannot be changed without losing its hashes. Rename the loss or attribute in the "
+                "code and train again, or pack without --anonymous."
+            )
+
+
+def write_archive(
+    target: Path, pack: Pack, run: RunFacts, anonymizer: Anonymizer | None = None
+) -> None:
+    """Write an archive with a README and the digests of all files.
+
+    Args:
+        target: the file; an old one is replaced.
+        pack: what goes into it.
+        run: what is known of the run.
+        anonymizer: as in :func:`gather`.
+
+    Raises:
+        OSError: if the disk fails; an old archive stays.
+    """
+    readme = "\n".join(_write_readme(pack, run, is_anonymous=anonymizer is not None))
+    pack.texts[README] = readme if anonymizer is None else anonymizer.replace(readme)
+    contents: dict[str, bytes | Path] = {
+        **{name: text.encode("utf-8", "replace") for name, text in pack.texts.items()},
+        **pack.paths,
+    }
+    pack.digests = {name: _hash(contents[name]) for name in sorted(contents)}
+    sums = "".join(f"{digest}  {name}\n" for name, digest in pack.digests.items())
+    contents[SUMS] = sums.encode()
+    with files.replacing(target) as partial, files.create(partial) as handle:
+        with zipfile.ZipFile(handle, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in sorted(contents):
+                _add(archive, f"{pack.name}/{name}", contents[name])
+        files.fsync(handle)
+
+
+def _hash(content: bytes | Path) -> str:
+    if isinstance(content, Path):
+        return digest_file(content).partition(":")[2]
+    return hashlib.sha256(content).hexdigest()
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: bytes | Path) -> None:
+    info = zipfile.ZipInfo(name, _TIME)
+    info.external_attr, info.create_system = _MODE, _UNIX
+    info.compress_type = zipfile.ZIP_DEFLATED
+    if isinstance(content, bytes):
+        archive.writestr(info, content)
+        return
+    is_large = content.stat().st_size >= _LARGE
+    source: BinaryIO
+    with content.open("rb") as source, archive.open(info, "w", force_zip64=is_large) as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def _write_readme(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[str]:
+    yield f"# {pack.name}\n"
+    yield "The evidence of a training run with Helios. Check it in this folder:\n"
+    yield "```text"
+    yield f"sha256sum -c {SUMS}"
+    if run.ledger is not None:
+        yield f"helios verify {book.FILE_NAME}"
+    yield "```\n"
+    if run.ledger is not None:
+        chain = stated_hash(read_last_line(run.ledger))
+        yield f"`helios verify` must print the hash `{chain}`, which covers all iterations.\n"
+    yield from _write_repeat(pack, run, is_anonymous=is_anonymous)
+    yield "| file | content |\n|---|---|"
+    yield from _list_contents([*pack.texts, *pack.paths])
+    if pack.notes:
+        yield "\nNotes:\n"
+        yield from (f"- {note}" for note in pack.notes)
+    if is_anonymous:
+        yield (
+            "\nThe archive is anonymous: names of hosts and users, absolute paths, and the remote, "
+            "branch, commit and author of the git repository were removed. So hashes of source "
+            "files in run.json may differ from those of the files here; the ledger is unchanged."
+        )
+    yield ""
+
+
+def _write_repeat(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[str]:
+    facts = run.facts
+    command = facts.get("command")
+    if command is None or run.ledger is None:
+        return
+    script = f"{_CODE}/{PurePosixPath(command['script']).name}"
+    if script in pack.texts:
+        facts = {**facts, "command": {**command, "script": script}}
+    yield "To repeat the run, and to compare each iteration with it:\n"
+    yield "```text"
+    yield f"pip install helios-trainer=={facts.get('versions', {}).get('helios', __version__)}"
+    yield str(command_text(facts))
+    yield f"helios diff {book.FILE_NAME} FOLDER_OF_YOUR_RUN"
+    yield "```\n"
+    git = git_text(facts)
+    if git is not None and not is_anonymous:
+        yield f"The code is {git}.\n"
+    yield (
+        "The ledgers are equal if the versions of all libraries, the processor or GPU and the "
+        f"number of threads are, too: {manifest_file.FILE_NAME} names them.\n"
+    )
+
+
+def _list_contents(names: Sequence[str]) -> Iterator[str]:
+    known = {
+        book.FILE_NAME: "one line per iteration, chained by hashes",
+        manifest_file.FILE_NAME: "command, options, versions, environment, hashes of the code",
+        lineage.FILE_NAME: "starts, kills, saves, with digests of the checkpoints",
+        timing.FILE_NAME: "times and scores; not part of the hash",
+        PATCH: "local changes to the commit",
+        README: "this file",
+        SUMS: "SHA-256 of all other files",
+    }
+    for name in sorted({*names, README, SUMS}):
+        kind = "source file of the run" if name.startswith(f"{_CODE}/") else "the final weights"
+        yield f"| `{name}` | {known.get(name, kind)} |"

@@ -1,0 +1,237 @@
+"""Compares the results of several runs: means, deviations, intervals, and what differs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from helios.errors import ArgumentError
+from helios.ledger import lineage
+from helios.ledger.line import stated_hash
+from helios.ledger.summary.curves import read_last_line, read_last_losses
+from helios.ledger.summary.estimates import (
+    Estimate,
+    Parts,
+    estimate,
+    find_crossing_fault,
+    split_variance,
+    subtract,
+)
+from helios.ledger.summary.factors import find_levels, flatten, list_varying
+from helios.ledger.summary.run_facts import RunFacts, read_run
+
+_ALL = "all"
+
+
+@dataclass
+class RunComparison:
+    """The result of :func:`compare`.
+
+    Attributes:
+        runs: the names of the runs.
+        by: the whole name of what groups them; ``None`` for one group.
+        groups: the names of the runs in each group.
+        estimates: for each number (last and best scores, final losses), what each group says.
+        varying: each entry of the manifests that differs and may change the training, with its
+            value in each run.
+        paired: for each number, the difference of the two groups over pairs of equal seeds.
+        parts: for each number, the parts of its variance.
+        notes: why something is not there, and what to be careful with.
+    """
+
+    runs: list[str]
+    by: str | None = None
+    groups: dict[str, list[str]] = field(default_factory=dict)
+    estimates: dict[str, dict[str, Estimate]] = field(default_factory=dict)
+    varying: dict[str, list[str]] = field(default_factory=dict)
+    paired: dict[str, Estimate] = field(default_factory=dict)
+    parts: dict[str, Parts] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the result as plain values."""
+        estimates = {
+            name: {group: each.as_dict() for group, each in table.items()}
+            for name, table in self.estimates.items()
+        }
+        paired = {name: each.as_dict() for name, each in self.paired.items()}
+        parts = {name: each.as_dict() for name, each in self.parts.items()}
+        return {**vars(self), "estimates": estimates, "paired": paired, "parts": parts}
+
+
+def compare(*runs: str | Path, by: str | None = None) -> RunComparison:
+    """Compare the results of runs.
+
+    Args:
+        runs: the folders of at least two runs.
+        by: what groups them: an argument of the command, an option, an entry of the manifest such
+            as ``seeds.random_seed``, or a topic. ``None`` for one group.
+
+    Raises:
+        ArgumentError: for fewer than two runs, for one that is named twice, or if no run has
+            ``by``.
+        LedgerError: if a run has no evidence, or if it cannot be read.
+    """
+    found = [read_run(run) for run in runs]
+    folders = [run.folder.resolve() for run in found]
+    if len(set(folders)) != len(folders) or len(folders) < 2:
+        raise ArgumentError(
+            f"compare needs at least two runs, each once, got {', '.join(map(str, runs))}. Pass "
+            "the folders of different runs."
+        )
+    names = _name_runs(found)
+    result = RunComparison(names)
+    facts = [run.facts for run in found]
+    levels = [_ALL] * len(found)
+    if by is not None:
+        result.by, levels = find_levels(facts, by)
+    for name, level in zip(names, levels, strict=True):
+        result.groups.setdefault(level, []).append(name)
+    numbers = _Numbers(names, found, levels)
+    result.estimates = {key: dict(numbers.estimate(key)) for key in numbers.names}
+    result.varying = list_varying(facts)
+    if by is not None:
+        _pair_groups(result, numbers, facts)
+    _split(result, numbers, facts, levels)
+    result.notes += _note(names, found, numbers)
+    return result
+
+
+def _name_runs(found: Sequence[RunFacts]) -> list[str]:
+    """Return the name of each folder, or its path where several have one name."""
+    names = [run.name for run in found]
+    return [
+        str(run.folder) if names.count(name) > 1 else name
+        for run, name in zip(found, names, strict=True)
+    ]
+
+
+class _Numbers:
+    """The numbers of each run, and the group that it is in."""
+
+    def __init__(
+        self, runs: Sequence[str], found: Sequence[RunFacts], levels: Sequence[str]
+    ) -> None:
+        self.tables = {
+            name: dict(_read_numbers(run)) for name, run in zip(runs, found, strict=True)
+        }
+        self.levels = dict(zip(runs, levels, strict=True))
+        self.names = list(dict.fromkeys(key for table in self.tables.values() for key in table))
+
+    def select(self, key: str, level: str) -> dict[str, float]:
+        """Return the number of each run of a group that has it."""
+        return {
+            run: table[key]
+            for run, table in self.tables.items()
+            if key in table and self.levels[run] == level
+        }
+
+    def estimate(self, key: str) -> Iterator[tuple[str, Estimate]]:
+        """Yield what each group says of a number."""
+        for level in dict.fromkeys(self.levels.values()):
+            found = estimate(self.select(key, level))
+            if found is not None:
+                yield level, found
+
+
+def _read_numbers(run: RunFacts) -> Iterator[tuple[str, float]]:
+    best = run.find_best()
+    for name, values in run.find_scores().items():
+        yield f"{name} (last)", values[-1][1]
+        if best is not None and name in best["scores"]:
+            yield f"{name} (best)", best["scores"][name]
+    if run.ledger is not None:
+        for name, loss in read_last_losses(run.ledger).items():
+            yield f"{name} (loss of the last iteration)", loss
+
+
+def _pair_groups(
+    result: RunComparison, numbers: _Numbers, facts: Sequence[Mapping[str, Any]]
+) -> None:
+    """Subtract the second group from the first, run by run of equal seeds."""
+    if len(result.groups) != 2:
+        result.notes.append(f"not paired: there are {len(result.groups)} groups, not two")
+        return
+    keys = dict(zip(result.runs, _find_seeds(facts, result.by), strict=True))
+    first, second = result.groups.values()
+    sides = [{keys[run]: run for run in group} for group in (first, second)]
+    is_paired = sides[0].keys() == sides[1].keys() and len(sides[0]) == len(first) == len(second)
+    if not is_paired or len(first) < 2 or None in sides[0]:
+        result.notes.append("not paired: the seeds of both groups do not match one to one")
+        return
+    pairs = {key: f"{sides[0][key]} - {sides[1][key]}" for key in sides[0]}
+    for name in numbers.names:
+        tables = [numbers.select(name, level) for level in result.groups]
+        values = [
+            {key: table[run] for key, run in side.items() if run in table}
+            for side, table in zip(sides, tables, strict=True)
+        ]
+        found = subtract(values[0], values[1], pairs)
+        if found is not None:
+            result.paired[name] = found
+
+
+def _find_seeds(facts: Sequence[Mapping[str, Any]], by: str | None) -> list[Hashable]:
+    """Return the seeds of each run, without the one that makes the groups; ``None`` if unknown."""
+    found: list[Hashable] = []
+    for each in facts:
+        seeds = {key: x for key, x in flatten({"seeds": each.get("seeds", {})}) if key != by}
+        found.append(json.dumps(seeds, sort_keys=True) if seeds else None)
+    return found
+
+
+def _split(
+    result: RunComparison,
+    numbers: _Numbers,
+    facts: Sequence[Mapping[str, Any]],
+    groups: Sequence[str],
+) -> None:
+    """Split the variance of each number, if every level of each factor meets all of the others."""
+    tables = [dict(flatten({"seeds": each.get("seeds", {})})) for each in facts]
+    names = dict.fromkeys(key for table in tables for key in table)
+    columns = {name: [repr(table.get(name)) for table in tables] for name in names}
+    if result.by is not None:
+        columns[result.by] = list(groups)
+    columns = {name: column for name, column in columns.items() if len(set(column)) > 1}
+    if len(columns) < 2:
+        what = ", ".join(columns) or "nothing"
+        result.notes.append(
+            f"no parts of the variance: at least two seeds or groups must vary, here: {what}"
+        )
+        return
+    levels = list(zip(*columns.values(), strict=True))
+    fault = find_crossing_fault(levels)
+    if fault is not None:
+        result.notes.append(f"no parts of the variance: {fault}")
+        return
+    for name in numbers.names:
+        values = [table[name] for table in numbers.tables.values() if name in table]
+        if len(values) == len(levels) and all(map(math.isfinite, values)):
+            result.parts[name] = split_variance(list(columns), levels, values)
+
+
+def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) -> Iterator[str]:
+    for name, run in zip(names, found, strict=True):
+        for file_name, text in run.missing.items():
+            if file_name != lineage.FILE_NAME:
+                yield f"{name}: {text.rstrip('.')}"
+    hashes: dict[str, str] = {}
+    for name, run in zip(names, found, strict=True):
+        line = b"" if run.ledger is None else read_last_line(run.ledger)
+        if run.ledger is not None and b'"end":1' not in line:
+            yield f"{name} has not ended"
+        twin = hashes.setdefault(stated_hash(line), name) if line else name
+        if twin != name:
+            yield f"{twin} and {name} have equal ledgers: they are one result, not two"
+    for key in numbers.names:
+        tables = numbers.tables
+        absent = [run for run, table in tables.items() if key not in table]
+        infinite = [run for run, x in tables.items() if not math.isfinite(x.get(key, 0.0))]
+        if absent:
+            yield f"without {key}: {', '.join(absent)}"
+        if infinite:
+            yield f"{key} is not finite, and left out, in: {', '.join(infinite)}"

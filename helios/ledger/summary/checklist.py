@@ -1,0 +1,205 @@
+"""The reproducibility checklist of a paper, filled in as far as the files of a run say.
+
+Its topics are those that machine-learning conferences ask for. What Helios cannot know is left to
+the author: a wrong answer would be worse than none.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from helios.ledger.summary.document import Checklist, Question, number_text
+from helios.ledger.summary.run_facts import RunFacts
+
+_HASH = "The hash of the last line of the ledger, which covers all iterations:"
+
+
+def make_checklist(run: RunFacts, *, fingerprint: str | None) -> Checklist:
+    """Return the checklist of a run.
+
+    Args:
+        run: what is known of it.
+        fingerprint: the hash of the last line of its ledger.
+    """
+    facts = run.facts
+    return Checklist(
+        [
+            ("Code", list(_ask_code(facts))),
+            ("Data", list(_ask_data(facts))),
+            ("Seeds and exactness", list(_ask_seeds(facts, fingerprint))),
+            ("Model and hyper-parameters", list(_ask_model(facts))),
+            ("Results and number of runs", list(_ask_results(run))),
+            ("Compute resources", list(_ask_compute(run))),
+            ("Software", list(_ask_software(facts))),
+            ("Licences, limitations and impact", list(_ask_rest())),
+        ]
+    )
+
+
+def _ask_code(facts: Mapping[str, Any]) -> Iterator[Question]:
+    yield Question("The exact command:", command_text(facts))
+    yield Question("The version of the code:", git_text(facts))
+    code = facts.get("code")
+    text = f"{len(code)}, with hashes in run.json" if code else None
+    yield Question(
+        "Number of source files that the run imported, besides installed packages:", text
+    )
+    yield Question("Where is the code published, and under which licence?")
+
+
+def _ask_data(facts: Mapping[str, Any]) -> Iterator[Question]:
+    data = facts.get("data", {})
+    text = ", ".join(f"{name} {value}" for name, value in data.items() if name != "fingerprint")
+    yield Question("The training data, as the run describes it:", text or None)
+    yield Question("The fingerprint of the data set:", _text(data.get("fingerprint")))
+    yield Question("Where can the data be obtained, and under which licence?")
+    yield Question("Which samples are for training, validation and test, and how were they chosen?")
+    yield Question("What was done to the data before training?")
+    yield Question("Did people consent, where the data is about people?")
+
+
+def _ask_seeds(facts: Mapping[str, Any], fingerprint: str | None) -> Iterator[Question]:
+    seeds = facts.get("seeds", {})
+    text = ", ".join(f"{name} {value}" for name, value in seeds.items())
+    yield Question("The seeds:", text or None)
+    yield Question("The level of reproducibility:", _text(facts, "level", "text"))
+    switches = facts.get("switches", {})
+    names = ("deterministic_algorithms", "cudnn_benchmark", "matmul_precision", "threads")
+    text = ", ".join(f"{name} {switches[name]}" for name in names if name in switches)
+    yield Question("Settings that change rounding:", text or None)
+    yield Question(_HASH, fingerprint)
+
+
+def _ask_model(facts: Mapping[str, Any]) -> Iterator[Question]:
+    text = "; ".join(
+        f"{name} {counts['all']:,} ({counts['trainable']:,} trainable)"
+        for name, counts in facts.get("parameters", {}).items()
+    )
+    yield Question("Parameters of each network:", text or None)
+    options = facts.get("options")
+    where = f"{len(options)} options of the trainer, in the section on options" if options else None
+    yield Question("Options of the training:", where)
+    yield Question("Hyper-parameters that the code of the model sets:")
+    yield Question("How were hyper-parameters chosen: which values were tried, and by which score?")
+
+
+def _ask_results(run: RunFacts) -> Iterator[Question]:
+    scores = run.find_scores()
+    text = ", ".join(
+        f"{name} {number_text(values[-1][1])} at iteration {values[-1][0]}"
+        for name, values in scores.items()
+    )
+    yield Question("Scores of the last validation:", text or None)
+    yield Question("How is each score defined, and on which samples is it computed?")
+    yield Question(
+        "How many runs does each reported number come from? (This report describes one; "
+        "`helios compare` computes mean, deviation and interval of several.)"
+    )
+    yield Question("What do error bars show: standard deviation, or an interval of the mean?")
+
+
+def _ask_compute(run: RunFacts) -> Iterator[Question]:
+    facts = run.facts
+    yield Question("Processor or GPU:", device_text(facts))
+    yield Question("Number of processes:", _text(facts, "processes", "number"))
+    yield Question("Time of the training:", time_text(run))
+    yield Question("Peak memory of the first process:", memory_text(run))
+    yield Question("Compute of the whole project, with experiments that are not reported:")
+
+
+def _ask_software(facts: Mapping[str, Any]) -> Iterator[Question]:
+    versions = facts.get("versions", {})
+    text = ", ".join(
+        f"{name} {versions[name]}"
+        for name in ("python_build", "torch", "numpy", "helios")
+        if name in versions
+    )
+    yield Question("Versions:", text or None)
+    text = ", ".join(f"{name} {version}" for name, version in find_libraries(facts))
+    yield Question("Further packages that the run imported:", text or None)
+    yield Question("Operating system:", _join(facts.get("system", {}), "os", "kernel"))
+
+
+def _ask_rest() -> Iterator[Question]:
+    yield Question("Licences of code, data and models of others:")
+    yield Question("Limitations of the method and of the experiments:")
+    yield Question("Possible harm, and what was done against it:")
+
+
+def find_libraries(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and versions of the packages that the run has imported."""
+    libraries = facts.get("libraries", {})
+    return [(name, libraries[name]) for name in facts.get("imported", ()) if name in libraries]
+
+
+def command_text(facts: Mapping[str, Any]) -> str | None:
+    """Return the command line; ``None`` if it is unknown."""
+    command = facts.get("command")
+    if not command:
+        return None
+    return shlex.join(["python", str(command.get("script")), *command.get("arguments", ())])
+
+
+def git_text(facts: Mapping[str, Any]) -> str | None:
+    """Return commit and branch; ``None`` if the code was not in a repository."""
+    git = facts.get("git")
+    if not git:
+        return None
+    where = f" of {git['remote']}" if "remote" in git else ""
+    branch = f" (branch {git['branch']})" if "branch" in git else ""
+    dirty = " with local changes, which run.json holds" if git.get("is_dirty") else ""
+    return f"git commit {git.get('commit', 'unknown')}{where}{branch}{dirty}"
+
+
+def device_text(facts: Mapping[str, Any]) -> str | None:
+    """Return the names of GPUs and processor; ``None`` if both are unknown."""
+    system = facts.get("system", {})
+    names = [*facts.get("gpu", {}).get("devices", ()), system.get("cpu")]
+    text = ", ".join(str(name) for name in names if name)
+    cores = f" ({system['cores']} cores)" if text and "cores" in system else ""
+    return text + cores or None
+
+
+def time_text(run: RunFacts) -> str | None:
+    """Return the time of the training; ``None`` if it is unknown."""
+    if not run.times.lines:
+        return None
+    text = duration_text(run.times.seconds)
+    if run.num_kills:
+        return f"{text}, with repeated iterations, without the last seconds before each kill"
+    return text
+
+
+def memory_text(run: RunFacts) -> str | None:
+    """Return the peaks of memory; ``None`` if they are unknown."""
+    parts = []
+    for key, name in (("gpu_memory", "GPU"), ("memory", "main memory")):
+        peak = max((line.get(key, 0) for line in run.times.lines), default=0)
+        if peak:
+            parts.append(f"{peak / 2**30:.2f} GiB ({name})")
+    return ", ".join(parts) or None
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time in hours, minutes and seconds.
+
+    Example:
+        >>> duration_text(3725.2)
+        '1 h 2 min 5 s'
+    """
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    parts = [f"{hours} h" if hours else "", f"{minutes} min" if hours or minutes else ""]
+    return " ".join([*filter(None, parts), f"{rest} s"])
+
+
+def _text(table: Any, *keys: str) -> str | None:
+    for key in keys:
+        table = table.get(key) if isinstance(table, Mapping) else None
+    return None if table is None else str(table)
+
+
+def _join(table: Mapping[str, Any], *names: str) -> str | None:
+    return " ".join(str(table[name]) for name in names if name in table) or None

@@ -1,0 +1,192 @@
+"""A document of sections, which is written as HTML or Markdown with the same facts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_ROWS = 200
+"""The most rows of a table."""
+MOST_CHARACTERS = 600
+"""The most characters of a text that a run has written."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {"text": self.text}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Names with values, line by line."""
+
+    rows: Sequence[tuple[str, str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {"facts": dict(self.rows)}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table with a heading for each column."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {"head": list(self.head), "rows": [list(row) for row in self.rows]}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        points: place and value of each point, in the order of places.
+        band: place, least and largest value; empty for a line without a band.
+        has_dots: whether each point is marked.
+    """
+
+    points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float, float]] = ()
+    has_dots: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart over iterations.
+
+    Attributes:
+        title: what it shows.
+        line: the numbers.
+        span: the first and the last iteration.
+        marks: iterations after which the run was started again, and whether it was killed before.
+        note: a sentence below it; may be empty.
+    """
+
+    title: str
+    line: Line
+    span: tuple[float, float]
+    marks: Sequence[tuple[int, bool]] = ()
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what it shows in plain values, without its points."""
+        return {"chart": self.title, "note": self.note}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Numbers of several runs in one row of a picture.
+
+    Attributes:
+        name: the group of runs.
+        numbers: one for each run.
+        mean: their mean.
+        interval: the interval of the mean; ``None`` if there are too few.
+    """
+
+    name: str
+    numbers: Sequence[float]
+    mean: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A picture of groups of numbers: each run, the mean and its interval."""
+
+    title: str
+    samples: Sequence[Sample]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what it shows in plain values."""
+        return {"chart": self.title}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of a checklist.
+
+    Attributes:
+        text: the question.
+        answer: what is known; ``None`` for a line that the author fills in.
+    """
+
+    text: str
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Checklist:
+    """Questions by topic."""
+
+    topics: Sequence[tuple[str, Sequence[Question]]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {
+            "checklist": {
+                topic: {each.text: each.answer for each in questions}
+                for topic, questions in self.topics
+            }
+        }
+
+
+Block = Text | Facts | Grid | Chart | Spread | Checklist
+
+
+@dataclass
+class Chapter:
+    """A heading with blocks below it."""
+
+    title: str
+    blocks: list[Block] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {"title": self.title, "blocks": [block.as_dict() for block in self.blocks]}
+
+
+@dataclass
+class Document:
+    """A title with sections.
+
+    Attributes:
+        title: the heading.
+        kind: what kind of document it is, in a few words.
+        sections: in their order.
+    """
+
+    title: str
+    kind: str
+    sections: list[Chapter] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        sections = [section.as_dict() for section in self.sections]
+        return {"title": self.title, "kind": self.kind, "sections": sections}
+
+
+def number_text(number: float) -> str:
+    """Return a number with six significant digits."""
+    return f"{number:.6g}"
+
+
+def cut(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Return a text without what is too much of it."""
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more)"
+
+
+def cut_rows(rows: Sequence[tuple[str, str]], most: int = MOST_CHARACTERS) -> list[tuple[str, str]]:
+    """Return the first rows, with texts that are not too long."""
+    return [(name, cut(value, most)) for name, value in rows[:MOST_ROWS]]

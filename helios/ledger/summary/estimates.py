@@ -1,0 +1,121 @@
+"""Means of several runs, differences of pairs, and parts of the variance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from helios.ledger.summary.student import find_quantile
+
+_PROBABILITY = 0.975
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What several runs say of a number.
+
+    Attributes:
+        values: the finite number of each run, by its name.
+        mean: their mean.
+        deviation: their standard deviation, with n - 1; ``None`` for one run.
+        interval: the 95% interval of the mean by Student's t; ``None`` for one run.
+    """
+
+    values: Mapping[str, float]
+    mean: float
+    deviation: float | None = None
+    interval: tuple[float, float] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        interval = None if self.interval is None else list(self.interval)
+        return {**vars(self), "n": len(self.values), "interval": interval}
+
+
+def estimate(values: Mapping[str, float]) -> Estimate | None:
+    """Return mean, deviation and interval of finite numbers; ``None`` without any."""
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    if not finite:
+        return None
+    mean, count = statistics.fmean(finite.values()), len(finite)
+    if count == 1:
+        return Estimate(finite, mean)
+    deviation = statistics.stdev(finite.values())
+    half = find_quantile(_PROBABILITY, count - 1) * deviation / math.sqrt(count)
+    return Estimate(finite, mean, deviation, (mean - half, mean + half))
+
+
+def subtract(
+    first: Mapping[Hashable, float], second: Mapping[Hashable, float], names: Mapping[Hashable, str]
+) -> Estimate | None:
+    """Return the estimate of the differences of pairs, first minus second, by common key."""
+    return estimate({names[key]: first[key] - second[key] for key in first if key in second})
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of the variance in a crossed design.
+
+    Attributes:
+        variances: the variance that each factor explains, by name; negative estimates are zero.
+        rest: what remains: interactions of factors, and chance.
+    """
+
+    variances: Mapping[str, float]
+    rest: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain values."""
+        return {"variances": dict(self.variances), "rest": self.rest}
+
+
+def find_crossing_fault(levels: Sequence[tuple[Hashable, ...]]) -> str | None:
+    """Return why a design is not crossed; ``None`` if it is.
+
+    Args:
+        levels: for each run, the level of each factor.
+    """
+    columns = [sorted(set(column), key=repr) for column in zip(*levels, strict=True)]
+    counts = {cell: levels.count(cell) for cell in itertools.product(*columns)}
+    if len(set(counts.values())) > 1:
+        cells = sum(count > 0 for count in counts.values())
+        return (
+            f"the design is not crossed: {len(levels)} runs have {cells} of {len(counts)} "
+            "combinations, or some more often than others"
+        )
+    freedom = len(levels) - 1 - sum(len(column) - 1 for column in columns)
+    return None if freedom > 0 else "there are too few runs"
+
+
+def split_variance(
+    factors: Sequence[str], levels: Sequence[tuple[Hashable, ...]], values: Sequence[float]
+) -> Parts:
+    """Return the parts of the variance, by analysis of variance with random effects.
+
+    Args:
+        factors: the name of each factor.
+        levels: for each run, the level of each factor; crossed.
+        values: the number of each run.
+    """
+    mean, count = statistics.fmean(values), len(values)
+    rest = math.fsum((value - mean) ** 2 for value in values)
+    freedom = count - 1
+    squares = {}
+    for place, factor in enumerate(factors):
+        groups: dict[Hashable, list[float]] = {}
+        for level, value in zip(levels, values, strict=True):
+            groups.setdefault(level[place], []).append(value)
+        size = count // len(groups)
+        total = size * math.fsum((statistics.fmean(group) - mean) ** 2 for group in groups.values())
+        squares[factor] = (total / (len(groups) - 1), size)
+        rest -= total
+        freedom -= len(groups) - 1
+    rest = max(0.0, rest / freedom)
+    return Parts(
+        {factor: max(0.0, (square - rest) / size) for factor, (square, size) in squares.items()},
+        rest,
+    )

@@ -1,0 +1,112 @@
+"""Finds by what runs differ: options, arguments of the command, seeds, topics of the manifest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from helios.errors import ArgumentError
+from helios.ledger.line import hash_of
+from helios.ledger.manifest.manifest_changes import Effect, compare_facts
+from helios.ledger.summary.document import cut
+
+_ABSENT = "not set"
+
+
+def find_levels(facts: Sequence[Mapping[str, Any]], name: str) -> tuple[str, list[str]]:
+    """Return the whole name of an entry of the manifest, and its value in each run.
+
+    Args:
+        facts: what the manifest of each run says, by topic.
+        name: an argument of the command (``lr`` for ``--lr 0.1``), an option (``precision``), an
+            entry with its topic (``seeds.random_seed``), or a topic.
+
+    Raises:
+        ArgumentError: if no run has it, or if several entries have that name.
+    """
+    arguments = [_parse_arguments(each.get("command", {}).get("arguments", ())) for each in facts]
+    wanted = _normalize(name)
+    if any(wanted in table for table in arguments):
+        return f"--{wanted}", [table.get(wanted, _ABSENT) for table in arguments]
+    if any(name in each for each in facts):
+        return name, [_show(each[name]) if name in each else _ABSENT for each in facts]
+    flat = [dict(flatten(each)) for each in facts]
+    found = list(dict.fromkeys(key for table in flat for key in table if _has_name(key, name)))
+    levels = [[_show(table[key]) if key in table else _ABSENT for table in flat] for key in found]
+    if not found:
+        raise ArgumentError(
+            f"The manifest of no run has {name!r}. Name an argument of the command, an option, or "
+            f"an entry such as seeds.random_seed; these differ: {', '.join(list_varying(facts))}."
+        )
+    if any(each != levels[0] for each in levels):
+        raise ArgumentError(f"{name!r} may be {' or '.join(found)}. Pass one of these names.")
+    # A seed is an option, too; as a seed, it is known to pairs and to parts of the variance.
+    return min(found, key=lambda key: not key.startswith("seeds.")), levels[0]
+
+
+def _has_name(key: str, name: str) -> bool:
+    return key == name or key.endswith(f".{name}")
+
+
+def _normalize(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")
+
+
+def _parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of ``--name value`` and ``--name=value``; ``yes`` for one without."""
+    found: dict[str, str] = {}
+    name: str | None = None
+    for argument in arguments:
+        if argument.startswith("-") and not _is_number(argument):
+            key, equal, value = argument.partition("=")
+            name = None if equal else _normalize(key)
+            found[_normalize(key)] = value if equal else "yes"
+        elif name is not None:
+            found[name] = argument if found[name] == "yes" else f"{found[name]} {argument}"
+    return found
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of nested tables, with their whole names."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{hash_of(value)} (hash)"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def list_varying(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the value in each run of every entry that differs and may change the training."""
+    known = [each for each in facts if each]
+    names = dict.fromkeys(
+        change.name
+        for other in known[1:]
+        for change in compare_facts(known[0], other)
+        if change.effect is not Effect.NONE
+    )
+    return {name: [cut(_look_up(each, name), 80) for each in facts] for name in names}
+
+
+def _look_up(facts: Mapping[str, Any], name: str) -> str:
+    if not facts:
+        return "unknown"
+    topic, _, rest = name.partition(".")
+    if topic == "code":
+        hashes = facts.get("code", {}).get(rest)
+        return _ABSENT if hashes is None else str(hashes["text"])
+    return next((_show(value) for key, value in flatten(facts) if key == name), _ABSENT)

@@ -1,0 +1,155 @@
+"""The charts of a report: losses, norms, learning rates, throughput and scores."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import final
+
+from helios.ledger.summary.curves import Curve, LedgerCurves
+from helios.ledger.summary.document import (
+    MOST_ROWS,
+    Block,
+    Chart,
+    Grid,
+    Line,
+    Text,
+    cut,
+    number_text,
+)
+from helios.ledger.summary.run_facts import RunFacts
+
+_MOST_CHARTS = 40
+_MOST_DOTS = 60
+
+
+@final
+class Figures:
+    """Draws what was read once, with more or fewer points.
+
+    Args:
+        run: what is known of the run.
+        curves: those of its ledger; ``None`` without one.
+        points: the most points of each line; 0 for charts without lines.
+    """
+
+    def __init__(self, run: RunFacts, curves: LedgerCurves | None, points: int) -> None:
+        self._run = run
+        self._curves = curves
+        self._points = points
+        self._marks = [
+            (attempt.iteration, before.was_killed)
+            for before, attempt in itertools.pairwise(run.attempts)
+        ][:MOST_ROWS]
+
+    def show_losses(self) -> Iterator[Block]:
+        """Yield the blocks of the losses and of the norm of the gradients."""
+        if self._curves is None:
+            yield Text("There is no ledger, so the losses are unknown.")
+            return
+        losses = self._curves.losses
+        if not losses:
+            yield Text("The run has set no losses (loss_items).")
+        if losses:
+            yield Text(
+                "The line is the mean of each group of iterations, the area around it their least "
+                "and largest loss. Vertical lines mark starts that resumed; those in red follow a "
+                "kill."
+            )
+        for name, curve in list(losses.items())[:_MOST_CHARTS]:
+            yield self._draw(name, curve)
+        if len(losses) > _MOST_CHARTS:
+            rest = ", ".join(list(losses)[_MOST_CHARTS:])
+            yield Text(cut(f"Without a chart, because there are too many: {rest}."))
+        if self._curves.norm is not None:
+            yield self._draw("gradient norm before clipping", self._curves.norm)
+        else:
+            yield Text("No gradient norm: the training does not clip by norm (clip_norm).")
+
+    def show_rates(self) -> Iterator[Block]:
+        """Yield the blocks of the learning rates."""
+        if self._curves is None:
+            yield Text("There is no ledger, so the learning rates are unknown.")
+            return
+        rates = self._curves.rates
+        if not rates:
+            yield Text("The run has no optimizer with a learning rate.")
+        for number, curve in enumerate(rates[:_MOST_CHARTS]):
+            name = "learning rate" if len(rates) == 1 else f"learning rate, group {number + 1}"
+            yield self._draw(name, curve)
+        if len(rates) > _MOST_CHARTS:
+            yield Text(f"{len(rates) - _MOST_CHARTS} further groups have no chart here.")
+
+    def _draw(self, name: str, curve: Curve) -> Chart:
+        assert self._curves is not None
+        buckets = curve.shrink(self._points)
+        note = ""
+        if curve.last is not None:
+            iteration, number = curve.last
+            note = f"Last: {number_text(number)} at iteration {iteration:,}."
+        if curve.num_infinite:
+            note += (
+                f" {curve.num_infinite:,} values are not finite, the first at iteration "
+                f"{curve.first_infinite:,}."
+            )
+        has_band = any(bucket.low < bucket.high for bucket in buckets)
+        line = Line(
+            [(bucket.place, bucket.mean) for bucket in buckets],
+            [(bucket.place, bucket.low, bucket.high) for bucket in buckets] if has_band else (),
+        )
+        return Chart(cut(name), line, self._span, self._marks, note.strip())
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        if self._curves is not None:
+            return self._curves.begin, self._curves.end
+        places = [line["iteration"] for line in (*self._run.times.lines, *self._run.times.scores)]
+        return 1.0, max(places, default=1)
+
+    def show_throughput(self) -> Iterator[Block]:
+        """Yield the blocks of the throughput."""
+        lines = [line for line in self._run.times.lines if line["seconds"] > 0]
+        if not lines:
+            yield Text("There are no times, so the throughput is unknown.")
+            return
+        curve = Curve(0)
+        for line in lines:
+            curve.add(line["iteration"], line["iterations"] / line["seconds"])
+        total = sum(line["iterations"] for line in lines)
+        mean = total / sum(line["seconds"] for line in lines)
+        chart = self._draw_points("iterations per second", curve)
+        yield chart
+        yield Text(
+            f"On average {number_text(mean)} iterations per second, with validations and saves. "
+            "Vertical lines mark starts that resumed; those in red follow a kill."
+        )
+
+    def _draw_points(self, name: str, curve: Curve) -> Chart:
+        found = [(bucket.place, bucket.mean) for bucket in curve.shrink(self._points)]
+        line = Line(found, has_dots=len(found) <= _MOST_DOTS)
+        return Chart(cut(name), line, self._span, self._marks)
+
+    def show_scores(self) -> Iterator[Block]:
+        """Yield the blocks of the scores of validations."""
+        scores, best = self._run.find_scores(), self._run.find_best()
+        if not scores:
+            yield Text("The run has recorded no scores of validations.")
+            return
+        rows = []
+        for name, values in scores.items():
+            iteration, last = values[-1]
+            row = [cut(name), f"{number_text(last)} (iteration {iteration:,})", "-"]
+            if best is not None and name in best["scores"]:
+                at = best["iteration"]
+                row[2] = f"{number_text(best['scores'][name])} (iteration {at:,})"
+            rows.append(row)
+        yield Grid(("score", "last validation", "best validation"), rows[:MOST_ROWS])
+        if best is None:
+            yield Text("The best one is unknown: have_metrics_improved has never returned True.")
+        else:
+            yield Text("The best one is the last for which have_metrics_improved returned True.")
+        for name, values in list(scores.items())[:_MOST_CHARTS]:
+            curve = Curve(0)
+            for iteration, score in values:
+                curve.add(iteration, score)
+            yield self._draw_points(name, curve)

@@ -1,0 +1,161 @@
+"""Writes a document as one HTML file that needs nothing else: no script, font or picture."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from helios.ledger.summary.document import (
+    Block,
+    Chapter,
+    Chart,
+    Checklist,
+    Document,
+    Facts,
+    Grid,
+    Question,
+    Spread,
+    Text,
+)
+from helios.ledger.summary.drawing import draw_chart, draw_spread
+from helios.version import __version__
+
+# Nothing can be loaded, even if a text of the run should look like a link or a script.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_STYLE = """
+:root{color-scheme:light dark;--page:#fff;--text:#1c2024;--soft:#5b6470;--rule:#dfe3e8;
+--tint:#f5f7f9;--line:#1f5fbf;--band:#1f5fbf33;--killed:#c2362b;--resumed:#8a6d00;--good:#1d7a3e}
+@media(prefers-color-scheme:dark){:root{--page:#14171a;--text:#e3e7eb;--soft:#9aa4af;--rule:#2f363d;
+--tint:#1c2126;--line:#7db1ff;--band:#7db1ff38;--killed:#ff8379;--resumed:#e0bd4a;--good:#69cf8f}}
+*{box-sizing:border-box}
+html{-webkit-text-size-adjust:100%}
+body{margin:0 auto;padding:2rem 1.25rem 4rem;max-width:58rem;background:var(--page);
+color:var(--text);font:1rem/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",
+"DejaVu Sans",sans-serif;overflow-wrap:anywhere}
+header{border-bottom:1px solid var(--rule);padding-bottom:1rem}
+h1{font-size:1.75rem;line-height:1.2;margin:.2rem 0}
+h2{font-size:1.25rem;line-height:1.3;margin:2.75rem 0 .75rem}
+h3{font-size:1rem;margin:1.5rem 0 .4rem}
+p{margin:.6rem 0;max-width:44rem}
+.kind,.note,footer,nav,small{color:var(--soft);font-size:.875rem}
+nav{margin-top:.75rem}nav a{color:inherit;margin-right:1rem;display:inline-block}
+dl.facts{display:grid;grid-template-columns:minmax(9rem,15rem) 1fr;margin:.5rem 0}
+dl.facts>*{padding:.3rem .5rem .3rem 0;margin:0;border-bottom:1px solid var(--rule)}
+dt{color:var(--soft)}
+.wide{overflow-x:auto;margin:.75rem 0}
+table{border-collapse:collapse;width:100%;font-size:.875rem;line-height:1.45;
+font-variant-numeric:tabular-nums;overflow-wrap:normal}
+th,td{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;
+border-bottom:1px solid var(--rule);max-width:26rem}
+td{overflow-wrap:break-word}td:first-child{white-space:nowrap}th{color:var(--soft);font-weight:600;white-space:nowrap}
+figure{margin:1.25rem 0 1.75rem}
+figcaption{font-weight:600;margin-bottom:.35rem}figcaption small{font-weight:400}
+.plot{display:grid;grid-template-columns:4.5rem 1fr;column-gap:.5rem}
+.ticks{position:relative}
+.ticks span{position:absolute;right:0;transform:translateY(-50%);font-size:.75rem;
+color:var(--soft);font-variant-numeric:tabular-nums}
+svg{display:block;overflow:visible;width:100%;height:12.5rem;background:var(--tint);border-radius:4px}
+.places{grid-column:2;display:flex;justify-content:space-between;font-size:.75rem;
+color:var(--soft);margin-top:.25rem;font-variant-numeric:tabular-nums}
+path{fill:none;vector-effect:non-scaling-stroke}
+.grid{stroke:var(--rule)}.line{stroke:var(--line);stroke-width:1.75;stroke-linejoin:round}
+.band{fill:var(--band)}
+.dots{stroke:var(--line);stroke-width:6;stroke-linecap:round}
+.killed,.resumed{stroke-width:1.5;stroke-dasharray:5 4}
+.killed{stroke:var(--killed)}.resumed{stroke:var(--resumed)}
+.rows{display:grid;grid-template-columns:minmax(5rem,12rem) 1fr;gap:.4rem .75rem;
+align-items:center}
+.rows svg{height:2.25rem}.rows .places{padding:0 4%}.group{font-size:.875rem}
+.interval{stroke:var(--band);stroke-width:14}.mean{stroke:var(--killed);stroke-width:2}
+.rows .dots{stroke-width:7}
+ul.list{list-style:none;padding:0;margin:.4rem 0}
+ul.list li{padding:.45rem 0 .45rem 1.6rem;border-bottom:1px solid var(--rule);position:relative}
+ul.list li::before{position:absolute;left:.1rem;content:"\\2610";color:var(--soft)}
+ul.list li.known::before{content:"\\2713";color:var(--good);font-weight:700}
+.answer{display:block}
+.blank{display:block;height:1.7rem;border-bottom:1px dashed var(--soft);max-width:44rem}
+footer{margin-top:3rem;border-top:1px solid var(--rule);padding-top:.75rem}
+@media(max-width:36rem){body{padding:1.25rem .9rem 3rem}h1{font-size:1.4rem}
+dl.facts{grid-template-columns:1fr}dl.facts dt{border:0;padding:.45rem 0 0;font-size:.875rem}
+dl.facts dd{padding:0 0 .4rem}.plot{grid-template-columns:3.4rem 1fr}
+svg{height:10rem}.rows{grid-template-columns:1fr;gap:.15rem}}
+@media print{body{max-width:none}section{break-inside:auto}figure{break-inside:avoid}}
+"""
+
+
+def write_page(document: Document) -> str:
+    """Return the text of the HTML file."""
+    title = html.escape(document.title)
+    links = "".join(
+        f'<a href="#s{number}">{html.escape(section.title)}</a>'
+        for number, section in enumerate(document.sections)
+    )
+    sections = "".join(
+        _write_section(number, section) for number, section in enumerate(document.sections)
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<link rel="icon" href="data:,"><title>{title}</title><style>{_STYLE}</style></head>\n'
+        f'<body><header><div class="kind">{html.escape(document.kind)}</div><h1>{title}</h1>'
+        f"<nav>{links}</nav></header>\n<main>{sections}</main>\n"
+        f"<footer>Written by Helios {html.escape(__version__)} from the files of the run.</footer>"
+        "</body></html>\n"
+    )
+
+
+def _write_section(number: int, section: Chapter) -> str:
+    content = "\n".join(map(_write_block, section.blocks))
+    return f'<section id="s{number}"><h2>{html.escape(section.title)}</h2>\n{content}</section>\n'
+
+
+def _write_block(block: Block) -> str:
+    if isinstance(block, Text):
+        return f"<p>{html.escape(block.text)}</p>"
+    if isinstance(block, Facts):
+        return _write_facts(block)
+    if isinstance(block, Grid):
+        return _write_grid(block)
+    if isinstance(block, Chart):
+        return draw_chart(block)
+    if isinstance(block, Spread):
+        return draw_spread(block)
+    return _write_checklist(block)
+
+
+def _write_facts(block: Facts) -> str:
+    rows = "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>" for name, value in block.rows
+    )
+    return f'<dl class="facts">{rows}</dl>'
+
+
+def _write_grid(block: Grid) -> str:
+    head = "".join(f"<th>{html.escape(each)}</th>" for each in block.head)
+    rows = "".join(f"<tr>{_write_cells(row)}</tr>" for row in block.rows)
+    return (
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        "</div>"
+    )
+
+
+def _write_cells(row: Sequence[str]) -> str:
+    return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+
+
+def _write_checklist(block: Checklist) -> str:
+    return "".join(
+        f'<h3>{html.escape(topic)}</h3><ul class="list">'
+        f"{''.join(map(_write_question, questions))}</ul>"
+        for topic, questions in block.topics
+    )
+
+
+def _write_question(question: Question) -> str:
+    text = html.escape(question.text)
+    if question.answer is None:
+        return f'<li>{text}<span class="blank"></span></li>'
+    return (
+        f'<li class="known">{text}<span class="answer">{html.escape(question.answer)}</span></li>'
+    )

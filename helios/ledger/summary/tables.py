@@ -1,0 +1,183 @@
+"""The tables of a report: lineage, changes, checkpoints, environment and options."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from helios.ledger import lineage
+from helios.ledger.manifest.manifest_changes import compare_facts
+from helios.ledger.summary import checklist
+from helios.ledger.summary.document import (
+    MOST_CHARACTERS,
+    MOST_ROWS,
+    Block,
+    Facts,
+    Grid,
+    Text,
+    cut,
+    cut_rows,
+    number_text,
+)
+from helios.ledger.summary.run_facts import RunFacts
+
+
+def show_lineage(run: RunFacts) -> Iterator[Block]:
+    """Yield the starts of a run, and what else happened to it."""
+    if not run.attempts:
+        yield Text("There is no lineage, so starts and kills are unknown.")
+        return
+    rows = []
+    for attempt in run.attempts:
+        start = attempt.start
+        saves = sum(event["event"] == lineage.SAVE for event in attempt.events)
+        rows.append(
+            (
+                start.get("time", "-"),
+                start.get("event", "-"),
+                f"{attempt.iteration:,}",
+                str(start.get("checkpoint", "-")),
+                f"{start.get('host', '-')}, {start.get('processes', '-')}",
+                str(saves),
+                cut(attempt.outcome),
+            )
+        )
+    heads = ("time (UTC)", "start", "after iteration", "checkpoint", "host, processes", "saves")
+    yield from _limit_rows((*heads, "end"), rows, "lineage.jsonl has all")
+    known = (lineage.SAVE, lineage.END, lineage.INTERRUPTION)
+    events = [
+        (event["time"], event["event"], str(event.get("checkpoint", "-")), _cause(event))
+        for attempt in run.attempts
+        for event in attempt.events
+        if event["event"] not in known
+    ]
+    if events:
+        head = ("time (UTC)", "event", "checkpoint", "cause")
+        yield Text("What else happened:")
+        yield from _limit_rows(head, events, "lineage.jsonl has all")
+
+
+def _cause(event: Mapping[str, Any]) -> str:
+    known = ("time", "event", "checkpoint", "cause", "digest")
+    rest = {name: value for name, value in event.items() if name not in known}
+    return cut(", ".join([str(event.get("cause", "")), *_list_facts(rest)]).strip(", "))
+
+
+def show_changes(run: RunFacts) -> Iterator[Block]:
+    """Yield what changed between each two starts, and what it may change."""
+    if run.manifest is None:
+        yield Text("There is no manifest, so changes between starts are unknown.")
+        return
+    sections = run.manifest.sections
+    rows = [
+        (
+            after.start.get("time", "-"),
+            change.name,
+            "-" if change.before is None else cut(_plain(change.before)),
+            "-" if change.after is None else cut(_plain(change.after)),
+            change.effect.value,
+            change.reason,
+        )
+        for before, after in itertools.pairwise(sections)
+        for change in compare_facts(before.facts, after.facts)
+    ]
+    if len(sections) < len(run.attempts):
+        yield Text(
+            f"run.json has {len(sections)} of {len(run.attempts)} starts. It is written some "
+            "seconds after a start, so one that was killed before is not in it."
+        )
+    if len(sections) == len(run.attempts) == 1:
+        yield Text("The run was started once, so nothing has changed.")
+    elif not rows:
+        yield Text("No changes are known.")
+    else:
+        head = ("start (UTC)", "what", "before", "after", "effect", "reason")
+        yield from _limit_rows(head, rows, "run.json has all")
+
+
+def show_saves(run: RunFacts) -> Iterator[Block]:
+    """Yield the checkpoints that were saved, which need not be there any more."""
+    saves = {
+        str(event.get("checkpoint")): event
+        for attempt in run.attempts
+        for event in attempt.events
+        if event["event"] == lineage.SAVE
+    }
+    if not saves:
+        yield Text("The lineage names no checkpoint.")
+        return
+    rows = [(name, event["time"], event.get("digest", "-")) for name, event in saves.items()]
+    yield from _limit_rows(("saved", "time (UTC)", "digest"), rows, "lineage.jsonl has all")
+
+
+def show_checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    """Yield the checkpoints that are still there; see :func:`helios.ledger.report`."""
+    if not checkpoints:
+        yield Text("There is no checkpoint in the folder of the run.")
+        return
+    head = ("checkpoint", "epoch", "iteration", "state", "level", "scores", "digest")
+    rows = [_describe_checkpoint(each) for each in checkpoints]
+    yield from _limit_rows(head, rows, "`helios ls` lists all")
+
+
+def _describe_checkpoint(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    metrics = facts.get("metrics") or {}
+    return (
+        str(facts["name"]),
+        *(str(facts.get(name, "-")) for name in ("epoch", "iteration", "state")),
+        str(facts.get("level") or "-"),
+        cut(", ".join(f"{name} {number_text(score)}" for name, score in metrics.items())) or "-",
+        str(facts.get("digest") or "-"),
+    )
+
+
+def show_environment(run: RunFacts) -> Iterator[Block]:
+    """Yield what the newest start ran on."""
+    facts = run.facts
+    if not facts:
+        yield Text("There is no manifest, so the environment is unknown.")
+        return
+    rows = []
+    for topic in ("versions", "system", "gpu", "environment", "switches", "git", "processes"):
+        known = {name: x for name, x in facts.get(topic, {}).items() if name != "patch"}
+        rows.append((topic, "; ".join(_list_facts(known)) or "none"))
+    libraries = checklist.find_libraries(facts)
+    rows.append(("imported packages", ", ".join(f"{name} {x}" for name, x in libraries)))
+    code = [f"{name} {hashes['text']}" for name, hashes in facts.get("code", {}).items()]
+    rows.append(("source files", ", ".join(code)))
+    yield Text("As at the newest start. run.json has all of it.")
+    yield Facts(cut_rows(rows, 4 * MOST_CHARACTERS))
+
+
+def show_options(run: RunFacts) -> Iterator[Block]:
+    """Yield the options of the newest start."""
+    facts = run.facts
+    if not facts:
+        yield Text("There is no manifest, so the options are unknown.")
+        return
+    rows = [
+        (topic, "; ".join(_list_facts(facts[topic])))
+        for topic in ("program", "seeds", "data", "parameters")
+        if topic in facts
+    ]
+    rows += [(name, _plain(value)) for name, value in facts.get("options", {}).items()]
+    yield Facts(cut_rows(rows))
+
+
+def _list_facts(table: Mapping[str, Any]) -> list[str]:
+    return [f"{name} {_plain(value)}" for name, value in table.items()]
+
+
+def _plain(value: Any) -> str:
+    if value in ("", [], {}):
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _limit_rows(head: Sequence[str], rows: Sequence[Sequence[str]], where: str) -> Iterator[Block]:
+    """Yield a table of the newest rows, and a sentence on those that are left out."""
+    yield Grid(head, rows[-MOST_ROWS:])
+    if len(rows) > MOST_ROWS:
+        yield Text(f"The first {len(rows) - MOST_ROWS:,} are left out; {where}.")

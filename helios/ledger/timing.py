@@ -1,0 +1,176 @@
+"""When and how fast a run trained, and the scores of its validations: what a report needs.
+
+Times differ between equal runs, so the file is never compared, and is not part of the ledger.
+
+===================  =======================================================================
+line                 content
+===================  =======================================================================
+of a start           ``time``, ``iteration`` that it continues from, ``host``, ``processes``
+of a stretch         ``time``, last ``iteration``, ``iterations`` and ``seconds`` since the line
+                     before, with validations and saves; ``memory`` and ``gpu_memory`` in bytes:
+                     the most that this process, and PyTorch on its GPU, has used so far
+of a validation      ``time``, ``iteration``, ``scores``, and ``improved`` if they have
+===================  =======================================================================
+
+A stretch takes at least 10 seconds and a 200th of the time since the start, so the file stays
+small. Iterations that are repeated after a kill occur twice; readers take the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from helios.ledger.event_file import EventFile, now, read_event_file
+from helios.ledger.lineage import host
+from helios.protocols import Clock
+
+FILE_NAME = "timing.jsonl"
+_SECONDS, _SHARE = 10.0, 200
+
+
+@final
+class Timing:
+    """Writes the times of one start; closed until :meth:`begin` is called.
+
+    A failure is logged once, and stops nothing.
+
+    Args:
+        folder: the run's folder.
+        processes: the number of processes.
+        clock: returns seconds.
+    """
+
+    def __init__(self, folder: Path, *, processes: int, clock: Clock = time.perf_counter) -> None:
+        self._file = EventFile(folder / FILE_NAME)
+        self._processes = processes
+        self._clock = clock
+        self._is_open = False
+        self._begin = 0.0
+        # Iteration and time of the last line, and of the last iteration that is known.
+        self._written = self._newest = (0, 0.0)
+
+    def begin(self, iteration: int) -> None:
+        """Write the line of a start.
+
+        Args:
+            iteration: the last one before it.
+        """
+        self._is_open = True
+        self._begin = self._clock()
+        self._written = self._newest = (iteration, self._begin)
+        start = {"host": host(), "processes": self._processes}
+        self._file.append({"time": now(), "iteration": iteration, **start})
+
+    def note(self, iteration: int) -> None:
+        """Note that an iteration has ended; writes a line if enough time has passed."""
+        if not self._is_open:
+            return
+        moment = self._clock()
+        self._newest = (iteration, moment)
+        if moment - self._written[1] >= max(_SECONDS, (moment - self._begin) / _SHARE):
+            self._write()
+
+    def add_scores(
+        self, iteration: int, scores: Mapping[str, float], *, has_improved: bool
+    ) -> None:
+        """Write the scores of a validation; without any nothing is written."""
+        if not self._is_open or not scores:
+            return
+        # JSON has neither infinities nor NaN.
+        plain = {name: x if math.isfinite(x) else repr(x) for name, x in scores.items()}
+        line: dict[str, Any] = {"time": now(), "iteration": iteration, "scores": plain}
+        self._file.append(line | ({"improved": True} if has_improved else {}))
+
+    def close(self) -> None:
+        """Write the line of the last stretch."""
+        if self._is_open and self._newest[0] > self._written[0]:
+            self._write()
+        self._is_open = False
+
+    def _write(self) -> None:
+        iteration, moment = self._newest
+        line = {
+            "time": now(),
+            "iteration": iteration,
+            "iterations": iteration - self._written[0],
+            "seconds": round(moment - self._written[1], 3),
+        }
+        self._written = self._newest
+        self._file.append(line | _find_memory())
+
+
+def _find_memory() -> dict[str, int]:
+    """Return the peaks of memory that are known without waiting for a device."""
+    found = {}
+    if sys.platform != "win32":
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found["memory"] = peak if sys.platform == "darwin" else peak * 1024
+    # After an error of the device, nothing may be known of it.
+    with contextlib.suppress(RuntimeError):
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found["gpu_memory"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+@dataclass
+class Stretches:
+    """The times and scores of a run.
+
+    Attributes:
+        starts: the line of each start of the run.
+        lines: the stretches, each iteration once, in the order of iterations.
+        scores: the lines of the validations, likewise.
+        seconds: the time of all stretches, also of those that were repeated.
+    """
+
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def read_timing(folder: Path) -> Stretches:
+    """Return the times and scores of a run; empty if it has no such file.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    found = Stretches()
+    for line in read_event_file(folder / FILE_NAME, "time", "iteration"):
+        # A line that somebody has edited is left out.
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            _add(found, line)
+    return found
+
+
+def _add(found: Stretches, line: dict[str, Any]) -> None:
+    if "processes" in line:
+        _begin(found, line)
+    elif "scores" in line:
+        numbers = {name: float(score) for name, score in line["scores"].items()}
+        found.scores.append(line | {"scores": numbers})
+    else:
+        found.seconds += line["seconds"]
+        found.lines.append(line)
+
+
+def _begin(found: Stretches, start: dict[str, Any]) -> None:
+    iteration = start["iteration"]
+    if iteration == 0:
+        # Another run in the same folder, or the same one from its beginning.
+        found.starts.clear()
+        found.seconds = 0.0
+    found.starts.append(start)
+    found.scores = [each for each in found.scores if each["iteration"] <= iteration]
+    found.lines = [each for each in found.lines if each["iteration"] <= iteration]

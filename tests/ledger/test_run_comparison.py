@@ -1,0 +1,211 @@
+"""Comparisons of runs: the statistics, and when there are none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+
+from helios.cli import main
+from helios.errors import ArgumentError, LedgerError
+from helios.ledger import compare
+from helios.ledger.summary.estimates import split_variance
+from helios.ledger.summary.student import find_quantile
+from tests.ledger.test_reports import Page
+from tests.support.synthetic_run import write_ledger, write_run
+
+BASE = {"options": {"precision": "fp32"}, "seeds": {"random_seed": 1}}
+
+
+def _run(
+    folder: Path, scores: Sequence[float], *, lr: str = "0.1", **facts: Mapping[str, Any]
+) -> Path:
+    """Write a run whose last loss is its last score."""
+    command = {"command": {"script": "train.py", "arguments": ["--lr", lr, "--fast"]}}
+    losses = [5.0, scores[-1]]
+    return write_run(folder, {**BASE, **command, **facts}, scores={"error": scores}, losses=losses)
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> list[Path]:
+    """Return six runs: two learning rates with three seeds each."""
+    numbers = random.Random(3)
+    return [
+        _run(
+            tmp_path / f"{lr}-{seed}",
+            [2.0, float(lr) + seed + numbers.random() / 10],
+            lr=lr,
+            seeds={"random_seed": seed},
+        )
+        for lr in ("0.1", "0.2")
+        for seed in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 29, 30, 200, 1001])
+def test_quantiles_are_those_of_the_distribution(freedom: int) -> None:
+    for probability in (0.6, 0.9, 0.975, 0.995):
+        known = float(scipy.stats.t.ppf(probability, freedom))
+        assert find_quantile(probability, freedom) == pytest.approx(known, rel=1e-9)
+
+
+def test_means_deviations_and_intervals(tmp_path: Path) -> None:
+    values = [0.5, 0.7, 0.65, 0.8]
+    runs = [
+        _run(tmp_path / str(n), [0.1, x], seeds={"random_seed": n}) for n, x in enumerate(values)
+    ]
+    found = compare(*runs)
+    last = found.estimates["error (last)"]["all"]
+    interval = scipy.stats.t.interval(0.95, 3, loc=last.mean, scale=scipy.stats.sem(values))
+    assert last.mean == pytest.approx(0.6625)
+    assert last.deviation == pytest.approx(math.sqrt(0.046875 / 3))
+    assert last.interval == pytest.approx(interval)
+    # The best ones are those of the validations that have improved.
+    assert found.estimates["error (best)"]["all"].mean == pytest.approx(0.1)
+    assert found.estimates["loss (loss of the last iteration)"]["all"].mean == last.mean
+    assert found.varying == {"seeds.random_seed": ["0", "1", "2", "3"]}
+
+
+def test_pairs_of_equal_seeds(grid: list[Path]) -> None:
+    found = compare(*grid, by="lr")
+    assert list(found.groups) == ["0.1", "0.2"]
+    pairs = found.paired["error (last)"]
+    assert list(pairs.values) == ["0.1-1 - 0.2-1", "0.1-2 - 0.2-2", "0.1-3 - 0.2-3"]
+    last = compare(*grid).estimates["error (last)"]["all"].values
+    differences = [last[f"0.1-{seed}"] - last[f"0.2-{seed}"] for seed in (1, 2, 3)]
+    known = scipy.stats.ttest_1samp(differences, 0).confidence_interval()
+    assert pairs.interval == pytest.approx((known.low, known.high))
+    # The seeds are far apart, so that the groups alone say little.
+    low, high = found.estimates["error (last)"]["0.1"].interval
+    assert known.high - known.low < (high - low) / 10
+
+
+def test_groups_without_equal_seeds_are_not_paired(grid: list[Path]) -> None:
+    found = compare(*grid[:-1], by="lr")
+    assert found.paired == {}
+    assert "not paired: the seeds of both groups do not match one to one" in found.notes
+    assert any(note.startswith("no parts of the variance: the design") for note in found.notes)
+    others = compare(*grid[:2], *grid[4:], by="lr")
+    assert [len(group) for group in others.groups.values()] == [2, 2]
+    assert others.paired == {}
+    by_seed = compare(*grid, by="random_seed")
+    assert by_seed.groups.keys() == {"1", "2", "3"}
+    assert "not paired: there are 3 groups, not two" in by_seed.notes
+
+
+def test_a_seed_may_make_the_groups(tmp_path: Path) -> None:
+    runs = [
+        _run(tmp_path / f"{a}{b}", [a + b / 10.0], seeds={"random_seed": 1, "init": a, "order": b})
+        for a, b in itertools.product((1, 2), (1, 2, 3))
+    ]
+    found = compare(*runs, by="init")
+    assert found.by == "seeds.init"
+    assert found.paired["error (last)"].mean == pytest.approx(-1.0)
+
+
+def test_parts_of_the_variance_of_a_crossed_design(tmp_path: Path) -> None:
+    seeds = random.Random(5)
+    inits = [seeds.gauss(0, 2) for _ in range(12)]
+    orders = [seeds.gauss(0, 1) for _ in range(12)]
+    runs = [
+        _run(
+            tmp_path / f"{a}-{b}",
+            [one + other + seeds.gauss(0, 0.1)],
+            seeds={"random_seed": 1, "init": a, "order": b},
+        )
+        for (a, one), (b, other) in itertools.product(enumerate(inits), enumerate(orders))
+    ]
+    parts = compare(*runs).parts["error (last)"]
+    assert set(parts.variances) == {"seeds.init", "seeds.order"}
+    assert parts.variances["seeds.init"] == pytest.approx(scipy.stats.tvar(inits), rel=0.05)
+    assert parts.variances["seeds.order"] == pytest.approx(scipy.stats.tvar(orders), rel=0.05)
+    assert parts.rest == pytest.approx(0.01, rel=0.5)
+    assert compare(*runs[:-1]).parts == {}
+
+
+def test_the_parts_are_those_of_a_worked_example() -> None:
+    """Rows 1 and 2 differ by 2, columns by 1, and one cell by 0.4 more."""
+    levels = [(a, b) for a in (0, 1) for b in (0, 1, 2)]
+    values = [2.0 * a + b + (0.4 if (a, b) == (1, 2) else 0.0) for a, b in levels]
+    found = split_variance(["a", "b"], levels, values)
+    # What rows and columns leave of one cell, with two degrees of freedom.
+    rest = sum((0.4 * x * y) ** 2 for x in (1 / 2, -1 / 2) for y in (2 / 3, -1 / 3, -1 / 3)) / 2
+    assert found.rest == pytest.approx(rest)
+    square = 3 * 2 * ((2 + 0.4 / 3) / 2) ** 2
+    assert found.variances["a"] == pytest.approx((square - rest) / 3)
+
+
+def test_what_makes_groups_is_found_by_its_name(grid: list[Path]) -> None:
+    assert compare(*grid, by="--lr").by == "--lr"
+    assert list(compare(*grid, by="precision").groups) == ["fp32"]
+    assert compare(*grid, by="random_seed").by == "seeds.random_seed"
+    assert len(compare(*grid, by="command").groups) == 2
+    with pytest.raises(ArgumentError, match=r"no run has 'color'.*seeds\.random_seed"):
+        compare(*grid, by="color")
+
+
+def test_a_name_of_several_entries_is_refused(tmp_path: Path) -> None:
+    facts = [{"data": {"seed": n}, "other": {"seed": 1}} for n in (1, 2)]
+    runs = [_run(tmp_path / str(n), [1.0], **each) for n, each in enumerate(facts)]
+    with pytest.raises(ArgumentError, match=r"may be data\.seed or other\.seed"):
+        compare(*runs, by="seed")
+
+
+def test_what_is_doubtful_is_said(tmp_path: Path) -> None:
+    first = _run(tmp_path / "first", [1.0])
+    second = _run(tmp_path / "second", [1.0])
+    bad = _run(tmp_path / "bad", [math.nan], seeds={"random_seed": 2})
+    lone = tmp_path / "lone"
+    write_ledger(lone, [3.0, 4.0])
+    (lone / "ledger.jsonl").write_bytes(
+        b"".join((lone / "ledger.jsonl").read_bytes().splitlines(keepends=True)[:-1])
+    )
+    notes = compare(first, second, bad, lone).notes
+    assert "first and second have equal ledgers: they are one result, not two" in notes
+    assert "error (last) is not finite, and left out, in: bad" in notes
+    assert "without error (last): lone" in notes
+    assert "lone has not ended" in notes
+    assert any(note.startswith("lone: There is no manifest") for note in notes)
+    assert compare(lone, first, bad).varying == {"seeds.random_seed": ["unknown", "1", "2"]}
+
+
+def test_bad_calls_are_refused(
+    tmp_path: Path, grid: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ArgumentError, match="at least two runs, each once"):
+        compare(grid[0])
+    with pytest.raises(ArgumentError, match="at least two runs, each once"):
+        compare(grid[0], grid[0] / "ledger.jsonl")
+    with pytest.raises(LedgerError, match="no run"):
+        compare(grid[0], tmp_path / "missing")
+    assert main(["compare", str(grid[0]), str(tmp_path / "missing")]) == 2
+    assert main(["compare", *map(str, grid), "--html", "x.txt"]) == 2
+    assert "must end in .html" in capsys.readouterr().err
+
+
+def test_the_command_shows_all_of_it(
+    grid: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    words = ["compare", *map(str, grid), "--by", "lr", "--html", str(page)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"error \(last\) +0\.1 +3 +2\.\d+ +\d\.\d+ +-?\d.* to \d", out)
+    assert "pairs of equal seeds, --lr: 0.1 minus 0.2:" in out
+    assert re.search(r"error \(last\) +seeds\.random_seed +\d\.\d+ +9\d%", out)
+    read = Page(page.read_text("utf-8"))
+    assert "--lr: 0.1 minus 0.2, run by run of equal seeds." in read.words
+    # Two groups of each of three numbers, and the differences of each.
+    assert read.tags.count("svg") == 9
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["estimates"]["error (last)"]["0.1"]["n"] == 3
+    assert document["by"] == "--lr"

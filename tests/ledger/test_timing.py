@@ -1,0 +1,123 @@
+"""The times of a run: few lines, which cost a run nothing and stop none."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helios.ledger.timing import FILE_NAME, Timing, read_timing
+from helios.storage import files
+from tests.support.runs import Setting, train
+from tests.support.warned import collect_warnings
+
+SETTING = Setting(total_steps=6, chkpt_frequency=3, valid_frequency=2)
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+def _train_on(timing: Timing, clock: Clock, iterations: range, *, step: float) -> None:
+    timing.begin(iterations.start - 1)
+    for iteration in iterations:
+        clock.time += step
+        timing.note(iteration)
+    timing.close()
+
+
+def test_a_run_has_its_start_its_times_and_all_scores(tmp_path: Path) -> None:
+    train(tmp_path, SETTING)
+    found = read_timing(tmp_path / "small")
+    (start,) = found.starts
+    assert (start["iteration"], start["processes"]) == (0, 1)
+    (stretch,) = found.lines
+    assert (stretch["iteration"], stretch["iterations"]) == (6, 6)
+    assert stretch["memory"] > 1 << 20
+    assert [line["iteration"] for line in found.scores] == [2, 4, 6]
+    assert "improved" in found.scores[0]
+    train(tmp_path, dataclasses.replace(SETTING, total_steps=9))
+    found = read_timing(tmp_path / "small")
+    assert [start["iteration"] for start in found.starts] == [0, 6]
+    assert [line["iterations"] for line in found.lines] == [6, 3]
+
+
+def test_with_ledger_off_there_are_no_times(tmp_path: Path) -> None:
+    train(tmp_path, dataclasses.replace(SETTING, options={"ledger": "off"}))
+    assert not (tmp_path / "small" / FILE_NAME).exists()
+
+
+@pytest.mark.parametrize("step", [0.005, 12.0])
+def test_a_million_iterations_stay_below_two_megabytes(step: float, tmp_path: Path) -> None:
+    """Notes come every 64 iterations, or at every save."""
+    clock = Clock()
+    timing = Timing(tmp_path, processes=4, clock=clock)
+    timing.begin(0)
+    for iteration in range(64, 1_000_001, 64):
+        clock.time += 64 * step
+        timing.note(iteration)
+    timing.close()
+    assert (tmp_path / FILE_NAME).stat().st_size < 300_000
+    found = read_timing(tmp_path)
+    assert found.seconds == pytest.approx(1_000_000 * step)
+    assert sum(line["iterations"] for line in found.lines) == 1_000_000
+    assert 200 < len(found.lines) < 3_000
+
+
+def test_saves_at_every_iteration_add_no_lines(tmp_path: Path) -> None:
+    clock = Clock()
+    timing = Timing(tmp_path, processes=1, clock=clock)
+    _train_on(timing, clock, range(1, 101), step=1.0)
+    assert [line["iteration"] for line in read_timing(tmp_path).lines] == list(range(10, 101, 10))
+
+
+def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> None:
+    clock = Clock()
+    timing = Timing(tmp_path, processes=1, clock=clock)
+    _train_on(timing, clock, range(1, 31), step=1.0)
+    timing.begin(10)
+    timing.add_scores(20, {"score": 1.0}, has_improved=True)
+    # A kill closes nothing.
+    timing = Timing(tmp_path, processes=2, clock=clock)
+    _train_on(timing, clock, range(11, 31), step=2.0)
+    found = read_timing(tmp_path)
+    assert [line["iteration"] for line in found.lines] == [10, 15, 20, 25, 30]
+    assert found.seconds == 70.0
+    assert found.scores == []
+    timing.begin(0)
+    assert read_timing(tmp_path).seconds == 0.0
+
+
+def test_scores_that_json_does_not_have_are_read_again(tmp_path: Path) -> None:
+    timing = Timing(tmp_path, processes=1)
+    timing.begin(0)
+    timing.add_scores(1, {"a": float("nan"), "b": float("inf"), "c": 0.5}, has_improved=False)
+    json.loads((tmp_path / FILE_NAME).read_text().splitlines()[1], parse_constant=pytest.fail)
+    (line,) = read_timing(tmp_path).scores
+    assert [repr(score) for score in line["scores"].values()] == ["nan", "inf", "0.5"]
+
+
+def test_a_disk_that_refuses_times_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = files.write
+
+    def refuse(handle: Any, data: Any) -> int:
+        if Path(handle.name).name == FILE_NAME:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data)
+
+    monkeypatch.setattr(files, "write", refuse)
+    with collect_warnings() as said:
+        assert train(tmp_path, SETTING).has_ended
+    assert len([text for text in said if FILE_NAME in text]) == 1

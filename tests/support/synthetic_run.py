@@ -1,0 +1,70 @@
+"""Files of runs that nobody has trained: as long as a test wants them, in little time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from helios.ledger import book, lineage, timing
+from helios.ledger.line import VERSION, seal, write_float
+from helios.ledger.manifest.manifest_file import Manifest, Section, write_manifest
+
+
+def write_ledger(folder: Path, losses: Sequence[float], *, names: Sequence[str] = ("loss",)) -> str:
+    """Write a ledger with these losses, and return the hash of its last line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = {"ledger": VERSION, "run": "00", "every": 1000, "after": 0}
+    data, chain = seal(json.dumps(head, separators=(",", ":"))[:-1], "")
+    rate = write_float(0.001)
+    with (folder / book.FILE_NAME).open("wb") as handle:
+        handle.write(data)
+        for number, loss in enumerate(losses, 1):
+            digits = write_float(loss)
+            parts = ",".join(f'{json.dumps(name)}:"{digits}"' for name in names)
+            body = (
+                f'{{"at":[1,{number},{number}],"data":["0123456789abcdef","0123456789abcdef"],'
+                f'"loss":{{{parts}}},"lr":["{rate}"]'
+            )
+            data, chain = seal(body, chain)
+            handle.write(data)
+        data, chain = seal(f'{{"at":[1,{len(losses)},{len(losses)}],"end":1', chain)
+        handle.write(data)
+    return chain
+
+
+def write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write a file of JSON lines; each gets a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = [{"time": "2026-01-02T03:04:05+00:00", **line} for line in lines]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in whole))
+
+
+def write_run(
+    folder: Path,
+    facts: Mapping[str, Any],
+    *,
+    scores: Mapping[str, Sequence[float]],
+    losses: Sequence[float] = (1.0, 0.5),
+) -> Path:
+    """Write a run with a ledger, a manifest of one start, and the scores of validations."""
+    write_ledger(folder, losses)
+    write_manifest(folder, Manifest("00", [Section({"host": "here"}, dict(facts))]))
+    count = max(map(len, scores.values()), default=0)
+    best, lines = math.inf, [{"iteration": 0, "host": "here", "processes": 1}]
+    for number in range(count):
+        line: dict[str, Any] = {"iteration": number + 1}
+        line["scores"] = {name: values[number] for name, values in scores.items()}
+        first = next(iter(line["scores"].values()))
+        if first < best:
+            best, line["improved"] = first, True
+        lines.append(line)
+    write_lines(folder / timing.FILE_NAME, lines)
+    return folder
+
+
+def write_lineage(folder: Path, *events: Mapping[str, Any]) -> None:
+    """Write the lineage of a run."""
+    write_lines(folder / lineage.FILE_NAME, events)
