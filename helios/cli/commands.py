@@ -21,9 +21,9 @@ FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 _COMMANDS = (ls, inspect, verify, diff, replay, report, compare, pack, export, migrate)
 _WIDTH = 80
 _EPILOG = """\
-Nothing in a file is ever executed, except the script of replay, and ls, inspect,
-verify, diff and replay write no files. All commands take --json: one document
-on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
+Nothing in a file is ever executed, except the script of replay. Only report,
+compare, pack, export and migrate write files. All commands take --json: one
+document on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
 """
 
 

@@ -304,7 +304,7 @@ def test_a_run_with_planted_infinities_resumes_everywhere(
     resume_everywhere(lambda folder: train(folder, setting, Scales("scales")), tmp_path)
     assert all(len(set(found)) == 1 for found in scales.values()), scales
     assert len({found[0] for found in scales.values()}) >= 4
-    assert max(map(len, scales.values())) > 3
+    assert max(map(len, scales.values())) > 2
 
 
 class Pair(helios.Model):

@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,7 @@ class Log:
 
     def __init__(self, logger: RowLogger) -> None:
         self.logger = logger
+        logger.context = SimpleNamespace(is_replay=False)  # type: ignore[assignment]
         logger.setup()
         logger.on_fit_start()
 
