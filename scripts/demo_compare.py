@@ -369,8 +369,11 @@ def demonstrate(undisturbed: Run, killed: Run, num_kills: int, seed: int) -> int
     _print_table(rows, num_kills)
     has_differed = _compare_ledgers(undisturbed, killed)
     draw(undisturbed, killed, folder / "losses.png")
+    command = ["report", str(_shown(killed.folder)), "--out", str(_shown(folder / "report.html"))]
+    print(f"\n  $ helios {' '.join(command)}", flush=True)
+    report_code = commands.main(command)
     has_learnt = undisturbed.accuracy >= 0.97
-    is_equal = all(row[-1] for row in rows) and has_differed
+    is_equal = all(row[-1] for row in rows) and has_differed and report_code == 0
     print(f"\n  Both loss curves:  {_shown(folder / 'losses.png')}")
     print(f"  TensorBoard:       .venv/bin/tensorboard --logdir {_shown(folder)}\n")
     if not has_learnt:
