@@ -12,7 +12,7 @@ of a stretch         ``time``, last ``iteration``, ``iterations`` and ``seconds`
 of a validation      ``time``, ``iteration``, ``scores``, and ``improved`` if they have
 ===================  =======================================================================
 
-A stretch takes at least 10 seconds and a 200th of the time since the start, so the file stays
+A stretch takes at least a second and a 100th of the time since the start, so the file stays
 small. Iterations that are repeated after a kill occur twice; readers take the last.
 """
 
@@ -34,7 +34,7 @@ from helios.ledger.lineage import host
 from helios.protocols import Clock
 
 FILE_NAME = "timing.jsonl"
-_SECONDS, _SHARE = 10.0, 200
+_SECONDS, _SHARE = 1.0, 100
 
 
 @final

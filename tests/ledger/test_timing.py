@@ -77,22 +77,22 @@ def test_a_million_iterations_stay_below_two_megabytes(step: float, tmp_path: Pa
 def test_saves_at_every_iteration_add_no_lines(tmp_path: Path) -> None:
     clock = Clock()
     timing = Timing(tmp_path, processes=1, clock=clock)
-    _train_on(timing, clock, range(1, 101), step=1.0)
-    assert [line["iteration"] for line in read_timing(tmp_path).lines] == list(range(10, 101, 10))
+    _train_on(timing, clock, range(1, 101), step=0.25)
+    assert [line["iteration"] for line in read_timing(tmp_path).lines] == list(range(4, 101, 4))
 
 
 def test_repeated_iterations_count_once_but_their_time_does(tmp_path: Path) -> None:
     clock = Clock()
     timing = Timing(tmp_path, processes=1, clock=clock)
-    _train_on(timing, clock, range(1, 31), step=1.0)
-    timing.begin(10)
+    _train_on(timing, clock, range(1, 31), step=0.125)
+    timing.begin(8)
     timing.add_scores(20, {"score": 1.0}, has_improved=True)
     # A kill closes nothing.
     timing = Timing(tmp_path, processes=2, clock=clock)
-    _train_on(timing, clock, range(11, 31), step=2.0)
+    _train_on(timing, clock, range(9, 33), step=0.25)
     found = read_timing(tmp_path)
-    assert [line["iteration"] for line in found.lines] == [10, 15, 20, 25, 30]
-    assert found.seconds == 70.0
+    assert [line["iteration"] for line in found.lines] == [8, 12, 16, 20, 24, 28, 32]
+    assert found.seconds == 3.75 + 6.0
     assert found.scores == []
     timing.begin(0)
     assert read_timing(tmp_path).seconds == 0.0
