@@ -2334,7 +2334,7 @@ FAULTS = (
     Fault(
         "each iteration has a line of times",
         "helios/ledger/timing.py",
-        "_SECONDS, _SHARE = 10.0, 200",
+        "_SECONDS, _SHARE = 1.0, 100",
         "_SECONDS, _SHARE = 0.0, 200_000",
         "tests/ledger/test_timing.py::test_a_million_iterations_stay_below_two_megabytes",
     ),

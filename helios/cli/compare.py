@@ -10,7 +10,8 @@ from helios.cli import output
 from helios.cli.output import Column
 from helios.cli.report import find_target
 from helios.errors import LedgerError, UsageError
-from helios.ledger.run_comparison import RunComparison, compare
+from helios.ledger import compare
+from helios.ledger.run_comparison import RunComparison
 from helios.ledger.summary.comparison_page import (
     HEAD,
     describe_estimate,

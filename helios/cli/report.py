@@ -9,7 +9,7 @@ from typing import Any
 from helios.checkpoint.status import Condition, Status, examine_folder
 from helios.cli import output
 from helios.errors import ArgumentError, LedgerError, UsageError
-from helios.ledger.reports import report
+from helios.ledger import report
 from helios.ledger.summary.run_facts import find_run
 from helios.storage import files
 

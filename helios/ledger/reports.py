@@ -33,7 +33,7 @@ _UNSAID = "unknown"
 
 @dataclass
 class RunReport:
-    """The result of :func:`report`.
+    """The result of ``helios.ledger.report``.
 
     Attributes:
         folder: the folder of the run.
@@ -52,18 +52,8 @@ class RunReport:
         return {"folder": str(self.folder), **self.document.as_dict()}
 
 
-def report(run: str | Path, checkpoints: Sequence[Mapping[str, Any]] | None = None) -> RunReport:
-    """Make the report of a run.
-
-    Args:
-        run: the folder of the run, or its ledger.
-        checkpoints: facts about each checkpoint that is still there: ``name``, ``state``,
-            ``epoch``, ``iteration``, ``level``, ``digest`` and ``metrics``. ``None`` if they were
-            not looked at: the report then has those that the lineage names.
-
-    Raises:
-        LedgerError: if there is no run, or if one of its files cannot be read.
-    """
+def make_report(run: str | Path, checkpoints: Sequence[Mapping[str, Any]] | None) -> RunReport:
+    """Make the report of a run; see ``helios.ledger.report``."""
     facts = read_run(run)
     maker = _Maker(facts, checkpoints)
     for points in _POINTS:

@@ -29,7 +29,7 @@ _ALL = "all"
 
 @dataclass
 class RunComparison:
-    """The result of :func:`compare`.
+    """The result of ``helios.ledger.compare``.
 
     Attributes:
         runs: the names of the runs.
@@ -63,19 +63,8 @@ class RunComparison:
         return {**vars(self), "estimates": estimates, "paired": paired, "parts": parts}
 
 
-def compare(*runs: str | Path, by: str | None = None) -> RunComparison:
-    """Compare the results of runs.
-
-    Args:
-        runs: the folders of at least two runs.
-        by: what groups them: an argument of the command, an option, an entry of the manifest such
-            as ``seeds.random_seed``, or a topic. ``None`` for one group.
-
-    Raises:
-        ArgumentError: for fewer than two runs, for one that is named twice, or if no run has
-            ``by``.
-        LedgerError: if a run has no evidence, or if it cannot be read.
-    """
+def compare_runs(runs: Sequence[str | Path], *, by: str | None) -> RunComparison:
+    """Compare the results of runs; see ``helios.ledger.compare``."""
     found = [read_run(run) for run in runs]
     folders = [run.folder.resolve() for run in found]
     if len(set(folders)) != len(folders) or len(folders) < 2:
