@@ -46,7 +46,7 @@ def find_turn(
 
     >>> turn = find_turn(5, num_replicas=4, num_processes=3, accumulation_steps=1)
     >>> turn.replica, turn.owner, turn.auditor, turn.third
-    (1, 0, 1, 2)
+    (1, 0, 2, 1)
     """
     lap, replica = divmod(number, num_replicas)
     block = blocks(num_processes, num_replicas)

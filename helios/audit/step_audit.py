@@ -168,7 +168,7 @@ class StepAudit:
         if loss._version != own.version:  # noqa: SLF001 - torch has no public counter
             own.reason = "a hook changes the loss in place"
         if own.inputs:
-            own.generators = read_generators(session.engine.device)
+            own.generators = read_generators(session.model, session.engine.device)
         self._begin_watch(own)
         session.engine.backward_loss(loss, inputs)
         self._end_watch(own)
@@ -290,8 +290,9 @@ class StepAudit:
         if self._is_strict:
             raise AuditError(
                 f"{text} Check the hardware that is named. If the arithmetic is not deterministic "
-                "there, pass Trainer(enable_deterministic=True). To continue after a mismatch, "
-                'pass Audit(on_mismatch="warn").'
+                "there, pass Trainer(enable_deterministic=True). If train_step changes a variable "
+                "outside of the model and depends on it, move the variable into the model. "
+                'To continue after a mismatch, pass Audit(on_mismatch="warn").'
             )
         _LOGGER.warning("Audit: %s Training continues with the first gradient.", text)
 
@@ -328,7 +329,7 @@ class StepAudit:
             StepInputs.read(own.inputs, session.engine.device).put(session)
             loss = self._forward(session.context.batch)
             trace.hold_gradients(leaves_of(loss))
-            set_generators(own.generators)
+            set_generators(session.model, own.generators)
             session.engine.backward_loss(loss, None)
             second = GradientCopy.take(parameters)
         if after is not None:

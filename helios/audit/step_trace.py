@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,27 +13,50 @@ import torch
 from torch import Tensor
 
 from helios.core import rng
+from helios.core.generators import (
+    Generator,
+    is_generator,
+    load_generator,
+    state_of_generator,
+)
 from helios.distributed import pickling
+from helios.model.model import Model
 from helios.replicas.module_buffers import BufferPlaces
 from helios.session import Session
 from helios.terminal import root_logger as log
 
 
-def read_generators(device: torch.device) -> dict[str, Any]:
+def read_generators(model: Model, device: torch.device) -> dict[str, Any]:
     """Return the states of all generators, of this process's device only."""
     state = rng.get_rng_state_dict() | {"legacy": np.random.get_state()}
+    state["global"] = [state_of_generator(each) for each in _find_global(model)]
     if "cuda" in state:
         state["cuda"] = state["cuda"][device.index or 0]
     return state
 
 
-def set_generators(state: Mapping[str, Any]) -> None:
+def set_generators(model: Model, state: Mapping[str, Any]) -> None:
     """Set all generators, as :func:`read_generators` has found them, here or in another process."""
     state = dict(state)
     np.random.set_state(state.pop("legacy"))
+    for generator, each in zip(_find_global(model), state.pop("global"), strict=False):
+        load_generator(generator, each)
     if "cuda" in state:
         state["cuda"] = [state["cuda"]] * torch.cuda.device_count()
     rng.load_rng_state_dict(state)
+
+
+def _find_global(model: Model) -> list[Generator]:
+    """Return the generators among the globals of the modules that define model and networks."""
+    parts = [
+        model,
+        *(part for each in model.discovery.modules().values() for part in each.modules()),
+    ]
+    names = {kind.__module__ for part in parts for kind in type(part).__mro__}
+    own = sorted(name for name in names if name.partition(".")[0] not in ("builtins", "torch"))
+    modules = [vars(sys.modules[name]) for name in own if name in sys.modules]
+    found = [each[name] for each in modules for name in sorted(each) if is_generator(each[name])]
+    return list({id(each): each for each in found}.values())
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,7 @@ class StepInputs:
                 batch,
                 losses,
                 [value if value is None else value.detach() for value in buffers],
-                read_generators(session.engine.device),
+                read_generators(session.model, session.engine.device),
             )
         )
 
@@ -87,7 +111,7 @@ class StepInputs:
         session.model.loss_items.clear()
         session.model.loss_items.update(self.losses)
         BufferPlaces(session.model.discovery.modules().values()).put(self.buffers)
-        set_generators(self.generators)
+        set_generators(session.model, self.generators)
 
 
 @final
@@ -118,7 +142,7 @@ class StepTrace:
         """
         session, context = self._session, self._session.context
         replica, batch = session.turns.replica, context.batch
-        generators, legacy = rng.get_rng_state_dict(), np.random.get_state()
+        generators = read_generators(session.model, session.engine.device)
         places = BufferPlaces(session.model.discovery.modules().values())
         buffers = places.copies()
         tables = [_HeldTable(table) for table in session.model.tables.values()]
@@ -136,8 +160,7 @@ class StepTrace:
             for leaf, gradient in self._gradients.values():
                 leaf.grad = gradient
             session.turns.replica, context.batch = replica, batch
-            np.random.set_state(legacy)
-            rng.load_rng_state_dict(generators)
+            set_generators(session.model, generators)
 
 
 @final

@@ -77,7 +77,7 @@ def run(namespace: argparse.Namespace) -> int:
     except HeliosError as error:
         raise UsageError(str(error)) from error
     found = request.result
-    if found is None:
+    if found is None or request.failure is not None:
         raise UsageError(str(request.failure or f"{script} {_describe_lack(request)}"))
     if request.rank == 0:
         if namespace.json:
@@ -117,9 +117,10 @@ def _run_script(words: list[str]) -> None:
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     try:
         runpy.run_path(words[0], run_name="__main__")
-    except SystemExit:
+    except SystemExit as end:
         # How most scripts end; whether there is a result is seen then.
-        pass
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
     except HeliosError:
         raise
     except Exception as error:
@@ -131,7 +132,10 @@ def _run_script(words: list[str]) -> None:
 
 def _describe_lack(request: ReplayRequest) -> str:
     if request.save_name is None:
-        return "ended without a call of Trainer.fit. Pass the script of a training."
+        return (
+            "ended without a call of Trainer.fit. Pass the script of a training, and after -- the "
+            "arguments that the run was started with."
+        )
     skipped = ", ".join(request.skipped) or "none"
     return (
         f"has no call of fit for a model whose save_name is {request.save_name!r}; its calls were: "

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -102,11 +103,11 @@ class TensorDigests:
 
     def begin_turn(self, iteration: int) -> None:
         """Take the digests of the generators before the step of the next replica."""
-        if iteration == 1 and self._is_writer and not self._turns:
-            self._initial = self._read_weights()
         batch = self._batches[len(self._turns)]
         states = self._read_generators()
         self._turns.append(_Turn(batch, {name: _digest(state) for name, state in states.items()}))
+        if iteration == 1 and self._is_writer and len(self._turns) == 1:
+            self._initial = self._read_weights()
 
     def take_gradients(self, optimizer: Optimizer) -> None:
         """Take the digests of averaged gradients, before they are clipped."""
@@ -135,9 +136,8 @@ class TensorDigests:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take the digests of the gradients of a step that the model makes itself."""
-        if self._averaged is optimizer:
-            self._averaged = None
-        elif self._turns:
+        # The step of an update may call that of an optimizer that it wraps.
+        if self._averaged is None and self._turns:
             self._take(optimizer)
 
     def _take(self, optimizer: Optimizer) -> None:
@@ -152,7 +152,8 @@ class TensorDigests:
                 self._gradients[place] = _digest(weight.grad)
 
     def _read_weights(self) -> dict[str, str]:
-        return {name: _digest(weight) for name, weight in self._find_weights().items()}
+        weights = self._find_weights().items()
+        return {name: _digest(weight) for name, weight in weights if not is_lazy(weight)}
 
 
 def _digest(value: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -232,6 +233,30 @@ def test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_fro
         trainer = make_trainer(tmp_path / name, setting, audit=audit)
         with collect_warnings() as warnings:
             trainer.fit(Running(setting, tmp_path / name, never), ElasticData(setting))
+        assert [text for text in warnings if "udit" in text] == []
+    assert_same(read_bits(tmp_path / "audited"), read_bits(tmp_path / "plain"))
+
+
+GENERATOR = np.random.default_rng(0)
+"""A generator that a step uses, outside of its model."""
+
+
+class DrawingFromGlobals(FaultyModel):
+    """Its loss depends on a generator among the globals of its module."""
+
+    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
+        return super().train_step(batch, state) * (1 + GENERATOR.random())
+
+
+def test_a_generator_among_the_globals_is_put_back(tmp_path: Path) -> None:
+    setting = Elastic(num_replicas=1, total_steps=4, options=NO_VALIDATION)
+    begin = GENERATOR.bit_generator.state
+    for name, audit in (("plain", None), ("audited", OFTEN)):
+        GENERATOR.bit_generator.state = begin
+        (tmp_path / name).mkdir()
+        trainer = make_trainer(tmp_path / name, setting, audit=audit)
+        with collect_warnings() as warnings:
+            trainer.fit(DrawingFromGlobals(setting, tmp_path / name, never), ElasticData(setting))
         assert [text for text in warnings if "udit" in text] == []
     assert_same(read_bits(tmp_path / "audited"), read_bits(tmp_path / "plain"))
 

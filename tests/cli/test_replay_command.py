@@ -223,6 +223,50 @@ def test_a_script_that_catches_the_error_does_not_hide_it(
     assert "has no ledger" in capsys.readouterr().err
 
 
+TWICE = """
+import sys, torch, helios
+from torch.utils.data import TensorDataset
+
+
+class Data(helios.DataModule):
+    def setup(self):
+        x = torch.linspace(-1, 1, 8).unsqueeze(1)
+        self._train_dataset = self._create_dataset(TensorDataset(x, x), helios.DataLoaderParams(4))
+
+
+class Line(helios.Model):
+    def setup(self, fast_init=False):
+        self.net = torch.nn.Linear(1, 1)
+        self.opt = torch.optim.SGD(self.net.parameters(), 0.1)
+
+    def train_step(self, batch, state):
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        self.loss_items["loss"] = loss.detach()
+        return loss * (3 if self.save_name == sys.argv[2] else 1)
+
+
+for name in ("first", "second"):
+    try:
+        options = {"total_steps": 2, "chkpt_frequency": 1, "print_banner": False, "use_cpu": True}
+        helios.Trainer(chkpt_root=sys.argv[1], **options).fit(Line(name), Data())
+    except BaseException:
+        pass
+sys.exit("the end of the script")
+"""
+
+
+def test_a_script_that_catches_its_end_keeps_the_first_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, rest = tmp_path / "twice.py", ["--start", "0", "--", str(tmp_path / "runs")]
+    script.write_text(TWICE)
+    subprocess.run([sys.executable, script, tmp_path / "runs", "none"], capture_output=True)
+    for changed in ("none", "first"):
+        code = main(["replay", str(script), *rest, changed])
+        assert code == (changed == "first")
+    assert "the end of the script" in capsys.readouterr().err
+
+
 def test_a_script_that_is_missing_is_wrong_usage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,11 @@ class ReplayRequest:
     rank: int = 0
     current: ClassVar[ReplayRequest | None] = None
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether the call that is waited for has come."""
+        return self.result is not None or self.failure is not None
+
     def takes(self, phase: Phase, save_name: str) -> bool:
         """Return whether a call is the one to replay; any other one is noted as skipped."""
         is_fit, wanted = phase is Phase.TRAINING, self.save_name
