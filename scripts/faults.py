@@ -132,14 +132,14 @@ FAULTS = (
     Fault(
         "an audit draws other random numbers than the step",
         "helios/audit/step_trace.py",
-        "        set_generators(self.generators)",
+        "        set_generators(session.model, self.generators)",
         "        pass",
         f"{AUDITS}::test_an_audited_run_has_the_bits_and_the_events_of_one_that_is_not",
     ),
     Fault(
         "an audit leaves the generators where the repeated step has left them",
         "helios/audit/step_trace.py",
-        "            rng.load_rng_state_dict(generators)",
+        "            set_generators(session.model, generators)",
         "            pass",
         f"{AUDITS}::test_hooks_after_an_audit_draw_the_same_random_numbers",
     ),
@@ -2164,7 +2164,7 @@ FAULTS = (
     Fault(
         "a strict start accepts another program",
         "helios/startup/building/run_manifest.py",
-        "        if found:\n            topics",
+        "        if changes:\n            topics",
         "        if False:\n            topics",
         "tests/ledger/test_starts.py::test_a_strict_start_refuses_what_may_change_the_training",
     ),

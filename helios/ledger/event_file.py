@@ -38,11 +38,13 @@ class EventFile:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append a line of plain values."""
-        text = json.dumps(line, ensure_ascii=False)
+        text = ""
         try:
+            text = json.dumps(line, ensure_ascii=False)
             with self._lock:
-                self._append(f"{text}\n".encode())
-        except OSError as error:
+                # A name that is no text becomes an escape of JSON.
+                self._append(f"{text}\n".encode("utf-8", "backslashreplace"))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             if not self._has_failed:
                 self._has_failed = True
                 _LOGGER.warning(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helios.errors import LedgerError
 from helios.ledger.manifest.environment import (
@@ -31,7 +32,7 @@ from helios.ledger.manifest.manifest_file import (
     read_manifest,
     write_manifest,
 )
-from helios.ledger.manifest.source_files import hash_sources
+from helios.ledger.manifest.source_files import hash_absent, hash_sources
 
 FACTS: dict[str, Any] = {
     "command": {"script": "train.py", "arguments": ["--lr", "1"]},
@@ -88,7 +89,15 @@ def test_without_a_file_there_is_no_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"manifest": 1}', '{"manifest": 1, "run": "", "sections": []}', "3"],
+    [
+        *("", "{", "[]", "3"),
+        '{"manifest": 1}',
+        '{"manifest": 1, "run": "", "sections": []}',
+        '{"manifest": 1, "run": "", "sections": [{"start": "x", "facts": {}}]}',
+        '{"manifest": 1, "run": "", "sections": [{"start": {}, "facts": {"versions": 5}}]}',
+        '{"manifest": 1, "run": "", "sections": [{"start": {}, "facts": {"imported": 5}}]}',
+        '{"manifest": 1, "run": "", "sections": [{"start": {}, "facts": {"code": {"a": {}}}}]}',
+    ],
 )
 def test_a_damaged_manifest_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(text)
@@ -174,7 +183,7 @@ def _import(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     module = types.ModuleType("a_module_of_the_test")
     module.__file__ = str(path)
     monkeypatch.setitem(sys.modules, "a_module_of_the_test", module)
-    return hash_sources(lambda seconds: None)["a_module_of_the_test"]
+    return hash_sources(sys.modules.copy(), lambda seconds: None)["a_module_of_the_test"]
 
 
 def test_comments_and_docstrings_change_the_text_only(
@@ -197,8 +206,56 @@ def test_a_source_that_cannot_be_parsed_has_the_hash_of_its_text(
     assert set(_import(tmp_path / "net.py", "class (", monkeypatch)) == {"file", "text"}
 
 
+def test_a_source_that_is_too_deep_or_too_long_has_the_hash_of_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("deep", "x = " + " + ".join(['"a"'] * 3000)), ("long", "x = 1\n" * 40_000)):
+        assert set(_import(tmp_path / f"{name}.py", text, monkeypatch)) == {"file", "text"}
+
+
+def test_a_module_that_is_not_imported_yet_is_compared_by_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "late.py"
+    before = {"a_module_of_the_test": _import(path, "x = 1\n", monkeypatch)}
+    assert hash_absent(before, {}) == before
+    assert hash_absent(before, before) == {}
+    path.write_text("x = 22\n")
+    assert hash_absent(before, {})["a_module_of_the_test"]["code"] != "x"
+    assert hash_absent(before, {}) != before
+    path.unlink()
+    assert hash_absent(before, {}) == {}
+
+
+NEW_NAMES = """
+import torch
+from helios.ledger.manifest.environment import describe_switches
+{setting}
+found = describe_switches()
+assert found["default_dtype"] == "torch.float32", found
+print(found.get("matmul_fp32_precision"))
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="older PyTorch")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        'torch.backends.cuda.matmul.fp32_precision = "tf32"',
+        'torch.backends.fp32_precision = "tf32"',
+        'torch.backends.cudnn.rnn.fp32_precision = "ieee"',
+        'torch.backends.mkldnn.matmul.fp32_precision = "bf16"',
+        'torch.set_default_device("meta")',
+    ],
+)
+def test_settings_by_their_new_names_stop_nothing(setting: str) -> None:
+    # A setting of the whole process, which cannot be taken back.
+    text = NEW_NAMES.format(setting=setting)
+    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True)
+
+
 def test_installed_packages_and_the_standard_library_are_no_sources() -> None:
-    found = hash_sources(lambda seconds: None)
+    found = hash_sources(sys.modules.copy(), lambda seconds: None)
     assert __name__ in found
     assert not {"torch", "numpy", "json", "helios", "helios.trainer"} & set(found)
 
@@ -209,7 +266,7 @@ def test_installed_distributions_are_found_with_their_versions() -> None:
     found = find_distributions(tuple(sys.path))
     assert found["torch"] == metadata.version("torch")
     assert found["numpy"] == metadata.version("numpy")
-    imported = find_imported(tuple(sys.path))
+    imported = find_imported(tuple(sys.path), sys.modules.copy())
     assert {"torch", "numpy", "pytest"} <= set(imported) <= set(found)
 
 
@@ -223,7 +280,7 @@ def test_a_module_of_another_name_belongs_to_its_distribution(tmp_path: Path) ->
         (tmp_path / name / file).write_text(text)
     folders = (str(tmp_path), str(tmp_path / "missing"))
     assert find_distributions(folders) == {"absent": "1.0", "pil-low": "11.0", "py-yaml": "6.0"}
-    assert find_imported(folders) == ["pil-low", "py-yaml"]
+    assert find_imported(folders, sys.modules.copy()) == ["pil-low", "py-yaml"]
 
 
 def test_only_variables_that_may_change_numbers_are_recorded(
@@ -231,13 +288,13 @@ def test_only_variables_that_may_change_numbers_are_recorded(
 ) -> None:
     for name in ("MKL_CBWR", "HF_TOKEN", "CUDA_HOME", "TORCH_NCCL_KEY", "PYTHONHASHSEED"):
         monkeypatch.setenv(name, "1")
-    found = describe_environment()["environment"]
+    found = describe_environment(sys.modules.copy())["environment"]
     assert {"MKL_CBWR", "PYTHONHASHSEED"} <= set(found)
     assert not {"HF_TOKEN", "CUDA_HOME", "TORCH_NCCL_KEY", "PATH"} & set(found)
 
 
 def test_everything_is_a_plain_value_and_nothing_is_none() -> None:
-    text = json.dumps(describe_environment() | {"switches": describe_switches()})
+    text = json.dumps(describe_environment(sys.modules.copy()) | {"switches": describe_switches()})
     assert "null" not in text
 
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,15 @@ from helios.checkpoint.store import RunFolder
 from helios.errors import ArgumentError, RunMismatchError
 from helios.ledger import diff, lineage, timing, verify
 from helios.ledger.lineage import read_lineage
-from helios.ledger.manifest.manifest_file import FILE_NAME, Manifest, read_manifest
+from helios.ledger.manifest.manifest_file import (
+    FILE_NAME,
+    Manifest,
+    Section,
+    read_manifest,
+    write_manifest,
+)
 from helios.plugins import Plugin
+from helios.startup.building import run_manifest
 from helios.state import TrainingState
 from helios.storage import codec, files
 from tests.support import elastic
@@ -113,7 +121,9 @@ def test_a_strict_start_refuses_what_may_change_the_training(
     train(tmp_path, SETTING)
     before = {path.name: path.read_bytes() for path in (tmp_path / "small").iterdir()}
     monkeypatch.setenv(VARIABLE, "3")
-    with pytest.raises(RunMismatchError, match=rf"{VARIABLE}: - -> 3.*allow_changes=\('environ"):
+    with pytest.raises(
+        RunMismatchError, match=rf"{VARIABLE}: - -> 3.*allow_changes=\(.environment"
+    ):
         train(tmp_path, _strict(LONGER))
     assert {path.name: path.read_bytes() for path in (tmp_path / "small").iterdir()} == before
     train(tmp_path, _strict(LONGER, allow_changes=("environment",)))
@@ -153,12 +163,11 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: s
         helios.Trainer(total_steps=1, **options)
 
 
-@pytest.mark.parametrize("is_strict", [False, True])
-def test_a_damaged_manifest_is_renamed(is_strict: bool, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_renamed(tmp_path: Path) -> None:
     train(tmp_path, SETTING)
     (tmp_path / "small" / FILE_NAME).write_text("{")
     with collect_warnings() as said:
-        train(tmp_path, _strict(LONGER) if is_strict else LONGER)
+        train(tmp_path, LONGER)
     assert any("damaged" in text for text in said)
     assert (tmp_path / "small" / "run.before-1.json").read_text() == "{"
     assert len(_manifest(tmp_path).sections) == 1
@@ -198,12 +207,10 @@ def test_a_disk_that_refuses_the_manifest_stops_no_training(
 def test_facts_that_cannot_be_found_stop_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from helios.startup.building import run_manifest
-
     def fail() -> None:
         raise ZeroDivisionError("of the test")
 
-    monkeypatch.setattr(run_manifest, "describe_environment", fail)
+    monkeypatch.setattr(run_manifest, "describe_environment", lambda modules: fail())
     with collect_warnings() as said:
         train(tmp_path, SETTING)
     assert any("of the test" in text for text in said)
@@ -362,3 +369,80 @@ def test_all_processes_refuse_what_rank_0_has_found(tmp_path: Path) -> None:
     assert all(VARIABLE in text for text in run_ranks(_start_strictly, 2, tmp_path, 3))
     (events,) = (list(read_lineage(path.parent)) for path in tmp_path.glob("*/lineage.jsonl"))
     assert [event["processes"] for event in events if "processes" in event] == [2]
+
+
+def test_no_checkpoint_is_committed_before_the_section_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, seen = files.replace, []
+
+    def note(source: Path, target: Path) -> None:
+        if target.suffix == ".pth":
+            seen.append((target.parent / FILE_NAME).exists())
+        replace(source, target)
+
+    def describe(folder: Path) -> dict[str, Any]:
+        time.sleep(0.5)
+        return {}
+
+    monkeypatch.setattr(files, "replace", note)
+    monkeypatch.setattr(run_manifest, "_describe_git", describe)
+    train(tmp_path, SETTING)
+    assert seen == [True] * 2
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged", "unreadable facts"])
+def test_a_strict_start_needs_something_to_compare_with(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, SETTING)
+    path = tmp_path / "small" / FILE_NAME
+    if harm == "missing":
+        path.unlink()
+    elif harm == "damaged":
+        path.write_text("{")
+    else:
+        monkeypatch.setattr(run_manifest, "hash_sources", lambda modules, rest: 1 / 0)
+    with pytest.raises(RunMismatchError, match=r'cannot compare.*"warn" once'):
+        train(tmp_path, _strict(LONGER))
+    train(tmp_path, LONGER)
+
+
+def test_a_start_is_compared_with_the_one_that_has_written_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, SETTING)
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, "3")
+        with pytest.raises(KeyError):
+            train(tmp_path, LONGER, Leave(5, KeyError("before any checkpoint")))
+    assert len(_manifest(tmp_path).sections) == 2
+    with collect_warnings() as said:
+        train(tmp_path, _strict(LONGER))
+    # The plugin of the test was no part of the first start.
+    assert said == []
+
+
+def test_names_that_are_no_text_stop_no_training(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    events = lineage.Lineage(tmp_path)
+    events.add(lineage.SAVE, checkpoint=name)
+    (event,) = read_lineage(tmp_path)
+    assert event["checkpoint"] == name
+    manifest = Manifest("run", [Section({}, {"command": {"script": name}})])
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+
+
+class SilentError(Exception):
+    """An error without a text."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_an_error_without_a_text_stays_the_error_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(SilentError):
+        train(tmp_path, SETTING, Leave(2, SilentError()))
+    (cause,) = [each["cause"] for each in read_lineage(tmp_path / "small") if "cause" in each]
+    assert cause == "SilentError"

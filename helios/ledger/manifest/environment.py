@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,17 @@ _FLAGS = re.compile(r"(?:avx|amx|fma|f16c|sse4|bmi|asimd|sve|bf16|fphp)\w*")
 _DISTRIBUTION = re.compile(r"(.+?)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 
-def describe_environment() -> dict[str, Any]:
-    """Return everything that can be read without a training, by topic."""
+def describe_environment(modules: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that can be read without a training, by topic.
+
+    Args:
+        modules: the imported modules by name.
+    """
     folders = tuple(sys.path)
     return {
         "versions": _describe_versions(),
         "libraries": find_distributions(folders),
-        "imported": find_imported(folders),
+        "imported": find_imported(folders, modules),
         "system": _describe_system(),
         "gpu": _describe_gpus(),
         "environment": _describe_variables(),
@@ -49,25 +53,46 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_switches() -> dict[str, Any]:
-    """Return the settings of PyTorch that change bits, as this thread has them now."""
-    cudnn, cuda, cpu = torch.backends.cudnn, torch.backends.cuda.matmul, torch.backends.mkldnn
-    return {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "fill_uninitialized_memory": bool(deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
-        "cudnn_deterministic": cudnn.deterministic,
-        "cudnn_benchmark": cudnn.benchmark,
-        "cudnn_tf32": cudnn.allow_tf32,
-        "matmul_tf32": cuda.allow_tf32,
-        "fp16_reduced_precision": bool(cuda.allow_fp16_reduced_precision_reduction),
-        "bf16_reduced_precision": bool(cuda.allow_bf16_reduced_precision_reduction),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "onednn": bool(cpu.enabled),
-        "flush_denormal": bool(torch.tensor(1e-40).mul(1.0).item() == 0.0),
-        "default_dtype": str(torch.get_default_dtype()),
-        "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
-    }
+    """Return the settings of PyTorch that change bits, as this thread has them now.
+
+    PyTorch refuses to read a setting by its old name once the new one was used: then it is left
+    out, and the new one is there.
+    """
+    found = {}
+    for name, read in _SWITCHES.items():
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found[name] = read()
+    return found
+
+
+_SWITCHES: Mapping[str, Callable[[], Any]] = {
+    "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
+    "fill_uninitialized_memory": lambda: bool(deterministic.fill_uninitialized_memory),  # type: ignore[attr-defined]
+    "cudnn_deterministic": lambda: torch.backends.cudnn.deterministic,
+    "cudnn_benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cudnn_tf32": lambda: torch.backends.cudnn.allow_tf32,
+    "matmul_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "fp32_precision": lambda: torch.backends.fp32_precision,  # type: ignore[attr-defined]
+    "matmul_fp32_precision": lambda: torch.backends.cuda.matmul.fp32_precision,
+    "cudnn_conv_fp32_precision": lambda: torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+    "cudnn_rnn_fp32_precision": lambda: torch.backends.cudnn.rnn.fp32_precision,  # type: ignore[attr-defined]
+    "onednn_matmul_fp32_precision": lambda: torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+    "fp16_reduced_precision": lambda: bool(
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    ),
+    "bf16_reduced_precision": lambda: bool(
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    ),
+    "matmul_precision": torch.get_float32_matmul_precision,
+    "onednn": lambda: bool(torch.backends.mkldnn.enabled),
+    "flush_denormal": lambda: bool(
+        (torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0).item() == 0.0
+    ),
+    "default_dtype": lambda: str(torch.get_default_dtype()),
+    "threads": torch.get_num_threads,
+    "interop_threads": torch.get_num_interop_threads,
+}
 
 
 def _describe_versions() -> dict[str, str]:
@@ -105,9 +130,9 @@ def _list_distributions(folders: tuple[str, ...]) -> Iterator[tuple[re.Match[str
                     yield match, path
 
 
-def find_imported(folders: tuple[str, ...]) -> list[str]:
-    """Return the normalized names of the distributions of which this process has a module."""
-    present = {name.partition(".")[0] for name in sys.modules.copy()}
+def find_imported(folders: tuple[str, ...], modules: Iterable[str]) -> list[str]:
+    """Return the normalized names of the distributions that some modules belong to."""
+    present = {name.partition(".")[0] for name in modules}
     owners = _find_modules(folders)
     return sorted(name for name, modules in owners.items() if not present.isdisjoint(modules))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-import threading
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from helios.ledger.manifest.scrubbing import scrub
 _MOST_CHARACTERS = 50_000
 _MOST_BYTES = 8 << 20
 _SECONDS = 10.0
-# A repository may configure programs to run; none of them is run, and no file is locked.
+# No file is locked, and no program runs that a repository configures, except its filters, such as
+# that of git-lfs, without which its files would look changed.
 _COMMAND = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=")
 
 
@@ -63,27 +64,20 @@ def _describe_patch(folder: Path) -> dict[str, Any]:
 
 def _run(folder: Path, *arguments: str) -> bytes | None:
     """Return the output of a git command, at most 8 MiB; ``None`` if it fails."""
-    try:
-        process = subprocess.Popen(
-            [*_COMMAND, *arguments],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-    except OSError:
-        return None
-    with process:
-        # A repository on a network disk that does not answer must not hold up the end of the run.
-        timer = threading.Timer(_SECONDS, process.kill)
-        timer.daemon = True
-        timer.start()
+    # A loader worker that is forked meanwhile would keep a pipe open, but not a file.
+    with tempfile.TemporaryFile() as output:
         try:
-            assert process.stdout is not None
-            output = process.stdout.read(_MOST_BYTES)
-            is_cut = len(output) == _MOST_BYTES
-            if is_cut:
-                process.kill()
-            return output if process.wait() == 0 or is_cut else None
-        finally:
-            timer.cancel()
+            # A repository on a disk that does not answer must not hold up the end of the run.
+            subprocess.run(
+                [*_COMMAND, *arguments],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                timeout=_SECONDS,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        output.seek(0)
+        return output.read(_MOST_BYTES)

@@ -54,7 +54,9 @@ class Manifest:
             sections.append({"start": section.start, key: make_patch(before, section.facts)})
             before = section.facts
         content = {"manifest": VERSION, "run": self.run, "sections": sections}
-        return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        # Names that are no text, such as those of files, become escapes of JSON.
+        return text.encode("utf-8", "backslashreplace").decode()
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -76,6 +78,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         for section in content["sections"]:
             patch = section["changed"] if found.sections else section["facts"]
             facts = apply_patch(facts, patch)
+            _check_types(section["start"], facts)
             found.sections.append(Section(section["start"], facts))
         found.sections[-1]
     except FileNotFoundError:
@@ -86,6 +89,21 @@ def read_manifest(folder: Path) -> Manifest | None:
             "without it."
         ) from error
     return found
+
+
+def _check_types(start: Any, facts: Mapping[str, Any]) -> None:
+    """Check what readers rely on; raises ``TypeError`` or ``LookupError``."""
+    tables = {name: value for name, value in facts.items() if name != "imported"}
+    if not all(isinstance(value, dict) for value in (start, *tables.values())):
+        raise TypeError("a topic is no table")
+    if not all(isinstance(name, str) for name in [*facts.get("imported", [])]):
+        raise TypeError("imported must be a list of names")
+    for entry in facts.get("code", {}).values():
+        for name in ("file", "text"):
+            if not isinstance(entry[name], str):
+                raise TypeError(f"{name} of a source file must be a text")
+    if not all(isinstance(each, dict) for each in facts.get("parameters", {}).values()):
+        raise TypeError("parameters must be a table of tables")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -10,43 +10,72 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_MOST_PARSED = 200_000
 _PACKAGE = __name__.partition(".")[0]
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
-def hash_sources(rest: Callable[[float], None]) -> dict[str, dict[str, str]]:
-    """Return hashes of the source files of all imported modules outside of installed packages.
+def hash_sources(
+    modules: Mapping[str, Any], rest: Callable[[float], None]
+) -> dict[str, dict[str, str]]:
+    """Return hashes of the source files of imported modules outside of installed packages.
 
     Args:
+        modules: the imported modules by name.
         rest: called after each file with the seconds that it took; may sleep, so that a training
             continues meanwhile.
 
     Returns:
         For each module its ``file``, the hash of its ``text``, and that of its ``code``: of the
-        syntax tree without comments and docstrings.
+        syntax tree without comments and docstrings, if the file has at most 200 kB.
     """
     found: dict[str, dict[str, str]] = {}
-    for name, path in sorted(_list_sources()):
+    for name, path in sorted(_list_sources(modules)):
         begin = time.perf_counter()
-        try:
-            status = Path(path).stat()
-            hashes = _hash_file(path, status.st_mtime_ns, status.st_size)
-        except OSError:
-            continue
-        found[name] = {"file": _shorten(path), **hashes}
+        hashes = _hash_present(path)
+        if hashes is not None:
+            found[name] = {"file": _shorten(path), **hashes}
         rest(time.perf_counter() - begin)
     return found
 
 
-def _list_sources() -> Iterator[tuple[str, str]]:
+def hash_absent(
+    before: Mapping[str, Mapping[str, str]], present: Mapping[str, Any]
+) -> dict[str, dict[str, str]]:
+    """Return hashes of files that an earlier start had imported and this one has not, or not yet.
+
+    Args:
+        before: what :func:`hash_sources` has returned in the earlier start.
+        present: what it has returned in this one.
+    """
+    found = {}
+    for name, entry in before.items():
+        if name not in present:
+            path = Path(entry["file"])
+            path = path.expanduser() if path.parts[:1] == ("~",) else find_script_folder() / path
+            hashes = _hash_present(str(path))
+            if hashes is not None:
+                found[name] = {"file": entry["file"], **hashes}
+    return found
+
+
+def _hash_present(path: str) -> dict[str, str] | None:
+    try:
+        status = Path(path).stat()
+        return _hash_file(path, status.st_mtime_ns, status.st_size)
+    except OSError:
+        return None
+
+
+def _list_sources(modules: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the names and source files of modules that are not installed."""
     library = f"{sysconfig.get_path('stdlib')}{os.sep}"
-    for name, module in sys.modules.copy().items():
+    for name, module in modules.items():
         path = _find_source(module)
         if path is None or _INSTALLED.search(path) or path.startswith(library):
             continue
@@ -90,12 +119,16 @@ def _shorten(path: str) -> str:
 def _hash_file(path: str, _changed_at: int, _size: int) -> dict[str, str]:
     data = Path(path).read_bytes()
     found = {"text": hashlib.sha256(data).hexdigest()[:16]}
+    # Parsing holds the interpreter, and would delay the first steps.
+    if len(data) > _MOST_PARSED:
+        return found
     try:
         tree = ast.parse(data)
+        _drop_docstrings(tree)
+        text = ast.dump(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return found
-    _drop_docstrings(tree)
-    return found | {"code": hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]}
+    return found | {"code": hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]}
 
 
 def _drop_docstrings(tree: ast.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ class RunEvidence:
         """Add an error that ends the training to the lineage; a start that is refused adds none."""
         if not self._is_open:
             return
-        self._add(lineage.ERROR, cause=scrub(f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]))
+        self._add(lineage.ERROR, cause=_describe(error))
 
     def _add(self, event: str, **details: Any) -> None:
         if self._events is not None:
@@ -136,8 +136,14 @@ class RunEvidence:
         return self._ledger.mark()
 
     def before_commit(self) -> None:
-        """Wait until the lines of the ledger are on the disk; raises ``OSError``."""
+        """Wait until ledger and manifest are on the disk.
+
+        Raises:
+            OSError: if lines of the ledger cannot be written.
+        """
         self._ledger.sync()
+        if self._manifest is not None:
+            self._manifest.settle()
 
     def after_commit(self, path: Path) -> None:
         """Add a committed checkpoint to the lineage."""
@@ -150,9 +156,7 @@ class RunEvidence:
 
     def after_failure(self, path: Path, error: Exception) -> None:
         """Add a checkpoint that could not be written to the lineage."""
-        self._add(
-            lineage.FAILED_SAVE, checkpoint=path.name, cause=f"{type(error).__name__}: {error}"
-        )
+        self._add(lineage.FAILED_SAVE, checkpoint=path.name, cause=_describe(error))
 
     def close(self) -> None:
         """Write what waits, and close the files."""
@@ -163,13 +167,21 @@ class RunEvidence:
             self._manifest.close()
 
 
+def _describe(error: BaseException) -> str:
+    """Return an error as text without secrets, whatever its own text is."""
+    try:
+        return scrub(f"{type(error).__name__}: {error}")[:_MOST_CHARACTERS]
+    except Exception:
+        return type(error).__name__
+
+
 def make_evidence(
     start: Start,
     model: Model,
     replicas: Replicas,
     definition: Mapping[str, Any],
     *,
-    facts: Mapping[str, Any],
+    describe: Callable[[], Mapping[str, Any]],
     options: CheckpointOptions,
 ) -> RunEvidence:
     """Return the evidence of a run; no file is opened yet.
@@ -179,12 +191,14 @@ def make_evidence(
         model: the model.
         replicas: the replicas of the run; rank 0 writes.
         definition: what defines the run.
-        facts: what is known of this start, by topic.
+        describe: returns what is known of this start, by topic.
         options: what may differ from the last start.
     """
     assert start.folder is not None
     folder = start.folder.path
-    is_resume = start.loaded is not None and not start.is_branch
+    after = None
+    if start.loaded is not None and not start.is_branch:
+        after = start.loaded.record.place[1]
     timing = Timing(folder, processes=replicas.num_processes) if replicas.rank == 0 else None
     ledger = make_ledger(start, model, replicas, definition, level=options.ledger, timing=timing)
     manifest = events = None
@@ -193,8 +207,8 @@ def make_evidence(
         manifest = RunManifest(
             folder,
             ledger.run,
-            facts,
-            is_resume=is_resume,
+            describe,
+            after=after,
             allowed=options.allow_changes,
             is_strict=options.reproducibility == "strict",
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from helios.ledger.manifest.manifest_file import (
     read_manifest,
     write_manifest,
 )
-from helios.ledger.manifest.source_files import find_script_folder, hash_sources
+from helios.ledger.manifest.source_files import find_script_folder, hash_absent, hash_sources
 from helios.storage import files
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_NAMED = 8
 # The training has the processor for most of the time while files are parsed.
 _REST = 4.0
+_PATIENCE = 60.0
 
 
 @functools.cache
@@ -41,8 +43,8 @@ class RunManifest:
     Args:
         folder: the run's folder.
         run: hash of the run's definition.
-        known: facts of this start, by topic; the thread adds what takes time to find out.
-        is_resume: whether the run continues from a checkpoint in this folder.
+        describe: returns what is known of this start, by topic; the thread adds what takes time.
+        after: the iteration of the checkpoint that the run continues from; ``None`` for a new run.
         allowed: topics and options that may differ.
         is_strict: whether a difference that may change the training refuses the start.
     """
@@ -51,25 +53,30 @@ class RunManifest:
         self,
         folder: Path,
         run: str,
-        known: Mapping[str, Any],
+        describe: Callable[[], Mapping[str, Any]],
         *,
-        is_resume: bool,
+        after: int | None,
         allowed: Sequence[str],
         is_strict: bool,
     ) -> None:
         self.changes: list[ManifestChange] = []
         self._folder = folder
         self._run = run
-        self._facts = dict(known)
+        self._facts: dict[str, Any] = {}
         self._start: dict[str, Any] = {}
-        self._is_resume = is_resume
+        self._after = after
         self._allowed = frozenset(allowed)
         self._is_strict = is_strict
         self._manifest: Manifest | None = None
         self._is_damaged = False
+        self._failures: list[str] = []
+        self._add(describe)
+        # What is imported later is no fact of the start.
+        self._modules = sys.modules.copy()
         self._hurries = threading.Event()
         self._is_gathered = threading.Event()
         self._is_decided = threading.Event()
+        self._is_written = threading.Event()
         self._thread = threading.Thread(target=self._work, name="helios-manifest", daemon=True)
         self._thread.start()
 
@@ -77,19 +84,26 @@ class RunManifest:
         """Refuse the start if it is strict and a difference may change the training.
 
         Raises:
-            RunMismatchError: naming all such differences.
+            RunMismatchError: naming all such differences, or why there is nothing to compare with.
         """
-        if not self._is_strict or not self._is_resume:
+        if not self._is_strict or self._after is None:
             return
         self._hurries.set()
-        self._is_gathered.wait()
-        found = [str(each) for each in self._select(Effect.TRAJECTORY)]
-        if found:
-            topics = sorted({each.topic for each in self._select(Effect.TRAJECTORY)})
+        self._is_gathered.wait(_PATIENCE)
+        if self._failures or self._manifest is None:
+            why = "; ".join(self._failures) or f"there is no {FILE_NAME} in {self._folder}"
+            raise RunMismatchError(
+                'Trainer(reproducibility="strict") cannot compare this start with the one that '
+                f"has written the checkpoint: {why}. If you know that nothing has changed, pass "
+                'reproducibility="warn" once.'
+            )
+        changes = self._select(Effect.TRAJECTORY)
+        if changes:
+            topics = sorted({each.topic for each in changes})
             raise RunMismatchError(
                 'Trainer(reproducibility="strict") refuses to resume, because what may change the '
-                f"training differs from the last start: {'; '.join(found)}. Undo the change, or "
-                f"allow it with Trainer(allow_changes=({', '.join(map(repr, topics))},))."
+                f"training has changed since the checkpoint was written: {_list(changes)}. Undo "
+                f"the change, or allow it with Trainer(allow_changes=({_quote(topics)},))."
             )
 
     def open(self, start: Mapping[str, Any]) -> None:
@@ -101,44 +115,73 @@ class RunManifest:
         self._start = dict(start)
         self._is_decided.set()
 
+    def settle(self) -> None:
+        """Wait until the section of this start is on the disk: no checkpoint is without one."""
+        self._hurries.set()
+        self._is_written.wait(_PATIENCE)
+
     def close(self) -> None:
         """Wait until the file is written; if the start was refused, it stays as it is."""
         self._hurries.set()
         self._is_decided.set()
-        self._thread.join()
+        self._thread.join(_PATIENCE)
 
     def _work(self) -> None:
         try:
             self._gather()
-        except Exception as error:
-            # No evidence is worth a training.
-            _LOGGER.warning("Not all facts for %s could be found: %r.", FILE_NAME, error)
         finally:
             self._is_gathered.set()
         self._is_decided.wait()
-        if self._start:
-            self._report()
-            self._write()
+        try:
+            if self._start:
+                self._report()
+                self._write()
+        finally:
+            self._is_written.set()
+
+    def _add(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Add facts; no evidence is worth a training, so no error may end it."""
+        try:
+            self._facts |= describe()
+        except Exception as error:
+            self._failures.append(f"not all facts of this start could be found ({error!r})")
 
     def _gather(self) -> None:
-        if self._is_resume:
-            self._read()
-        self._facts |= describe_environment()
-        git = _describe_git(find_script_folder())
-        self._facts |= {"git": git} if git else {}
-        self._facts["code"] = hash_sources(lambda seconds: self._rest(seconds))
-        if self._manifest is not None and self._manifest.sections:
-            self.changes = compare_facts(self._manifest.sections[-1].facts, self._facts)
+        if self._after is not None:
+            self._add(self._read)
+        self._add(lambda: describe_environment(self._modules))
+        self._add(self._describe_git)
+        self._add(lambda: {"code": hash_sources(self._modules, self._rest)})
+        self._add(self._compare)
+
+    def _describe_git(self) -> dict[str, Any]:
+        found = _describe_git(find_script_folder())
+        return {"git": found} if found else {}
+
+    def _compare(self) -> dict[str, Any]:
+        """Compare this start with the one that has written the checkpoint."""
+        if self._manifest is None or self._after is None:
+            return {}
+        sections = self._manifest.sections
+        # A start from this iteration or a later one has written no checkpoint of it.
+        writers = [each for each in sections if each.start.get("iteration", 0) < self._after]
+        before = (writers or sections[:1])[-1].facts
+        code = dict(self._facts.get("code", {}))
+        code |= hash_absent(before.get("code", {}), code)
+        self._facts["code"] = code
+        self.changes = compare_facts(before, self._facts)
+        return {}
 
     def _rest(self, seconds: float) -> None:
         self._hurries.wait(_REST * seconds)
 
-    def _read(self) -> None:
+    def _read(self) -> dict[str, Any]:
         try:
             self._manifest = read_manifest(self._folder)
         except LedgerError as error:
             self._is_damaged = True
-            _LOGGER.warning("%s It is renamed, and a new one begins with this start.", error)
+            self._failures.append(str(error))
+        return {}
 
     def _select(self, effect: Effect) -> list[ManifestChange]:
         """Return the changes of an effect that the user has not allowed."""
@@ -150,18 +193,18 @@ class RunManifest:
         ]
 
     def _report(self) -> None:
+        for text in self._failures:
+            _LOGGER.warning("%s is incomplete: %s", FILE_NAME, text)
         for effect, text in (
             (Effect.TRAJECTORY, "what may change the training"),
             (Effect.ROUNDING, "what may change the rounding of numbers"),
         ):
-            found = [f"{each} ({each.reason})" for each in self._select(effect)]
+            found = self._select(effect)
             if found:
-                more = len(found) - _MOST_NAMED
                 _LOGGER.warning(
-                    "This start differs from the last one in %s: %s%s.",
+                    "This start differs from the one that has written the checkpoint in %s: %s.",
                     text,
-                    "; ".join(found[:_MOST_NAMED]),
-                    f"; and {more} more, see {FILE_NAME}" if more > 0 else "",
+                    _list(found),
                 )
 
     def _write(self) -> None:
@@ -172,7 +215,7 @@ class RunManifest:
                 target = files.rename_aside(self._folder / FILE_NAME)
                 _LOGGER.warning("Renamed the earlier %s to %s.", FILE_NAME, target.name)
             write_manifest(self._folder, manifest)
-        except OSError as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             _LOGGER.warning(
                 "The manifest %s could not be written: %s. The training does not depend on it.",
                 self._folder / FILE_NAME,
@@ -181,10 +224,21 @@ class RunManifest:
 
     def _is_of_another_run(self) -> bool:
         """Whether a new run finds the manifest of another one, whose checkpoints are gone."""
-        if self._is_resume or not (self._folder / FILE_NAME).exists():
+        if self._after is not None or not (self._folder / FILE_NAME).exists():
             return False
         try:
             found = read_manifest(self._folder)
         except LedgerError:
             return True
         return found is not None and found.run != self._run
+
+
+def _list(changes: Sequence[ManifestChange]) -> str:
+    """Return changes as text, with their reasons."""
+    shown = "; ".join(f"{each} ({each.reason})" for each in changes[:_MOST_NAMED])
+    more = len(changes) - _MOST_NAMED
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def _quote(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

@@ -16,6 +16,7 @@ from helios.data.datamodule import DataModule
 from helios.data.source import Source
 from helios.ledger.manifest.environment import describe_switches
 from helios.ledger.manifest.scrubbing import scrub_arguments
+from helios.ledger.manifest.source_files import find_script_folder
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.startup.options.trainer_options import TrainerOptions
@@ -76,7 +77,7 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         pairs = ((_as_plain(name), _as_plain(each)) for name, each in value.items())
         return {str(name): each for name, each in pairs if each is not None}
-    if isinstance(value, Sequence | set | frozenset):
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
         return [_as_plain(each) for each in value]
     return _name_type(value)
 
@@ -99,12 +100,16 @@ def _describe_options(options: TrainerOptions) -> dict[str, Any]:
 
 
 def _describe_command() -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "script": sys.argv[0],
+        "script_folder": str(find_script_folder()),
         "arguments": scrub_arguments(sys.argv[1:]),
         "python": sys.executable,
         "folder": str(Path.cwd()),
     }
+    spec = vars(sys.modules["__main__"]).get("__spec__")
+    # python -m package.module; a rank that was started by the script has its name, too.
+    return found if spec is None else found | {"module": spec.name.removesuffix(".__main__")}
 
 
 def _count_parameters(network: nn.Module) -> dict[str, int]:

@@ -257,15 +257,20 @@ class FitRun(Run):
         """Return what the run records of itself; ``None`` for nothing."""
         if self._start.folder is None or not self.options.checkpoints.writes_ledger:
             return None
-        facts = describe_start(self.options, self.model, self.datamodule, self.plugins, source)
-        facts |= {"processes": {"number": self.replicas.num_processes}}
-        facts |= {"level": {"level": reproducibility.level.value, "text": str(reproducibility)}}
+
+        def describe() -> dict[str, Any]:
+            return {
+                **describe_start(self.options, self.model, self.datamodule, self.plugins, source),
+                "processes": {"number": self.replicas.num_processes},
+                "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
+            }
+
         return make_evidence(
             self._start,
             self.model,
             self.replicas,
             identity,
-            facts=facts,
+            describe=describe,
             options=self.options.checkpoints,
         )
 
