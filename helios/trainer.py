@@ -106,6 +106,10 @@ class Trainer:
             changed in a way that may change the training; ``"warn"`` warns.
         seeds: seeds of single sources of random numbers, in place of ``random_seed``:
             ``"init"`` (the model's ``setup``), ``"order"``, ``"augmentation"`` and ``"training"``.
+        rewind_to: go back, once, to the newest checkpoint at or before this iteration. Later ones
+            are moved to ``before-<date>/``.
+        skip_batches: iterations, as the ledger numbers them before the rewind, whose batches are
+            not trained on again.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -168,6 +172,8 @@ class Trainer:
         ledger: Literal["steps", "full", "off"] = "steps",
         reproducibility: Literal["warn", "strict"] = "warn",
         seeds: Mapping[SeedSource, int] | None = None,
+        rewind_to: int | None = None,
+        skip_batches: Sequence[int] = (),
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
@@ -205,6 +211,8 @@ class Trainer:
                 on_incomplete=on_incomplete,
                 ledger=ledger,
                 reproducibility=reproducibility,
+                rewind_to=rewind_to,
+                skip_batches=skip_batches,
             ),
             signals=as_signals(signals),
             engine=EngineOptions(

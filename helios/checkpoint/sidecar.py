@@ -39,9 +39,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "missing": (dict,),
     "claims": (list,),
     "ledger": (dict, type(None)),
+    "rewinds": (list,),
 }
 # Keys that earlier versions did not write.
-_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None}
+_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None, "rewinds": []}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Sidecar:
         missing: what training has changed and the checkpoint lacks: path and reason.
         claims: components that the level takes at their word.
         ledger: length and hash of the run's ledger up to here; ``None`` without one.
+        rewinds: the rewinds that the run has carried out, the oldest first.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -90,6 +92,7 @@ class Sidecar:
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     claims: list[str] = dataclasses.field(default_factory=list)
     ledger: dict[str, Any] | None = None
+    rewinds: list[Any] = dataclasses.field(default_factory=list)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -128,6 +131,7 @@ class Sidecar:
             missing=record.missing,
             claims=record.claims,
             ledger=record.ledger,
+            rewinds=record.rewinds,
         )
 
     def to_json(self) -> str:
@@ -136,6 +140,8 @@ class Sidecar:
         extra = table.pop("extra")
         if self.ledger is None:
             del table["ledger"]
+        if not self.rewinds:
+            del table["rewinds"]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
         plain = json_value(extra | table)
         return json.dumps(plain | {_CHECK: _checksum(plain)}, indent=2, allow_nan=False) + "\n"

@@ -37,7 +37,7 @@ __all__ = [
 
 _LOGGER = logging.getLogger(__name__)
 # What a run records of itself, also of earlier starts.
-_EVIDENCE = ("ledger*.jsonl", "lineage.jsonl", "run.json", "run.before-*.json")
+_EVIDENCE = ("ledger*.jsonl", "lineage.jsonl", "run.json", "run.before-*.json", "rewinds*.json")
 
 
 @dataclasses.dataclass(frozen=True)

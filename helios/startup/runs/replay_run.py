@@ -55,7 +55,7 @@ class ReplayRun(FitRun):
     def _load_start(self) -> None:
         path = self._stretch.checkpoint
         loaded = None if path is None else loading.load(path, self._safe_types(), maps=True)
-        self._start = Start(loaded=loaded, is_branch=True)
+        self._start = Start(loaded=loaded, is_branch=True, rewinds=self._stretch.rewinds)
 
     def _safe_types(self) -> list[Any]:
         return self.model.types_for_safe_load()
