@@ -91,9 +91,7 @@ def read_plans(folder: Path) -> list[RewindPlan]:
     try:
         entries = json.loads(path.read_text("utf-8")) if path.exists() else []
         return [
-            RewindPlan(
-                Rewind.from_plain(each), each["checkpoint"], each["digest"], each["folder"]
-            )
+            RewindPlan(Rewind.from_plain(each), each["checkpoint"], each["digest"], each["folder"])
             for each in entries
         ]
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,9 +190,16 @@ def _find_places(
         if last in wanted:
             found.append((cursor.epoch, cursor.batch))
         cursor.batch += 1
-    if min(skip) <= after or max(skip) > last:
-        rule = f"iterations from {after + 1}, after {loaded.path.name}, to {last}, the last in it"
-        raise refusal("skip_batches", f"{rule} and in {path}", skip, "Correct them, or rewind_to.")
+    if max(skip) == last + 1:
+        # An iteration that ended with an error has no line. Its batch may be in the next epoch,
+        # whose first one `settle` finds, because here the length of an epoch is unknown.
+        while (cursor.epoch, cursor.batch) in known:
+            cursor.batch += 1
+        found.append((cursor.epoch, cursor.batch))
+    if len(found) < len(skip):
+        rule = f"iterations from {after + 1}, after {loaded.path.name}, to {last + 1}"
+        rule += f", the one after the last in {path}"
+        raise refusal("skip_batches", rule, skip, "Correct them, or rewind_to.")
     return tuple(found)
 
 
@@ -243,6 +251,35 @@ def _move_later(folder: RunFolder, plan: RewindPlan) -> None:
         len(later),
         target,
     )
+
+
+def settle(
+    rewinds: Sequence[Rewind], plans: Sequence[RewindPlan], source: Source
+) -> tuple[list[Rewind], list[RewindPlan]]:
+    """Return rewinds and plans with places that exist: after the end of an epoch is the next one.
+
+    Args:
+        rewinds: all rewinds of the run.
+        plans: how some of them are carried out.
+        source: the training data.
+    """
+    number = source.num_batches()
+    settled: dict[Rewind, Rewind] = {}
+    taken: set[tuple[int, int]] = set()
+    for rewind in rewinds:
+        places = tuple(_find_existing(place, number, taken) for place in rewind.places)
+        settled[rewind] = replace(rewind, places=places)
+        taken.update(places)
+    return list(settled.values()), [replace(p, rewind=settled[p.rewind]) for p in plans]
+
+
+def _find_existing(
+    place: tuple[int, int], number: int | None, taken: set[tuple[int, int]]
+) -> tuple[int, int]:
+    if number is None or place[1] < number:
+        return place
+    following = ((place[0] + 1, batch) for batch in range(number))
+    return next((each for each in following if each not in taken), place)
 
 
 def apply_rewinds(rewinds: Sequence[Rewind], source: Source) -> None:

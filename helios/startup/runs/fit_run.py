@@ -24,7 +24,12 @@ from helios.startup.building.start_facts import describe_start
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
-from helios.startup.checkpoint_search.rewinding import apply_rewinds, carry_out, check_order
+from helios.startup.checkpoint_search.rewinding import (
+    apply_rewinds,
+    carry_out,
+    check_order,
+    settle,
+)
 from helios.startup.checkpoint_search.run_folder import lock_folder, require_writable
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import Plan, describe_processes
@@ -290,7 +295,9 @@ class FitRun(Run):
                 f"saved, so a checkpoint could not resume exactly. {source.remedy} Or omit "
                 "chkpt_frequency."
             )
-        apply_rewinds(self._start.rewinds, source)
+        start = self._start
+        start.rewinds, start.plans = settle(start.rewinds, start.plans, source)
+        apply_rewinds(start.rewinds, source)
         return source
 
     def _load(self, session: Session, record: Record) -> None:
