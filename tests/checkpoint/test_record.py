@@ -215,9 +215,10 @@ def test_a_file_that_says_little_gets_defaults() -> None:
 
 
 def test_keys_that_say_nothing_are_not_written() -> None:
-    absent = {"log_path", "run_path", "events", "ledger", "migrated_from"}
+    absent = {"log_path", "run_path", "events", "ledger", "rewinds", "migrated_from"}
     assert set(KEYS) - Record.from_payload(LEAST).to_payload().keys() == absent
     says = {"log_path": "a", "run_path": "b", "events": None, "ledger": {}, "migrated_from": ""}
+    says["rewinds"] = [{}]
     assert set(KEYS) == Record.from_payload(LEAST | says).to_payload().keys()
 
 

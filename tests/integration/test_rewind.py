@@ -24,7 +24,7 @@ from tests.support import elastic, tier
 from tests.support.elastic import Elastic
 from tests.support.kills import KillAt, KillAtFileOperation, run_in_child, train_in_child
 from tests.support.quiet import Quiet
-from tests.support.resume import assert_equal_ledgers, iteration_of
+from tests.support.resume import assert_equal, assert_equal_ledgers, copy_checkpoint, iteration_of
 from tests.support.runs import (
     NUM_SAMPLES,
     WIDTH,
@@ -79,7 +79,9 @@ def again(
 ) -> tuple[Path, Outcome]:
     """Return the same run, rewound to iteration 4 without the batches of 6, 7 and 12."""
     root = _copy(spiked[0], tmp_path_factory.mktemp("again") / "run")
-    return root, train(root, rewound(STEPS, 5, 6, 7, 12))
+    setting = rewound(STEPS, 5, 6, 7, 12)
+    setting.options["reproducibility"] = "strict"
+    return root, train(root, setting)
 
 
 class _Plain(Dataset):
@@ -181,6 +183,24 @@ def test_what_changes_no_bit_changes_no_line_of_a_rewound_run(
     root = _copy(spiked[0], tmp_path / "run")
     train(root, rewound(STEPS, 4, 6, 7, 12, **changes))
     assert_equal_ledgers(root, again[0])
+
+
+@pytest.mark.parametrize("setting", [STEPS, EPOCHS, WINDOWS], ids=["steps", "epochs", "windows"])
+def test_a_rewound_run_resumes_from_each_of_its_checkpoints(
+    setting: Setting, tmp_path: Path
+) -> None:
+    """Each checkpoint alone, with the ledger, is enough."""
+    root = tmp_path / "run"
+    setting = dataclasses.replace(setting, requests=True)
+    train(root, setting)
+    whole = train(root, rewound(setting, 5, 6, 8, 12))
+    checkpoints = [each for each in _folder_of(root).glob("*.pth") if iteration_of(each) > 5]
+    assert len(checkpoints) >= 3
+    for path in checkpoints:
+        resumed = train(copy_checkpoint(path, tmp_path / path.stem), setting)
+        if resumed.has_ended:
+            assert_equal(resumed, whole, since=iteration_of(path))
+        assert_equal_ledgers(tmp_path / path.stem, root)
 
 
 def test_a_rewind_is_carried_out_once(spiked: tuple[Path, Outcome], tmp_path: Path) -> None:
