@@ -2257,7 +2257,7 @@ FAULTS = (
         "the worker's batches have no indices",
         "helios/data/fetching.py",
         "(self.indices, self.num_samples, self.skipped), is_last",
-        "(hands, self.num_samples), is_last",
+        "(hands, self.num_samples, self.skipped), is_last",
         "tests/ledger/test_runs.py::test_what_changes_no_bit_changes_no_line",
     ),
     Fault(
