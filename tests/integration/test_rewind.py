@@ -96,6 +96,19 @@ class _Plain(Dataset):
         return index, scale * torch.sin(torch.arange(WIDTH) * (index + 1.0))
 
 
+class _Windows(Quiet):
+    """Notes the number of each batch in its window, by iteration."""
+
+    unsaved = ("found",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, int] = {}
+
+    def on_training_batch_start(self, state: Any) -> None:
+        self.found[state.global_iteration] = self.context.window_index
+
+
 class _Batches:
     """Batches in another order each epoch, some of which may never have existed."""
 
@@ -149,15 +162,17 @@ def test_a_rewound_run_has_the_bits_of_one_that_never_had_the_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tests.support.runs.IndexModule", _ListedModule)
-    train(tmp_path / "rewound", setting)
-    found = train(tmp_path / "rewound", rewound(setting, to, *skip))
+    windows, expected_windows = _Windows(), _Windows()
+    train(tmp_path / "rewound", setting, windows)
+    found = train(tmp_path / "rewound", rewound(setting, to, *skip), windows)
     monkeypatch.setattr(_ListedModule, "missing", missing)
-    expected = train(tmp_path / "without", setting)
+    expected = train(tmp_path / "without", setting, expected_windows)
     since = min(found.records) - 1
     assert since <= to
     tail = {number: each for number, each in expected.records.items() if number > since}
     assert found.records == tail
     assert found.bits() == expected.bits()
+    assert windows.found.items() >= expected_windows.found.items()
     assert_equal_ledgers(tmp_path / "rewound", tmp_path / "without")
 
 
@@ -446,6 +461,41 @@ def test_rewinds_of_a_run_whose_checkpoints_are_gone_do_not_concern_a_new_one(
     train(root, STEPS)
     assert_equal_ledgers(root, spiked[0])
     assert not (_folder_of(root) / rewind_plan.FILE_NAME).exists()
+    assert replay(root, STEPS, start=0)[0].is_equal
+
+
+def test_an_undone_rewind_leaves_the_run_that_it_was(
+    again: tuple[Path, Outcome], spiked: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    root = _copy(again[0], tmp_path / "run")
+    for path in _folder_of(root).glob("*_iter_*"):
+        if iteration_of(path) > 4:
+            path.unlink()
+    for path in _aside(root)[0].iterdir():
+        path.rename(_folder_of(root) / path.name)
+    (_folder_of(root) / rewind_plan.FILE_NAME).write_text("[]")
+    assert train(root, STEPS).records == {}
+    assert replay(root, STEPS, start=0)[0].is_equal
+    assert main(["verify", str(root)]) == 0
+
+
+def test_a_branch_of_a_rewound_run_skips_the_same_batches(
+    again: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    (origin,) = _folder_of(again[0]).glob("*_iter_8.pth")
+    branch = dataclasses.replace(STEPS, options={"resume": origin})
+    found = train(tmp_path, branch)
+    assert found.bits() == again[1].bits()
+    for path in _folder_of(tmp_path).glob("*_iter_*"):
+        path.unlink()
+    assert replay(tmp_path, branch)[0].is_equal
+
+
+def test_a_damaged_file_of_rewinds_is_named(again: tuple[Path, Outcome], tmp_path: Path) -> None:
+    root = _copy(again[0], tmp_path / "run")
+    (_folder_of(root) / rewind_plan.FILE_NAME).write_text('[{"to": 5}]')
+    with pytest.raises(CheckpointError, match="holds the rewinds of the run, cannot be read"):
+        train(root, STEPS)
 
 
 def test_a_lost_checkpoint_after_a_rewind_does_not_bring_the_batches_back(

@@ -108,17 +108,17 @@ def write_plans(folder: Path, plans: Sequence[RewindPlan]) -> None:
     files.write_text_durably(folder / FILE_NAME, f"{text}\n")
 
 
-def join_rewinds(stored: Iterable[Mapping[str, Any]], plans: Iterable[RewindPlan]) -> list[Rewind]:
+def join_rewinds(stored: Iterable[Mapping[str, Any]], known: Iterable[Rewind]) -> list[Rewind]:
     """Return the rewinds of a checkpoint, and those that are newer than it."""
     found = [Rewind.from_plain(each) for each in stored]
-    return found + [each.rewind for each in plans if each.rewind not in found]
+    return found + [each for each in known if each not in found]
 
 
 def find_rewinds(folder: Path) -> list[Rewind]:
     """Return all rewinds of a run without loading a checkpoint.
 
-    They are in its file and in the sidecar of its newest checkpoint; if there is neither, in its
-    lineage.
+    They are in its file and in the sidecar of its newest checkpoint; without a file, and if the
+    sidecar has none, in its lineage.
 
     Raises:
         CheckpointError: if the file cannot be read.
@@ -133,17 +133,24 @@ def find_rewinds(folder: Path) -> list[Rewind]:
         if sidecar is not None:
             stored = sidecar.rewinds
             break
-    found = join_rewinds(stored, read_plans(folder))
-    return found or [Rewind.from_plain(event) for event in find_events(folder)]
+    found = join_rewinds(stored, [each.rewind for each in read_plans(folder)])
+    if found or (folder / FILE_NAME).exists():
+        return found
+    return [Rewind.from_plain(event) for event in find_events(folder)]
 
 
 def find_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the rewinds in the lineage of a run.
+    """Return the rewinds in the lineage of a run, without those of earlier runs in its folder.
 
     Raises:
         LedgerError: if the lineage cannot be read.
     """
-    found = [each for each in lineage.read_lineage(folder) if each["event"] == lineage.REWIND]
+    found: list[dict[str, Any]] = []
+    for event in lineage.read_lineage(folder):
+        if event["event"] in (lineage.START, lineage.BRANCH):
+            found = []
+        elif event["event"] == lineage.REWIND:
+            found.append(event)
     if any(not {"to", "skip", "after", "places"} <= each.keys() for each in found):
         raise LedgerError(f"A rewind in {folder / lineage.FILE_NAME} is damaged. Remove its line.")
     return found

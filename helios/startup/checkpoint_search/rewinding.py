@@ -69,7 +69,7 @@ def find_course(
             complete.
     """
     known = read_plans(folder.path)
-    rewinds = join_rewinds(newest.record.rewinds, known)
+    rewinds = join_rewinds(newest.record.rewinds, [each.rewind for each in known])
     stored = [Rewind.from_plain(each) for each in newest.record.rewinds]
     plans = [each for each in known if each.rewind not in stored]
     is_asked = options.rewind_to is not None
