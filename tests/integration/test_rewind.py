@@ -19,6 +19,7 @@ from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismat
 from helios.ledger import diff
 from helios.ledger.book import FILE_NAME
 from helios.ledger.lineage import read_lineage
+from helios.plugins import CSVLogger
 from helios.startup.checkpoint_search import rewind_plan
 from tests.support import elastic, tier
 from tests.support.elastic import Elastic
@@ -272,7 +273,7 @@ def test_verify_is_good_and_diff_names_the_first_skipped_iteration(
     assert diff(_folder_of(again[0]), aside).iteration == 6
 
 
-@pytest.mark.parametrize("start", [0, 4, 8, 12])
+@pytest.mark.parametrize("start", [0, 4, pytest.param(8, marks=pytest.mark.full), 12])
 def test_a_replay_skips_what_the_run_has_skipped(start: int, again: tuple[Path, Outcome]) -> None:
     found, repeated = replay(again[0], STEPS, start=start)
     assert (found.is_equal, found.begins_after, found.num_equal) == (True, start, 14)
@@ -315,6 +316,18 @@ def test_a_rewind_without_skipped_batches_repeats_the_run(
     assert min(found.records) == 9
     assert found.bits() == spiked[1].bits()
     assert_equal_ledgers(root, spiked[0])
+
+
+def test_rows_of_loggers_are_cut_back(tmp_path: Path) -> None:
+    setting, path = Setting(total_steps=6, chkpt_frequency=2, print_frequency=1), tmp_path / "rows"
+    train(tmp_path / "run", setting, CSVLogger(path))
+    before = path.read_text().splitlines()
+    train(tmp_path / "run", rewound(setting, 2, 4), CSVLogger(path))
+    found = path.read_text().splitlines()
+    numbers = [int(row.split(",")[1]) for row in found[1:] if ",train/" in row]
+    assert numbers == [1, 2, 3, 4, 5, 6]
+    is_equal = [one == other for one, other in zip(found, before, strict=True)]
+    assert 3 < is_equal.index(False)
 
 
 class _Failing(Quiet):
