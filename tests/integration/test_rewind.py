@@ -15,12 +15,16 @@ from torch.utils.data import Dataset
 import helios
 from helios.checkpoint import loading
 from helios.cli.commands import main
+from helios.data import create_dataloader
+from helios.data.source import open_source
 from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismatchError
 from helios.ledger import diff
 from helios.ledger.book import FILE_NAME
 from helios.ledger.lineage import read_lineage
 from helios.plugins import CSVLogger
 from helios.startup.checkpoint_search import rewind_plan
+from helios.startup.checkpoint_search.rewind_plan import Rewind, RewindPlan
+from helios.startup.checkpoint_search.rewinding import settle
 from tests.support import elastic, tier
 from tests.support.elastic import Elastic
 from tests.support.kills import KillAt, KillAtFileOperation, run_in_child, train_in_child
@@ -397,6 +401,18 @@ def test_a_kill_at_any_file_operation_of_a_rewind_costs_nothing(
         assert (aside / FILE_NAME).read_bytes() == ledger.read_bytes()
         assert len(_events(root, "rewind")) == 1
     assert number > 15
+
+
+def test_only_what_is_to_be_carried_out_gets_other_places() -> None:
+    loader, sampler = create_dataloader(_Plain(), batch_size=4)
+    source = open_source(loader, sampler, run_seed=1, purpose="fetch")
+    done = Rewind(to=3, skip=(4,), after=3, places=((0, 9), (1, 0)))
+    asked = Rewind(to=5, skip=(6, 7), after=5, places=((0, 5), (0, 6)))
+    settled = dataclasses.replace(asked, places=((0, 5), (1, 1)))
+    plan = RewindPlan(asked, "a.pth", None, "before-now")
+    rewinds, plans = settle([done, asked], [plan], source)
+    assert rewinds == [done, settled]
+    assert plans == [dataclasses.replace(plan, rewind=settled)]
 
 
 def test_a_rewind_that_has_begun_is_completed_without_the_arguments(

@@ -258,18 +258,20 @@ def settle(
 ) -> tuple[list[Rewind], list[RewindPlan]]:
     """Return rewinds and plans with places that exist: after the end of an epoch is the next one.
 
+    Rewinds that were carried out stay as they are: the data may have another length now.
+
     Args:
         rewinds: all rewinds of the run.
         plans: how some of them are carried out.
         source: the training data.
     """
     number = source.num_batches()
-    settled: dict[Rewind, Rewind] = {}
-    taken: set[tuple[int, int]] = set()
-    for rewind in rewinds:
+    settled = {rewind: rewind for rewind in rewinds}
+    for plan in plans:
+        rewind = plan.rewind
+        taken = {place for each in rewinds if each != rewind for place in each.places}
         places = tuple(_find_existing(place, number, taken) for place in rewind.places)
         settled[rewind] = replace(rewind, places=places)
-        taken.update(places)
     return list(settled.values()), [replace(p, rewind=settled[p.rewind]) for p in plans]
 
 
