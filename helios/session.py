@@ -99,6 +99,7 @@ class Session:
         saved_length: samples in the checkpoint's epoch; ``None`` if unknown.
         allows_other_length: whether the epoch may have another number of samples.
         is_sanity_check: whether a sanity check runs, which must have no side effects.
+        num_skipped_batches: batches of the epoch before the cursor that were skipped.
         plugin_states: states of the plugins, by id.
         context: what hooks may see of the run.
     """
@@ -132,6 +133,7 @@ class Session:
     saved_length: int | None = None
     allows_other_length: bool = False
     is_sanity_check: bool = False
+    num_skipped_batches: int = 0
     context: Context = field(init=False)
     plugin_states: PluginStates = field(init=False)
     replicas: Replicas = field(init=False)

@@ -102,13 +102,14 @@ class Trainer:
         on_incomplete: ``"raise"`` for a ``StateError`` instead of a checkpoint that lacks state.
         ledger: ``"steps"`` writes one line per iteration to ``ledger.jsonl``, if checkpoints are
             written; ``"full"`` adds a digest of each tensor, at some cost; ``"off"`` writes no
-            evidence at all: no manifest and no lineage either.
+            evidence at all.
         reproducibility: ``"strict"`` refuses to resume if code, arguments, options or versions have
             changed in a way that may change the training; ``"warn"`` warns.
-        seeds: seeds of single sources of random numbers, in place of ``random_seed``:
-            ``"init"`` (the model's ``setup``), ``"order"``, ``"augmentation"`` and ``"training"``.
-        audit: compute gradients a second time in some steps, and compare them on bytes; ``None``
-            for never.
+        seeds: seeds of ``"init"`` (the model's ``setup``), ``"order"``, ``"augmentation"`` and
+            ``"training"``, in place of ``random_seed``.
+        audit: compute gradients a second time in some steps, and compare them on bytes.
+        rewind_to: return, once, to the newest checkpoint at or before this iteration.
+        skip_batches: iterations before the rewind whose batches are not trained on again.
         sanity_steps: batches of each loader to validate before the first step of a new run, without
             side effects; 0 for none.
         batch_limits: maximum number of batches per pass, by phase: ``{Phase.TRAINING: 10}``.
@@ -172,6 +173,8 @@ class Trainer:
         reproducibility: Literal["warn", "strict"] = "warn",
         seeds: Mapping[SeedSource, int] | None = None,
         audit: Audit | None = None,
+        rewind_to: int | None = None,
+        skip_batches: Sequence[int] = (),
         sanity_steps: int = 0,
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
@@ -209,6 +212,8 @@ class Trainer:
                 on_incomplete=on_incomplete,
                 ledger=ledger,
                 reproducibility=reproducibility,
+                rewind_to=rewind_to,
+                skip_batches=skip_batches,
             ),
             signals=as_signals(signals),
             engine=EngineOptions(

@@ -52,6 +52,7 @@ AUDITS = "tests/audit/test_step_audit.py"
 AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
+REWINDS = "tests/integration/test_rewind.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -2320,8 +2321,8 @@ FAULTS = (
     Fault(
         "the worker's batches have no indices",
         "helios/data/fetching.py",
-        "(self.indices, self.num_samples), is_last",
-        "(hands, self.num_samples), is_last",
+        "(self.indices, self.num_samples, self.skipped), is_last",
+        "(hands, self.num_samples, self.skipped), is_last",
         "tests/ledger/test_runs.py::test_what_changes_no_bit_changes_no_line",
     ),
     Fault(
@@ -2393,6 +2394,56 @@ FAULTS = (
         "    return np.where(bits & sign, ~bits, bits | sign)",
         "    return bits",
         "tests/checkpoint/test_comparison.py",
+    ),
+    Fault(
+        "a rewind puts batches after a skipped one under the keys of others",
+        "helios/data/sharding_plan.py",
+        "            batch += turn.skipped[0]\n",
+        "",
+        "tests/data/test_skipped.py::test_nothing_of_a_skipped_batch_is_fetched",
+    ),
+    Fault(
+        "a rewind leaves gaps in accumulation windows",
+        "helios/loops/epoch.py",
+        "            batch=session.cursor.batch - session.num_skipped_batches,",
+        "            batch=session.cursor.batch,",
+        f"{REWINDS}::test_a_rewound_run_has_the_bits_of_one_that_never_had_the_batches",
+    ),
+    Fault(
+        "a rewind leaves the length of an epoch as it was",
+        "helios/data/interfaces.py",
+        "total - self.count_skipped(epoch, total), done",
+        "total, done",
+        "tests/data/test_skipped.py::test_a_pass_is_measured_without_skipped_batches",
+    ),
+    Fault(
+        "a rewind is not in later checkpoints",
+        "helios/startup/building/run_outputs.py",
+        "            rewinds=[each.as_plain() for each in self._start.rewinds],\n",
+        "",
+        f"{REWINDS}::test_a_rewound_run_resumes_from_each_of_its_checkpoints",
+    ),
+    Fault(
+        "a rewind is written down after it has moved files",
+        "helios/startup/checkpoint_search/rewinding.py",
+        "    for plan in plans:\n        _move_later(folder, plan)\n",
+        "    write_plans(folder.path, known)\n    for plan in plans:\n"
+        "        _move_later(folder, plan)\n    write_plans(folder.path, known + added)\n",
+        f"{REWINDS}::test_a_kill_at_any_file_operation_of_a_rewind_costs_nothing",
+    ),
+    Fault(
+        "a rewind moves checkpoints before their sidecars",
+        "helios/startup/checkpoint_search/rewinding.py",
+        "        for path in (entry.sidecar_path, entry.path):",
+        "        for path in (entry.path, entry.sidecar_path):",
+        f"{REWINDS}::test_a_kill_at_any_file_operation_of_a_rewind_costs_nothing",
+    ),
+    Fault(
+        "a later rewind brings skipped batches back",
+        "helios/startup/checkpoint_search/rewinding.py",
+        "        return Course(loaded, [*rewinds, plan.rewind], [plan])",
+        "        return Course(loaded, [plan.rewind], [plan])",
+        f"{REWINDS}::test_a_later_rewind_keeps_what_an_earlier_one_skips",
     ),
     Fault(
         "a replay opens the logs of its run",

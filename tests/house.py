@@ -108,7 +108,7 @@ KEPT_BY_GETTERS = {
 OWNERS_OF_TRAINER = ("data/datamodule.py", "model/model.py", "plugins/plugin.py")
 
 # The constructor names each option three times, a line each: what it means, its type, its group.
-LONG_FILES = {"trainer.py": 520}
+LONG_FILES = {"trainer.py": 540}
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN, MAX_P90, MAX_PARAMETERS = 400, 60, 8, 30, 7
 # Historical signatures, and the one constructor whose arguments are the options of a run.
 LONG_SIGNATURES = {"Trainer.__init__", "create_dataloader"}

@@ -53,6 +53,7 @@ class Record:
         run_path: the folder of the event files.
         events: lengths of the event files; ``None`` if they are never truncated.
         ledger: length and hash of the ledger up to here; ``None`` without one.
+        rewinds: the rewinds that the run has carried out, the oldest first.
         migrated_from: the version of helios-ml that wrote the original; ``None`` if none did.
         extra: what hooks have added.
     """
@@ -85,6 +86,7 @@ class Record:
     run_path: str | None = field(default=None, metadata=_STAMP)
     events: dict[str, Any] | None = field(default_factory=dict, metadata=_STAMP)
     ledger: dict[str, Any] | None = field(default=None, metadata=_STAMP)
+    rewinds: list[dict[str, Any]] = field(default_factory=list, metadata=_STAMP)
     migrated_from: str | None = field(default=None, metadata=_STAMP)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -148,6 +150,7 @@ _CAPTURED = [each.name for each in _FIELDS if not each.metadata.get("is_stamp")]
 _LEFT_OUT: dict[str, Any] = {"log_path": None, "run_path": None, "events": {}} | {
     "ledger": None,
     "mismatches": [],
+    "rewinds": [],
     "migrated_from": None,
 }
 KEYS = tuple(each.name for each in _FIELDS)

@@ -40,9 +40,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "claims": (list,),
     "ledger": (dict, type(None)),
     "mismatches": (list,),
+    "rewinds": (list,),
 }
 # Keys that earlier versions did not write.
-_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None, "mismatches": []}
+_OPTIONAL: dict[str, Any] = {"missing": {}, "claims": [], "ledger": None} | {
+    "mismatches": [],
+    "rewinds": [],
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Sidecar:
         claims: components that the level takes at their word.
         ledger: length and hash of the run's ledger up to here; ``None`` without one.
         mismatches: what audits have found, which lowers the level.
+        rewinds: the rewinds that the run has carried out, the oldest first.
         extra: further entries of a file, kept when it is written again.
     """
 
@@ -93,6 +98,7 @@ class Sidecar:
     claims: list[str] = dataclasses.field(default_factory=list)
     ledger: dict[str, Any] | None = None
     mismatches: list[str] = dataclasses.field(default_factory=list)
+    rewinds: list[Any] = dataclasses.field(default_factory=list)
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -132,14 +138,15 @@ class Sidecar:
             claims=record.claims,
             ledger=record.ledger,
             mismatches=record.mismatches,
+            rewinds=record.rewinds,
         )
 
     def to_json(self) -> str:
         """Return the text of the file."""
         table = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         extra = table.pop("extra")
-        for key in ("ledger", "mismatches"):
-            if not table[key]:
+        for key in ("ledger", "mismatches", "rewinds"):
+            if table[key] in (None, []):
                 del table[key]
         table["metrics"] = {name: float(value) for name, value in self.metrics.items()}
         plain = json_value(extra | table)

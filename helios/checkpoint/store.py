@@ -37,7 +37,10 @@ __all__ = [
 
 _LOGGER = logging.getLogger(__name__)
 # What a run records of itself, also of earlier starts.
-_EVIDENCE = ("ledger*.jsonl", "lineage.jsonl", "timing.jsonl", "run.json", "run.before-*.json")
+_EVIDENCE = (
+    *("ledger*.jsonl", "lineage.jsonl", "timing.jsonl"),
+    *("run.json", "run.before-*.json", "rewinds*.json"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

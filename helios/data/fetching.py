@@ -81,6 +81,11 @@ class _DealtBatches(BatchIterator):
         self._is_done = False
         self._watch: LegacyWatch | None = watch
 
+    def _advance(self) -> None:
+        num_skipped, positions = self.skipped
+        self._batch += num_skipped + 1
+        self._sample += positions + self.num_samples
+
     def _fill(self, found: list[Any]) -> list[Any]:
         """Append ``NO_BATCH`` for replicas without a batch, which are the last of the block."""
         return found + [NO_BATCH] * (len(self._deal.share.block) - len(found))
@@ -117,13 +122,12 @@ class _LocalBatches(_DealtBatches):
         if turn is None or self._watch is None:
             self.close()
             raise StopIteration
-        hands, self.num_samples = turn
+        hands, self.num_samples, self.skipped = turn
         self.indices = hands
         self._following = following = next(self._turns, None)
         self.is_last = self._is_done = following is None
-        number = self._batch
-        self._batch += 1
-        self._sample += self.num_samples
+        number = self._batch + self.skipped[0]
+        self._advance()
         found = []
         try:
             for keys, indices in zip(self._keys, hands, strict=False):
@@ -157,14 +161,13 @@ class _WorkerBatches(_DealtBatches):
         if self._watch is None or not self._under_way:
             self.close()
             raise StopIteration
-        (self.indices, self.num_samples), is_last = self._under_way.popleft()
+        (self.indices, self.num_samples, self.skipped), is_last = self._under_way.popleft()
         try:
             found = [next(self._batches) for _ in self.indices]
         except StopIteration as error:
-            raise make_cut_error(self._batch) from error
+            raise make_cut_error(self._batch + self.skipped[0]) from error
         self.is_last = self._is_done = is_last
-        self._batch += 1
-        self._sample += self.num_samples
+        self._advance()
         return self._fill(found)
 
     def close(self) -> None:

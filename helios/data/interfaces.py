@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from helios.errors import UsageError
+from helios.errors import ArgumentError, UsageError
 
 
 class BatchIterator(ABC):
@@ -25,11 +25,14 @@ class BatchIterator(ABC):
         is_last: whether the last iteration ends the pass.
         indices: those of the samples of the last iteration, a list for each replica of the process
             with a batch (a single index if batches are not collated); ``None`` if unknown.
+        skipped: how many batches were skipped right before the last iteration, and positions of
+            the order in them.
     """
 
     num_samples: int = 0
     is_last: bool = False
     indices: Sequence[Any] | None = None
+    skipped: tuple[int, int] = (0, 0)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -142,12 +145,51 @@ class Source(ABC):
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the batches of a whole pass that continues at a position, or None if unknown."""
 
+    def measure(self, epoch: int, *, batch: int, sample: int) -> tuple[int | None, int]:
+        """Return the batches of a pass and those before a position, both without skipped ones.
+
+        Args:
+            epoch: number of the pass, from 0.
+            batch: number of the batch at the position.
+            sample: the position, as in :meth:`batches`.
+
+        Returns:
+            The batches of the whole pass, ``None`` if unknown, and those before the position.
+        """
+        total = self.num_batches(batch=batch, sample=sample)
+        done = batch - self.count_skipped(epoch, batch)
+        return None if total is None else total - self.count_skipped(epoch, total), done
+
     def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
         """Return the indices of the samples of one iteration; ``None`` if unknown.
 
         They are those of all replicas of the run, replica by replica.
         """
         return None
+
+    def skip(self, places: Sequence[tuple[int, int]]) -> None:
+        """Skip batches in all passes: they are neither fetched nor returned.
+
+        Args:
+            places: epoch and number of each batch, from 0.
+
+        Raises:
+            ArgumentError: if the source cannot skip.
+        """
+        raise ArgumentError(
+            "Trainer(skip_batches=...) must be omitted with data whose order Helios does not "
+            f"know: a {type(self.loader).__name__}. Create the loader with create_dataloader and "
+            "a sampler that returns the order of all samples."
+        )
+
+    def count_skipped(self, epoch: int, stop: int | None = None) -> int:
+        """Return how many batches of an epoch are skipped.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            stop: count those below this number; ``None`` for all.
+        """
+        return 0
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -30,10 +30,12 @@ class ReplicaIndices(NamedTuple):
     Attributes:
         hands: the indices for each replica with a batch; these are the first of the block.
         num_samples: positions that all replicas of the run consume.
+        skipped: how many batches are skipped right before, and positions in them.
     """
 
     hands: list[Any]
     num_samples: int
+    skipped: tuple[int, int] = (0, 0)
 
 
 class ShardedIteration(NamedTuple):
@@ -60,6 +62,9 @@ class ShardingPlan:
         is_cut: in training, whether to truncate the end of the order instead of padding it.
         is_split: whether replicas get different samples; otherwise each gets the whole order.
         is_own: whether a user's sampler has already sharded the order.
+
+    Attributes:
+        skipped: numbers of the batches to skip, by epoch.
     """
 
     def __init__(
@@ -77,6 +82,7 @@ class ShardingPlan:
         self.share = share
         self.is_split = is_split
         self.is_own = is_own
+        self.skipped: dict[int, frozenset[int]] = {}
         self._is_listed = order.yields_batches
         self._is_single = batch_size is None or self._is_listed
         self._size = 1 if batch_size is None or self._is_listed else batch_size
@@ -90,12 +96,17 @@ class ShardingPlan:
         self._is_whole = share.num_replicas == 1 and not self._is_single
 
     def turns(self, position: Position, replicas: range | None = None) -> Iterator[ReplicaIndices]:
-        """Iterate over the iterations of a pass.
+        """Iterate over the iterations of a pass, without those to skip.
 
         Args:
             position: where it starts; its sample is a multiple of the number of replicas.
             replicas: whose indices to return; the replicas of this process by default.
         """
+        turns = self._all_turns(position, replicas)
+        skipped = self.skipped.get(position.epoch)
+        return turns if skipped is None else _skip(turns, position.batch, skipped)
+
+    def _all_turns(self, position: Position, replicas: range | None) -> Iterator[ReplicaIndices]:
         replicas = self.share.block if replicas is None else replicas
         for window in chain.from_iterable(self._windows(position)):
             if self._is_whole:
@@ -120,6 +131,7 @@ class ShardingPlan:
         while following is not None:
             turn, following = following, next(turns, None)
             under_way.append(ShardedIteration(turn, following is None))
+            batch += turn.skipped[0]
             for series, indices in zip(keys, turn.hands, strict=False):
                 yield Keyed(series.at(batch), indices)
             batch += 1
@@ -212,6 +224,19 @@ class ShardingPlan:
         least = self._size if self._drop_last else 1
         hands = [window[replica % stride :: stride] for replica in replicas]
         return [hand for hand in hands if len(hand) >= least]
+
+
+def _skip(
+    turns: Iterator[ReplicaIndices], first: int, skipped: frozenset[int]
+) -> Iterator[ReplicaIndices]:
+    """Leave out iterations by number; the one after them says what is left out."""
+    count = positions = 0
+    for batch, turn in enumerate(turns, first):
+        if batch in skipped:
+            count, positions = count + 1, positions + turn.num_samples
+            continue
+        yield turn._replace(skipped=(count, positions)) if count else turn
+        count = positions = 0
 
 
 def make_sharding_plan(loader: KeyedLoader, share: Shard) -> ShardingPlan:

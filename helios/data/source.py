@@ -6,7 +6,7 @@ loader (:mod:`helios.data.external_loader`) resumes from its own state, if it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from helios.data.external_loader import ExternalSource
@@ -138,6 +138,24 @@ class KeyedSource(Source):
         """
         position = self._place(epoch, batch, sample)
         return self._deal.indices_at(position, self.loader.keyed_dataset.dataset)
+
+    def skip(self, places: Sequence[tuple[int, int]]) -> None:
+        """Skip batches in all passes.
+
+        Raises:
+            ArgumentError: if a user's sampler splits the data by rank.
+        """
+        if self._deal.is_own:
+            super().skip(places)
+        epochs = {epoch for epoch, _ in places}
+        self._deal.skipped = {
+            each: frozenset(batch for epoch, batch in places if epoch == each) for each in epochs
+        }
+
+    def count_skipped(self, epoch: int, stop: int | None = None) -> int:
+        """Return how many batches of an epoch are skipped, below a number."""
+        found = self._deal.skipped.get(epoch, ())
+        return sum(stop is None or batch < stop for batch in found)
 
     def _place(self, epoch: int, batch: int, sample: int) -> Position:
         return Position(

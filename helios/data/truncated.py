@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
 from helios.data.interfaces import BatchIterator, Source
@@ -83,7 +84,8 @@ class TruncatedSource(Source):
         whole = self._source.num_batches(batch=batch, sample=sample)
         if whole is not None and whole <= self._limit:
             return batches
-        return _LimitedBatches(batches, self._limit - batch)
+        num_skipped = self.count_skipped(epoch, self._limit) - self.count_skipped(epoch, batch)
+        return _LimitedBatches(batches, self._limit - batch - num_skipped)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the batches of a whole pass that continues at a position, up to the limit.
@@ -98,6 +100,15 @@ class TruncatedSource(Source):
         if batch >= self._limit:
             return None
         return self._source.indices(epoch, batch=batch, sample=sample)
+
+    def skip(self, places: Sequence[tuple[int, int]]) -> None:
+        """Skip batches in all passes; they count towards the limit."""
+        self._source.skip(places)
+
+    def count_skipped(self, epoch: int, stop: int | None = None) -> int:
+        """Return how many batches of an epoch are skipped, below a number and the limit."""
+        end = self._limit if stop is None else min(self._limit, stop)
+        return self._source.count_skipped(epoch, end)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the whole data."""
@@ -127,6 +138,7 @@ class _LimitedBatches(BatchIterator):
         batch = next(self._batches)
         self._num_left -= 1
         self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
+        self.skipped = self._batches.skipped
         self.is_last = self._batches.is_last or self._num_left == 0
         return batch
 

@@ -195,7 +195,7 @@ class Context:
 
     @property
     def micro_step_id(self) -> int:
-        """Number of the current batch in its epoch, from 0."""
+        """Number of the current batch in its epoch, from 0; skipped batches count."""
         return self._run.cursor.batch
 
     @property
@@ -211,7 +211,8 @@ class Context:
             return self.global_micro_step_id % schedule.accumulation_steps
         if self._run.is_manual_mode:
             return 0
-        return self._run.cursor.batch % schedule.accumulation_steps
+        number = self._run.cursor.batch - self._run.num_skipped_batches
+        return number % schedule.accumulation_steps
 
     @property
     def max_epoch(self) -> float | None:

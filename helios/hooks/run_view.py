@@ -29,6 +29,7 @@ class RunView(Protocol):
     schedule: Schedule
     phase: Phase
     is_sanity_check: bool
+    num_skipped_batches: int
     can_save: bool
     turns: Turns
 

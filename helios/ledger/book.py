@@ -134,7 +134,7 @@ class Book:
     def _cut_back(self, mark: Mapping[str, Any]) -> bool:
         """Truncate the ledger to a mark; returns whether it matches."""
         size, chain = mark["size"], mark["hash"]
-        tail = f'"{chain}"}}\n'.encode()
+        tail = line.end_of(chain)
         try:
             with self._path.open("rb") as handle:
                 handle.seek(size - len(tail))

@@ -101,6 +101,11 @@ def unseal(data: bytes, chain: str) -> tuple[dict[str, Any], str]:
     return content, found
 
 
+def end_of(chain: str) -> bytes:
+    """Return how a line with this hash ends."""
+    return f'"{chain}"}}\n'.encode()
+
+
 def stated_hash(data: bytes) -> str:
     """Return the hash that a line states, right or wrong."""
     return data[len(_HASH) - TAIL_BYTES :][:_DIGITS].decode("ascii", "replace")

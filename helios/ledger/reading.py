@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from helios.errors import LedgerError
 from helios.ledger.book import FILE_NAME
-from helios.ledger.line import VERSION
+from helios.ledger.line import VERSION, end_of
 
 
 def find_ledger(place: str | Path) -> Path:
@@ -46,6 +46,27 @@ def read_lines(path: Path) -> Iterator[bytes]:
     """
     try:
         with path.open("rb") as handle:
+            yield from handle
+    except OSError as error:
+        raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error
+
+
+def read_after(path: Path, mark: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the lines of a ledger after those of a checkpoint.
+
+    Args:
+        path: the ledger.
+        mark: its size and hash in the checkpoint.
+
+    Raises:
+        LedgerError: if the ledger cannot be read, or does not match the checkpoint.
+    """
+    tail = end_of(mark["hash"])
+    try:
+        with path.open("rb") as handle:
+            handle.seek(max(0, mark["size"] - len(tail)))
+            if handle.read(len(tail)) != tail:
+                raise LedgerError(f"The ledger {path} does not match the checkpoint.")
             yield from handle
     except OSError as error:
         raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error

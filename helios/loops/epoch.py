@@ -66,14 +66,15 @@ class EpochLoop(Loop):
         """Open the data at the cursor, without replaying or skipping batches."""
         session, cursor = self._session, self._session.cursor
         source = session.training_source
-        total = source.num_batches(batch=cursor.batch, sample=cursor.sample)
+        total, done = source.measure(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
             total = None
         self._is_over = self._has_left = False
         self._num_done = 0
         self._boundary = Boundary(session)
         self._kind = WINDOW if session.schedule.is_by_epoch else STEP
-        self._is_complete = total == cursor.batch
+        self._is_complete = total == done
+        session.num_skipped_batches = cursor.batch - done
         self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
@@ -81,7 +82,7 @@ class EpochLoop(Loop):
         self._ledger = None if session.recorder is None else session.recorder.ledger
         if self._ledger is not None:
             self._ledger.find_optimizers()
-        session.display.start_epoch(cursor.epoch, total, cursor.batch)
+        session.display.start_epoch(cursor.epoch, total, done)
         self._timer.start()
 
     def on_run_start(self) -> None:
@@ -100,6 +101,8 @@ class EpochLoop(Loop):
         state, context, turns = session.state, session.context, session.turns
         batches = self._batches
         found = next(batches)
+        if batches.skipped[0]:
+            self._jump(*batches.skipped)
         if self._ledger is not None:
             turns.add_with_losses(self._ledger.see(found, batches.indices))
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
@@ -116,6 +119,13 @@ class EpochLoop(Loop):
             self._end_iteration(batches.num_samples)
         except StopIteration as error:
             raise make_stray_stop(error) from error
+
+    def _jump(self, num_batches: int, num_samples: int) -> None:
+        """Move the cursor past batches that are skipped."""
+        session = self._session
+        session.cursor.batch += num_batches
+        session.cursor.sample += num_samples
+        session.num_skipped_batches += num_batches
 
     def on_advance_end(self) -> None:
         """Poll for a stop; at a boundary, do what is due there."""
@@ -244,7 +254,7 @@ class EpochLoop(Loop):
         is_boundary = session.schedule.accumulation_steps == 1 or due.ends_window(
             session.schedule,
             iteration=state.global_iteration + 1,
-            batch=session.cursor.batch,
+            batch=session.cursor.batch - session.num_skipped_batches,
             is_last=is_last,
             is_manual=bool(session.is_manual),
         )

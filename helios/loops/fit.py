@@ -47,14 +47,15 @@ class FitLoop(Loop):
         self._check_sanity()
         session.hooks.emit("on_training_start")
         session.model.train()
+        total, done = session.training_source.measure(
+            cursor.epoch, batch=cursor.batch, sample=cursor.sample
+        )
         session.display.start_training(
             unit=session.schedule.unit,
             total_steps=session.schedule.total_steps,
             epoch=cursor.epoch,
-            done_in_epoch=cursor.batch,
-            num_batches=session.training_source.num_batches(
-                batch=cursor.batch, sample=cursor.sample
-            ),
+            done_in_epoch=done,
+            num_batches=total,
             steps_done=session.state.current_iteration,
         )
         if session.is_resumed:

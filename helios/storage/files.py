@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 TEMPORARY_SUFFIX = ".tmp"
+_COPIED_AT_ONCE = 1 << 22
 
 # Error codes of file systems that cannot fsync a folder (some network and user-space ones).
 _NO_FOLDER_FSYNC = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP))
@@ -151,3 +152,12 @@ def truncate(path: Path, size: int) -> None:
     with path.open("r+b") as handle:
         handle.truncate(size)
         fsync(handle)
+
+
+def copy_durably(source: Path, target: Path) -> None:
+    """Copy a file atomically: a crash leaves either no new file or the whole one."""
+    with replacing(target) as partial, create(partial) as copied:
+        with source.open("rb") as original:
+            while data := original.read(_COPIED_AT_ONCE):
+                write(copied, data)
+        fsync(copied)

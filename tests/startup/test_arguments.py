@@ -67,6 +67,8 @@ DEFAULTS: dict[str, Any] = {
     "reproducibility": "warn",
     "seeds": None,
     "audit": None,
+    "rewind_to": None,
+    "skip_batches": (),
     "sanity_steps": 0,
     "batch_limits": None,
 }
@@ -193,6 +195,38 @@ def test_each_seed_of_a_source_must_have_64_bits(value: Any) -> None:
 def test_the_sources_of_random_numbers_are_known_by_name(given: Any) -> None:
     message = check_refusal("seeds", given, seeds=given)
     assert "init, order, augmentation, training" in message
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "8"])
+def test_a_rewind_goes_to_an_iteration(value: Any, tmp_path: Path) -> None:
+    check_refusal("rewind_to", value, rewind_to=value, chkpt_root=tmp_path, chkpt_frequency=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"skip_batches": (3,)}, "skip_batches"),
+        ({"rewind_to": 2, "skip_batches": 3}, "skip_batches"),
+        ({"rewind_to": 2, "skip_batches": (3, 0)}, "skip_batches"),
+        ({"rewind_to": 2, "skip_batches": (3, 4.0)}, "skip_batches"),
+        ({"rewind_to": 2, "skip_batches": (3,), "ledger": "off"}, "skip_batches"),
+        ({"rewind_to": 2, "resume": "never"}, "rewind_to"),
+        ({"rewind_to": 2, "resume": "a.pth"}, "rewind_to"),
+        ({"rewind_to": 2, "chkpt_frequency": None}, "rewind_to"),
+    ],
+    ids=str,
+)
+def test_a_rewind_needs_checkpoints_and_what_it_skips_a_ledger(
+    given: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    options = {"chkpt_root": tmp_path, "chkpt_frequency": 1, **given}
+    check_refusal(name, given[name], **options)
+
+
+def test_skipped_batches_are_sorted_and_named_once(tmp_path: Path) -> None:
+    more = {"chkpt_root": tmp_path, "chkpt_frequency": 1, "rewind_to": 2}
+    for given in ([9, 5, 5, 7], {5, 7, 9}, range(5, 10, 2)):
+        assert make(**more, skip_batches=given).checkpoints.skip_batches == (5, 7, 9)
 
 
 def test_a_source_without_a_seed_has_that_of_the_run() -> None:
@@ -623,6 +657,8 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "ledger": "off",
         "reproducibility": "warn",
         "seeds": {"init": 1, "training": 0},
+        "rewind_to": None,
+        "skip_batches": (),
         "sanity_steps": 1,
         "batch_limits": {Phase.TRAINING: 10},
     }

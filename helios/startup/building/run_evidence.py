@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import loading
-from helios.errors import CheckpointError
+from helios.errors import CheckpointError, LedgerError
 from helios.ledger import lineage
 from helios.ledger.event_file import now
 from helios.ledger.lineage import Lineage
@@ -19,6 +20,7 @@ from helios.replicas.replicas import Replicas
 from helios.startup.building.run_ledger import RunLedger, make_ledger
 from helios.startup.building.run_manifest import RunManifest
 from helios.startup.checkpoint_search.resume_point import Start
+from helios.startup.checkpoint_search.rewind_plan import RewindPlan, find_events
 from helios.startup.options.checkpoint_options import CheckpointOptions
 
 _MOST_CHARACTERS = 300
@@ -91,6 +93,8 @@ class RunEvidence:
             begin |= {"checkpoint": loaded.path.name, "digest": digest or None}
         for path in [] if start.folder is None else start.folder.damaged:
             self._add(lineage.FALLBACK, checkpoint=path.name, cause="the file is damaged")
+        for plan in start.plans if self._events is not None else []:
+            self._add_rewind(start, plan)
         if loaded is None:
             self._add(lineage.START, **begin)
         else:
@@ -106,6 +110,14 @@ class RunEvidence:
             self._manifest.open({"time": now(), **known})
         if self._timing is not None:
             self._timing.begin(iteration)
+
+    def _add_rewind(self, start: Start, plan: RewindPlan) -> None:
+        """Add a rewind, unless a killed start has added it."""
+        assert start.folder is not None
+        with contextlib.suppress(LedgerError):
+            if any(event.get("folder") == plan.folder for event in find_events(start.folder.path)):
+                return
+        self._add(lineage.REWIND, **plan.as_event())
 
     def note_end(self, reason: str | None, *, interruption: str | None) -> None:
         """Add the end of the training to the lineage, or its interruption."""

@@ -210,6 +210,7 @@ class FitRecorder:
             machine=self._machine,
             resumed_from=self._start.origin,
             ledger=None if self._evidence is None else self._evidence.mark(),
+            rewinds=[each.as_plain() for each in self._start.rewinds],
             **_log_places(),
         )
         stem = file_names.stem(self._name, *record.place)

@@ -15,6 +15,7 @@ from helios.errors import CheckpointError, LedgerError, UsageError
 from helios.ledger.book import FILE_NAME
 from helios.ledger.line import STEPS
 from helios.ledger.reading import parse_header, read_lines
+from helios.startup.checkpoint_search.rewind_plan import Rewind, find_rewinds
 from helios.startup.checkpoint_search.run_folder import open_folder
 from helios.startup.options.checkpoint_options import CheckpointOptions
 from helios.startup.options.replay_options import ReplayOptions, refuse
@@ -33,6 +34,7 @@ class Stretch:
         witness: a checkpoint that holds the number of threads of the run; ``None`` without one.
         level: the lowest level that a checkpoint of this part states; ``None`` if unknown.
         kind: what the lines of the ledger hold, ``"steps"`` or ``"full"``.
+        rewinds: the rewinds of the run, with the batches that it has skipped.
     """
 
     ledger: Path
@@ -43,6 +45,7 @@ class Stretch:
     witness: Path | None
     level: Level | None
     kind: str
+    rewinds: list[Rewind]
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def find_stretch(
         witness=checkpoint or (present[0] if present else None),
         level=level,
         kind=extent.kind,
+        rewinds=find_rewinds(folder.path),
     )
 
 

@@ -20,10 +20,13 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError
 from helios.replicas.replicas import Replicas
+from helios.startup.checkpoint_search.rewind_plan import FILE_NAME, Rewind, RewindPlan
+from helios.startup.checkpoint_search.rewinding import find_course
 from helios.startup.checkpoint_search.run_folder import SHARING, open_folder
 from helios.startup.launching.on_all_ranks import on_each, on_first
 from helios.startup.launching.process_plan import Stored
 from helios.startup.options.checkpoint_options import CheckpointOptions
+from helios.storage import files
 from helios.storage.folder_lock import FolderLock
 
 _LOGGER = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ class Start:
         is_shortened: whether this run is shorter than the one that wrote the checkpoint.
         lock: keeps a second run out of the folder during the call; rank 0 holds it.
         definition: what defines the run and what ends it, once its data is known.
+        rewinds: all rewinds of the run, with the batches that it skips.
+        plans: rewinds to carry out before training continues.
     """
 
     folder: RunFolder | None = None
@@ -52,6 +57,8 @@ class Start:
     is_shortened: bool = False
     lock: FolderLock | None = None
     definition: dict[str, Any] = field(default_factory=dict)
+    rewinds: list[Rewind] = field(default_factory=list)
+    plans: list[RewindPlan] = field(default_factory=list)
 
     def forget_payload(self) -> None:
         """Release the checkpoint's content, once it is loaded."""
@@ -193,18 +200,36 @@ def _look(
     listed = folder.clean()
     if options.resume == "never":
         _move_aside(folder, keep=None)
+        _put_rewinds_aside(folder)
         return Start(folder)
     if options.resume == "auto":
         start = Start(folder, folder.load_newest(safe_types, listed=listed))
     else:
         start = _start_from_path(folder, options.resume, safe_types, listed)
+    if start.loaded is None or start.is_branch:
+        _put_rewinds_aside(folder)
+    if start.loaded is None and options.rewind_to is not None:
+        raise CheckpointError(
+            f"Trainer(rewind_to={options.rewind_to}) needs a checkpoint at or before that "
+            f"iteration, but there is none in {folder.path}. Omit it to start the run."
+        )
     if start.loaded is not None:
         _check_name(start.loaded, run_name, folder)
+        course = find_course(folder, start.loaded, options, safe_types)
+        start.loaded, start.rewinds, start.plans = course
         _inherit(start, start.loaded)
     if start.origin is not None:
         # The user's command names it: without it, the same command would fail.
         folder.protect(Path(start.origin))
     return start
+
+
+def _put_rewinds_aside(folder: RunFolder) -> None:
+    """Rename the rewinds of a run whose checkpoints are gone: they do not concern a new one."""
+    path = folder.path / FILE_NAME
+    if path.exists():
+        target = files.rename_aside(path)
+        _LOGGER.warning("%s is of an earlier run, and was renamed to %s.", path, target.name)
 
 
 def _move_aside(folder: RunFolder, *, keep: Path | None) -> None:

@@ -33,6 +33,9 @@ _OF_DATA = (
     *("limit_batches", "is_distributed"),
 )
 
+ORDERING = (*_OF_DATA, "random_seed", "seeds")
+"""Names of what the order of the samples, and their distribution over batches, depend on."""
+
 
 def identity(
     run: RunOptions, schedule: Schedule, description: Mapping[str, Any], engine: Engine

@@ -50,6 +50,8 @@ def describe_start(
         "engine": None if engine.engine is None else type(engine.engine).__qualname__,
         "enable_deterministic": options.numerics.enable_deterministic,
         "resume": str(checkpoints.resume),
+        "rewind_to": checkpoints.rewind_to,
+        "skip_batches": checkpoints.skip_batches,
         "on_incomplete": checkpoints.on_incomplete,
         "sanity_steps": options.trial.sanity_steps,
         "audit": options.audit,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from helios.checkpoint.store import CheckpointStore
-from helios.startup.options.validators import as_folder, refusal
+from helios.startup.options.validators import as_folder, check_count, refusal
 
 Change: TypeAlias = Literal[
     "dataset",
@@ -47,6 +47,7 @@ class CheckpointOptions:
     Attributes:
         chkpt_root: a ``Path`` once checked, if any.
         resume: ``"auto"``, ``"never"`` or a ``Path``.
+        skip_batches: different iterations in ascending order, once checked.
     """
 
     chkpt_root: Any
@@ -57,6 +58,8 @@ class CheckpointOptions:
     on_incomplete: str
     ledger: str
     reproducibility: str
+    rewind_to: int | None = None
+    skip_batches: Any = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chkpt_root", as_folder("chkpt_root", self.chkpt_root))
@@ -77,6 +80,8 @@ class CheckpointOptions:
         if self.reproducibility == "strict" and self.ledger == "off":
             rule = '"warn" with ledger="off": without evidence there is nothing to compare with'
             raise refusal("reproducibility", rule, "strict", "Omit ledger.")
+        object.__setattr__(self, "skip_batches", _as_iterations(self.skip_batches))
+        self._check_rewind()
         object.__setattr__(self, "allow_changes", _as_changes(self.allow_changes))
         if self.store is not None and not isinstance(self.store, CheckpointStore):
             raise refusal("store", "a CheckpointStore", self.store, "Pass CheckpointStore(...).")
@@ -90,6 +95,23 @@ class CheckpointOptions:
             rule = "a folder with resume=<path>"
             raise refusal("chkpt_root", rule, None, "Pass the folder for new checkpoints.")
 
+    def _check_rewind(self) -> None:
+        check_count("rewind_to", self.rewind_to)
+        if self.rewind_to is None:
+            if self.skip_batches:
+                remedy = "Pass rewind_to=..., an iteration before them."
+                raise refusal("skip_batches", "empty without rewind_to", self.skip_batches, remedy)
+            return
+        if not self.can_save:
+            rule, remedy = "None for a run without checkpoints", "Set chkpt_root, chkpt_frequency."
+            raise refusal("rewind_to", rule, self.rewind_to, remedy)
+        if self.resume != "auto":
+            rule = f"None with resume={str(self.resume)!r}"
+            raise refusal("rewind_to", rule, self.rewind_to, "Omit one of them.")
+        if self.skip_batches and self.ledger == "off":
+            rule = 'empty with ledger="off": the ledger says which batches they are'
+            raise refusal("skip_batches", rule, self.skip_batches, "Omit ledger.")
+
     @property
     def writes_ledger(self) -> bool:
         """Whether checkpoints are written, and a ledger beside them."""
@@ -99,6 +121,14 @@ class CheckpointOptions:
     def can_save(self) -> bool:
         """Whether checkpoints are written: both a folder and a frequency are set."""
         return self.chkpt_root is not None and self.chkpt_frequency is not None
+
+
+def _as_iterations(given: Any) -> tuple[int, ...]:
+    is_series = isinstance(given, list | tuple | set | frozenset | range)
+    if not is_series or not all(type(each) is int and each > 0 for each in given):
+        rule = "a tuple of positive ints"
+        raise refusal("skip_batches", rule, given, "Pass iterations, such as (812, 813).")
+    return tuple(sorted(set(given)))
 
 
 def _as_changes(given: Any) -> tuple[str, ...]:

@@ -25,6 +25,12 @@ from helios.startup.building.start_facts import describe_start
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
+from helios.startup.checkpoint_search.rewinding import (
+    apply_rewinds,
+    carry_out,
+    check_order,
+    settle,
+)
 from helios.startup.checkpoint_search.run_folder import lock_folder, require_writable
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import Plan, describe_processes
@@ -114,6 +120,10 @@ class FitRun(Run):
             self._load(session, record)
         if self._evidence is not None:
             on_first(self.replicas, self._evidence.check)
+        folder, plans = self._start.folder, self._start.plans
+        if folder is not None and plans:
+            on_first(self.replicas, lambda: carry_out(folder, plans))
+        if self._evidence is not None:
             self._evidence.open(self._start)
 
     def _open_logs(self, record: Record | None) -> None:
@@ -292,6 +302,9 @@ class FitRun(Run):
                 f"saved, so a checkpoint could not resume exactly. {source.remedy} Or omit "
                 "chkpt_frequency."
             )
+        start = self._start
+        start.rewinds, start.plans = settle(start.rewinds, start.plans, source)
+        apply_rewinds(start.rewinds, source)
         return source
 
     def _load(self, session: Session, record: Record) -> None:
@@ -302,13 +315,16 @@ class FitRun(Run):
         if run_identity.is_extended(self.options.schedule, record.options):
             cursor.go_on()
         identity = self._identify(source)
-        self._start.changes += run_identity.reconcile(
+        changes = run_identity.reconcile(
             record.options,
             identity,
             tuple(self.options.checkpoints.allow_changes),
             state=state,
             cursor=cursor,
         )
+        check_order(self._start.rewinds, changes, cursor)
+        self._start.changes += changes
+        self._start.changes += [str(each.rewind) for each in self._start.plans]
         self._start.changes += run_identity.note_fingerprint(source.description, record.options)
         if record.options.get("length") == identity["length"]:
             session.saved_length = record.data.get("length")

@@ -22,6 +22,7 @@ from helios.startup.building.run_evidence import RunEvidence
 from helios.startup.building.run_ledger import RunLedger, hash_definition, make_writer
 from helios.startup.checkpoint_search.replay_start import Stretch, require_restart
 from helios.startup.checkpoint_search.resume_point import Start
+from helios.startup.checkpoint_search.rewind_plan import join_rewinds
 from helios.startup.launching.on_all_ranks import on_each, on_first
 from helios.startup.launching.process_plan import Plan
 from helios.startup.launching.trainer_call import Call
@@ -55,7 +56,10 @@ class ReplayRun(FitRun):
     def _load_start(self) -> None:
         path = self._stretch.checkpoint
         loaded = None if path is None else loading.load(path, self._safe_types(), maps=True)
-        self._start = Start(loaded=loaded, is_branch=True)
+        # A branch that has saved nothing yet has the rewinds of its origin.
+        stored = [] if loaded is None else loaded.record.rewinds
+        rewinds = join_rewinds(stored, self._stretch.rewinds)
+        self._start = Start(loaded=loaded, is_branch=True, rewinds=rewinds)
 
     def _safe_types(self) -> list[Any]:
         return self.model.types_for_safe_load()

@@ -1,0 +1,322 @@
+"""Goes back to an older checkpoint on purpose: ``Trainer(rewind_to=..., skip_batches=...)``.
+
+A rewind is decided and checked first, when nothing has changed yet. :func:`carry_out` writes it
+down before it moves anything, so that a killed start is completed by the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from helios.checkpoint import file_names
+from helios.checkpoint.store import Loaded, RunFolder
+from helios.data.source import Source
+from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismatchError
+from helios.ledger import book
+from helios.ledger.reading import read_after
+from helios.startup.checkpoint_search.rewind_plan import (
+    FILE_NAME,
+    Rewind,
+    RewindPlan,
+    join_rewinds,
+    read_plans,
+    write_plans,
+)
+from helios.startup.checkpoint_search.run_identity import ORDERING
+from helios.startup.options.checkpoint_options import CheckpointOptions
+from helios.startup.options.validators import refusal
+from helios.state import Cursor
+from helios.storage import files
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Course(NamedTuple):
+    """Where a run continues.
+
+    Attributes:
+        loaded: the checkpoint.
+        rewinds: all rewinds of the run, also the one to carry out.
+        plans: what is to be carried out before training continues.
+    """
+
+    loaded: Loaded
+    rewinds: list[Rewind]
+    plans: list[RewindPlan]
+
+
+def find_course(
+    folder: RunFolder, newest: Loaded, options: CheckpointOptions, safe_types: list[Any]
+) -> Course:
+    """Find out whether the run is rewound, and to which checkpoint; no file is changed.
+
+    Args:
+        folder: the run's folder.
+        newest: its newest checkpoint.
+        options: what the user asks for.
+        safe_types: types that may be built.
+
+    Raises:
+        ArgumentError: for iterations that the run has not reached, or that the ledger lacks.
+        LedgerError: if the ledger does not match the checkpoint.
+        CheckpointError: if there is no checkpoint to go back to, or an earlier rewind is not
+            complete.
+    """
+    known = read_plans(folder.path)
+    rewinds = join_rewinds(newest.record.rewinds, [each.rewind for each in known])
+    stored = [Rewind.from_plain(each) for each in newest.record.rewinds]
+    plans = [each for each in known if each.rewind not in stored]
+    is_asked = options.rewind_to is not None
+    if is_asked and not any(each.request == _request(options) for each in rewinds):
+        _require_complete(plans, folder.path)
+        loaded, plan = _make_plan(folder, newest, options, safe_types, rewinds)
+        return Course(loaded, [*rewinds, plan.rewind], [plan])
+    if not plans:
+        return Course(newest, rewinds, [])
+    oldest = min(each.rewind.after for each in plans)
+    return Course(_load(folder, oldest, safe_types), rewinds, plans)
+
+
+def _request(options: CheckpointOptions) -> tuple[int | None, tuple[int, ...]]:
+    return options.rewind_to, options.skip_batches
+
+
+def _require_complete(plans: Sequence[RewindPlan], folder: Path) -> None:
+    if plans:
+        to, skip = plans[-1].rewind.request
+        raise CheckpointError(
+            f"The run cannot be rewound again before it has saved a checkpoint: the rewind with "
+            f"rewind_to={to}, skip_batches={skip} has begun. Start the run without rewind_to "
+            "until it has saved one. Or undo that rewind: move the files in "
+            f"{folder / plans[-1].folder} back to {folder}, and remove its entry from "
+            f"{FILE_NAME} there."
+        )
+
+
+def _load(folder: RunFolder, most: int, safe_types: list[Any]) -> Loaded:
+    """Load the newest undamaged checkpoint at or before an iteration."""
+    present = file_names.list_checkpoints(folder.path)
+    listed = [path for path in present if _place(path) <= most]
+    damaged = folder.damaged
+    loaded = folder.load_newest(safe_types, listed=listed) if listed else None
+    folder.damaged = list(dict.fromkeys(damaged + folder.damaged))
+    if loaded is None:
+        oldest = min(map(_place, present), default=0)
+        raise CheckpointError(
+            f"A rewind to iteration {most} needs a checkpoint at or before it, but in "
+            f"{folder.path} the oldest one is of iteration {oldest}. Pass rewind_to={oldest} or "
+            'higher, or resume="never" to start a new run.'
+        )
+    return loaded
+
+
+def _place(path: Path) -> int:
+    return (file_names.parse(path) or (0, 0))[1]
+
+
+def _make_plan(
+    folder: RunFolder,
+    newest: Loaded,
+    options: CheckpointOptions,
+    safe_types: list[Any],
+    rewinds: Sequence[Rewind],
+) -> tuple[Loaded, RewindPlan]:
+    to, skip = options.rewind_to, options.skip_batches
+    last = newest.record.place[1]
+    assert to is not None
+    if to > last:
+        rule = f"at most {last}, the newest checkpoint in {folder.path}"
+        raise refusal("rewind_to", rule, to, "Lower it: there is nothing to rewind.")
+    loaded = _load(folder, to, safe_types)
+    after = loaded.record.place[1]
+    if after == last and not skip:
+        rule = f"below {last}, the newest checkpoint, without skip_batches"
+        raise refusal("rewind_to", rule, to, "Omit it to continue from there.")
+    places = _find_places(folder.path, loaded, newest, skip, rewinds) if skip else ()
+    digest = None if loaded.sidecar is None else loaded.sidecar.digest or None
+    target = _free_name(folder.path)
+    return loaded, RewindPlan(Rewind(to, skip, after, places), loaded.path.name, digest, target)
+
+
+def _free_name(folder: Path) -> str:
+    name = first = f"before-{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    number = 1
+    while (folder / name).exists():
+        number += 1
+        name = f"{first}-{number}"
+    return name
+
+
+def _find_places(
+    folder: Path,
+    loaded: Loaded,
+    newest: Loaded,
+    skip: Sequence[int],
+    rewinds: Sequence[Rewind],
+) -> tuple[tuple[int, int], ...]:
+    """Return epoch and number of the batches of iterations, which the ledger tells."""
+    path, record = folder / book.FILE_NAME, loaded.record
+    before, now = record.options, newest.record.options
+    changed = [name for name in ORDERING if before.get(name) != now.get(name)]
+    if changed:
+        raise ArgumentError(
+            f"Trainer(skip_batches=...) must be empty if {', '.join(changed)} was changed between "
+            f"{loaded.path.name} and {newest.path.name}: the batches after the rewind would be "
+            f"others than those in the ledger. Pass a rewind_to after that change."
+        )
+    if record.ledger is None:
+        raise LedgerError(
+            f"Trainer(skip_batches=...) must be empty, because {loaded.path.name} was saved "
+            "without a ledger, which would say which batches these iterations had. Omit it, or "
+            "pass another rewind_to."
+        )
+    after = record.place[1]
+    known = {place for each in rewinds for place in each.places}
+    found, last, wanted = [], after, set(skip)
+    cursor = Cursor(**record.cursor)
+    for epoch in _read_epochs(path, record.ledger, after=after, stop=max(skip)):
+        last += 1
+        if epoch > cursor.epoch:
+            cursor.next_epoch()
+            cursor.epoch = epoch
+        while (cursor.epoch, cursor.batch) in known:
+            cursor.batch += 1
+        if last in wanted:
+            found.append((cursor.epoch, cursor.batch))
+        cursor.batch += 1
+    if max(skip) == last + 1:
+        # An iteration that ended with an error has no line. Its batch may be in the next epoch,
+        # whose first one `settle` finds, because here the length of an epoch is unknown.
+        while (cursor.epoch, cursor.batch) in known:
+            cursor.batch += 1
+        found.append((cursor.epoch, cursor.batch))
+    if len(found) < len(skip):
+        rule = f"iterations from {after + 1}, after {loaded.path.name}, to {last + 1}"
+        rule += f", the one after the last in {path}"
+        raise refusal("skip_batches", rule, skip, "Correct them, or rewind_to.")
+    return tuple(found)
+
+
+def _read_epochs(path: Path, mark: dict[str, Any], *, after: int, stop: int) -> Iterable[int]:
+    """Yield the epoch, from 0, of each iteration between a checkpoint and ``stop``."""
+    for line in read_after(path, mark):
+        if after >= stop or b',"end":1' in line or not line.endswith(b"\n"):
+            return
+        after += 1
+        try:
+            epoch, iteration, _ = json.loads(line)["at"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise LedgerError(f"{path} is damaged after iteration {after - 1}.") from error
+        if iteration != after:
+            raise LedgerError(f"{path} lacks iteration {after}, so skip_batches is not known.")
+        yield epoch - 1
+
+
+def carry_out(folder: RunFolder, plans: Sequence[RewindPlan]) -> None:
+    """Write plans down, and move what is newer than their checkpoints aside; may be repeated.
+
+    Raises:
+        OSError: if the disk fails; the next start completes it.
+    """
+    known = read_plans(folder.path)
+    added = [each for each in plans if each not in known]
+    if added:
+        write_plans(folder.path, known + added)
+    for plan in plans:
+        _move_later(folder, plan)
+
+
+def _move_later(folder: RunFolder, plan: RewindPlan) -> None:
+    target, ledger = folder.path / plan.folder, folder.path / book.FILE_NAME
+    files.make_folder(target)
+    if ledger.exists() and not (target / book.FILE_NAME).exists():
+        files.copy_durably(ledger, target / book.FILE_NAME)
+    later = [each for each in folder.entries() if each.iteration > plan.rewind.after]
+    for entry in later:
+        # The sidecar first: on its own, the next start would take it for the rest of a killed save.
+        for path in (entry.sidecar_path, entry.path):
+            if path.exists():
+                files.replace(path, target / path.name)
+    files.fsync_folder(target)
+    files.fsync_folder(folder.path)
+    _LOGGER.warning(
+        "The run is %s. Moved %d later checkpoints and a copy of the ledger to %s.",
+        plan.rewind,
+        len(later),
+        target,
+    )
+
+
+def settle(
+    rewinds: Sequence[Rewind], plans: Sequence[RewindPlan], source: Source
+) -> tuple[list[Rewind], list[RewindPlan]]:
+    """Return rewinds and plans with places that exist: after the end of an epoch is the next one.
+
+    Rewinds that were carried out stay as they are: the data may have another length now.
+
+    Args:
+        rewinds: all rewinds of the run.
+        plans: how some of them are carried out.
+        source: the training data.
+    """
+    number = source.num_batches()
+    settled = {rewind: rewind for rewind in rewinds}
+    for plan in plans:
+        rewind = plan.rewind
+        taken = {place for each in rewinds if each != rewind for place in each.places}
+        places = tuple(_find_existing(place, number, taken) for place in rewind.places)
+        settled[rewind] = replace(rewind, places=places)
+    return list(settled.values()), [replace(p, rewind=settled[p.rewind]) for p in plans]
+
+
+def _find_existing(
+    place: tuple[int, int], number: int | None, taken: set[tuple[int, int]]
+) -> tuple[int, int]:
+    if number is None or place[1] < number:
+        return place
+    following = ((place[0] + 1, batch) for batch in range(number))
+    return next((each for each in following if each not in taken), place)
+
+
+def apply_rewinds(rewinds: Sequence[Rewind], source: Source) -> None:
+    """Let the training data skip batches.
+
+    Raises:
+        ArgumentError: if it cannot, or if nothing would be left of an epoch.
+    """
+    places = sorted({place for each in rewinds for place in each.places})
+    if not places:
+        return
+    source.skip(places)
+    for epoch in sorted({epoch for epoch, _ in places}):
+        total, _ = source.measure(epoch, batch=0, sample=0)
+        if total == 0:
+            raise ArgumentError(
+                f"Trainer(skip_batches=...) must leave at least one batch of each epoch, but names "
+                f"all of epoch {epoch + 1}. Skip fewer."
+            )
+
+
+def check_order(rewinds: Sequence[Rewind], changes: Sequence[str], cursor: Cursor) -> None:
+    """Refuse another order of the data while batches to skip are ahead.
+
+    Args:
+        rewinds: those of the run.
+        changes: what was allowed to change, as ``name: old -> new``.
+        cursor: where the run continues.
+
+    Raises:
+        RunMismatchError: if the places of these batches would mean other ones.
+    """
+    names = [name for text in changes if (name := text.partition(":")[0]) in ORDERING]
+    if names and any(epoch >= cursor.epoch for each in rewinds for epoch, _ in each.places):
+        raise RunMismatchError(
+            f"{', '.join(names)} must not change in an epoch with skipped batches, or before it, "
+            "because other batches would be skipped. Undo the change until the end of that epoch."
+        )

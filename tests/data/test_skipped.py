@@ -1,0 +1,155 @@
+"""Skipped batches are never fetched; all others stay what they are, from any position."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler
+
+from helios.data import DataLoaderParams, create_dataloader
+from helios.data.interfaces import Source
+from helios.data.loader import build_loader
+from helios.data.shard import Shard
+from helios.data.source import open_source
+from helios.data.truncated import TruncatedSource
+from helios.errors import ArgumentError
+from tests.data.datasets import FETCH, Augmented, Indices
+
+LENGTH, SIZE = 11, 3
+NUM_BATCHES = 4
+SETS = [each for n in (1, 2, 3) for each in itertools.combinations(range(NUM_BATCHES), n)]
+
+
+def _sampler() -> RandomSampler:
+    """Return a sampler whose generator advances from epoch to epoch."""
+    generator = torch.Generator().manual_seed(3)
+    return RandomSampler(range(LENGTH), generator=generator)
+
+
+def _open(dataset: Any, *, num_workers: int = 0, **options: Any) -> Source:
+    params = DataLoaderParams(batch_size=SIZE, num_workers=num_workers, **options)
+    loader, sampler = build_loader(dataset, params)
+    return open_source(loader, sampler, run_seed=6691, purpose=FETCH)
+
+
+def _walk(source: Source, epoch: int, batch: int = 0, sample: int = 0) -> list[tuple[Any, ...]]:
+    """Return position and content of each batch, and whether it is the last one."""
+    found = []
+    batches = source.batches(epoch, batch=batch, sample=sample)
+    for (content,) in batches:
+        batch, sample = batch + batches.skipped[0], sample + batches.skipped[1]
+        found.append((batch, sample, content.tolist(), batches.is_last))
+        batch, sample = batch + 1, sample + batches.num_samples
+    batches.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["computed", "listed", "own"])
+def test_all_others_stay_what_they_are(kind: str) -> None:
+    def make() -> Source:
+        if kind == "computed":
+            return _open(Augmented(LENGTH), shuffle=True)
+        if kind == "listed":
+            firsts = range(0, LENGTH, SIZE)
+            listed = [list(range(LENGTH))[first : first + SIZE] for first in firsts]
+            loader, _ = create_dataloader(Augmented(LENGTH), batch_sampler=listed)
+            return open_source(loader, None, run_seed=6691, purpose=FETCH)
+        loader, _ = create_dataloader(Augmented(LENGTH), batch_sampler=_Lists())
+        return open_source(loader, None, run_seed=6691, purpose=FETCH)
+
+    whole = make()
+    full = [[each[:3] for each in _walk(whole, epoch)] for epoch in range(3)]
+    assert len(full[1]) == NUM_BATCHES
+    for skipped in SETS:
+        source = make()
+        source.skip([(1, batch) for batch in skipped])
+        assert [each[:3] for each in _walk(source, 0)] == full[0]
+        left = [each for each in full[1] if each[0] not in skipped]
+        found = _walk(source, 1)
+        assert [each[:3] for each in found] == left
+        assert [is_last for *_, is_last in found] == [False] * (len(left) - 1) + [True]
+        assert [each[:3] for each in _walk(source, 2)] == full[2]
+        if kind == "own":
+            continue
+        for batch, sample, _ in full[1]:
+            rest = [each[:3] for each in _walk(source, 1, batch, sample)]
+            assert rest == [each for each in left if each[0] >= batch]
+
+
+class _Lists:
+    """A batch sampler that draws from a generator of its own, so that passes follow each other."""
+
+    def __init__(self) -> None:
+        self.sampler = _sampler()
+
+    def __iter__(self) -> Any:
+        order = list(self.sampler)
+        return iter([order[first : first + SIZE] for first in range(0, LENGTH, SIZE)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_nothing_of_a_skipped_batch_is_fetched(num_workers: int) -> None:
+    dataset = Augmented(LENGTH)
+    source = _open(dataset, num_workers=num_workers)
+    source.skip([(0, 0), (0, 2)])
+    expected = _walk(_open(Augmented(LENGTH)), 0)
+    assert [each[2] for each in _walk(source, 0)] == [expected[1][2], expected[3][2]]
+    assert dataset.counts.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    source.close()
+
+
+def test_all_replicas_skip_the_same_batches() -> None:
+    def walk(replica: range, *skipped: int) -> list[Any]:
+        loader, sampler = create_dataloader(Indices(LENGTH), batch_size=2, shuffle=True)
+        share = Shard(2, replica, pads=True)
+        source = open_source(loader, sampler, run_seed=1, purpose=FETCH, share=share)
+        source.skip([(0, batch) for batch in skipped])
+        return [torch.cat(found).tolist() for found in source.batches(0)]
+
+    for block in (range(2), range(1), range(1, 2)):
+        whole = walk(block)
+        assert walk(block, 1) == [whole[0], *whole[2:]]
+
+
+def test_skipped_batches_count_towards_the_limit_of_a_pass() -> None:
+    for limit, skipped in itertools.product(range(1, 6), SETS):
+        source = TruncatedSource(_open(Indices(LENGTH)), limit)
+        source.skip([(0, batch) for batch in skipped])
+        whole = range(min(limit, NUM_BATCHES))
+        for batch in whole:
+            left = [each for each in whole if each >= batch and each not in skipped]
+            found = _walk(source, 0, batch, batch * SIZE)
+            assert [each[0] for each in found] == left
+            assert [is_last for *_, is_last in found] == [each == left[-1] for each in left]
+        done = sum(each not in skipped for each in whole)
+        assert source.measure(0, batch=0, sample=0) == (done, 0)
+
+
+def test_a_pass_is_measured_without_skipped_batches() -> None:
+    source = _open(Indices(LENGTH))
+    assert source.measure(0, batch=2, sample=6) == (4, 2)
+    source.skip([(0, 0), (0, 3), (1, 1)])
+    assert source.measure(0, batch=2, sample=6) == (2, 1)
+    assert source.measure(1, batch=1, sample=3) == (3, 1)
+    assert source.measure(2, batch=4, sample=11) == (4, 4)
+
+
+def test_a_loader_that_cannot_skip_is_refused() -> None:
+    sampler = DistributedSampler(Indices(LENGTH), num_replicas=2, rank=0)  # type: ignore[var-annotated]
+    loader, _ = create_dataloader(Indices(LENGTH), batch_sampler=_OwnLists(sampler))
+    share = Shard(2, range(1), pads=True)
+    own = open_source(loader, None, run_seed=1, purpose=FETCH, share=share)
+    foreign = open_source([1, 2, 3], None, run_seed=1, purpose=FETCH)
+    for source in (own, foreign):
+        with pytest.raises(ArgumentError, match="must be omitted with data whose order"):
+            source.skip([(0, 1)])
+
+
+class _OwnLists(torch.utils.data.BatchSampler):
+    """Batches of a sampler that splits the data by rank."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler, 2, drop_last=False)
