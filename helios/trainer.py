@@ -130,6 +130,7 @@ class Trainer:
     validate_loop = EvaluationRoot(Phase.VALIDATION)
     test_loop = EvaluationRoot(Phase.TESTING)
     predict_loop = EvaluationRoot(Phase.PREDICTION)
+    _exit_code = 0
 
     def __init__(  # noqa: PLR0913 - the historical arguments keep their order
         self,
@@ -235,7 +236,6 @@ class Trainer:
         self._runtime = RuntimeState()
         self.model: Model | None = None
         self.datamodule: DataModule | None = None
-        self._exit_code = 0
         self.roots = Roots()
         for plugin in plugins:
             self.register_plugin(plugin)
