@@ -21,6 +21,7 @@ from helios.ledger.anonymizing import Anonymizer
 from helios.ledger.event_file import read_event_file
 from helios.ledger.line import stated_hash
 from helios.ledger.manifest import manifest_file
+from helios.ledger.manifest.scrubbing import scrub
 from helios.ledger.summary.checklist import command_text, git_text
 from helios.ledger.summary.curves import read_last_line
 from helios.ledger.summary.run_facts import RunFacts
@@ -105,7 +106,13 @@ def _add_code(pack: Pack, run: RunFacts) -> None:
                 "changed since the run has imported it."
             )
         else:
-            pack.texts[f"{_CODE}/{name}"] = text
+            path = f"{_CODE}/{name}"
+            pack.texts[path] = scrub(text)
+            if pack.texts[path] != text:
+                pack.notes.append(
+                    f"{path}: what looks like a secret was replaced, so its hash differs from "
+                    f"{manifest_file.FILE_NAME}."
+                )
 
 
 def _name_source(module: str, file: str) -> str | None:

@@ -22,7 +22,7 @@ from helios.ledger.anonymizing import Anonymizer
 from helios.ledger.manifest.manifest_file import read_manifest
 from helios.ledger.packing import Pack, check_names
 from tests.support.runs import Setting, train
-from tests.support.synthetic_run import write_ledger
+from tests.support.synthetic_run import write_ledger, write_run
 
 HOST, USER, AUTHOR = "wolke7.lab.example", "adalove", "Ada von Lovelace"
 REMOTE = "git.example.org/secret-group/project"
@@ -153,6 +153,37 @@ def test_source_files_that_have_changed_are_left_out(
     assert "code/helper_of_pack.py" not in found
     assert "The source file helper_of_pack.py is missing" in capsys.readouterr().out
     assert "The source file helper_of_pack.py is missing" in found["README.md"].decode()
+
+
+def _write_project(tmp_path: Path, sources: dict[str, str], **command: str) -> Path:
+    """Write a run of the script train.py, and the sources of modules beside it."""
+    project = tmp_path / "project"
+    project.mkdir()
+    code = {}
+    for module, text in sources.items():
+        file = "train.py" if module == "__main__" else f"{module}.py"
+        (project / file).write_text(text)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        code[module] = {"file": file, "text": digest}
+    facts = {"script": "train.py", "arguments": [], "folder": str(project), **command}
+    return write_run(tmp_path / "run", {"command": facts, "code": code}, scores={})
+
+
+@pytest.mark.parametrize("options", [[], ["--anonymous"]], ids=str)
+def test_secrets_in_source_files_are_replaced(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = {"__main__": "API_KEY = 'q7Zp3kVw9Xt2Lm5R'\n", "plain": "x = 1\n"}
+    run = _write_project(tmp_path, sources)
+    found = _pack(run, tmp_path / "a.zip", *options)
+    assert found["code/train.py"] == b"API_KEY = '***'\n"
+    assert found["code/plain.py"] == b"x = 1\n"
+    note = (
+        "code/train.py: what looks like a secret was replaced, so its hash differs from run.json."
+    )
+    assert note in found["README.md"].decode()
+    assert note in capsys.readouterr().out
+    assert "code/plain.py: what" not in found["README.md"].decode()
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
