@@ -63,6 +63,9 @@ def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:
     Args:
         run: what is known of the run.
         anonymizer: removes names and paths; ``None`` to keep them.
+
+    Raises:
+        LedgerError: if two files would have one name without the names of persons.
     """
     pack = Pack(run.name, notes=list(run.missing.values()))
     if run.ledger is not None:
@@ -77,7 +80,7 @@ def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:
     if anonymizer is not None:
         manifest = None if manifest is None else anonymizer.replace_in_manifest(manifest)
         events = {name: anonymizer.replace_in(lines) for name, lines in events.items()}
-        pack.texts = {name: anonymizer.replace(text) for name, text in pack.texts.items()}
+        pack.texts = _anonymize(pack.texts, anonymizer)
         pack.notes = [anonymizer.replace(note) for note in pack.notes]
         pack.name = anonymizer.replace(pack.name)
     if manifest is not None:
@@ -85,6 +88,19 @@ def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:
     for name, lines in events.items():
         pack.texts[name] = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     return pack
+
+
+def _anonymize(texts: Mapping[str, str], anonymizer: Anonymizer) -> dict[str, str]:
+    """Return files without names in their texts and in their own names."""
+    origins: dict[str, str] = {}
+    for name in texts:
+        twin = origins.setdefault(anonymizer.replace(name), name)
+        if twin != name:
+            raise LedgerError(
+                f"{twin} and {name} would both be {anonymizer.replace(name)} in an anonymous "
+                "archive. Rename one of them and train again, or pack without --anonymous."
+            )
+    return {name: anonymizer.replace(texts[origin]) for name, origin in origins.items()}
 
 
 def _add_code(pack: Pack, run: RunFacts) -> None:
@@ -173,7 +189,7 @@ def write_archive(
     Raises:
         OSError: if the disk fails; an old archive stays.
     """
-    readme = "\n".join(_write_readme(pack, run, is_anonymous=anonymizer is not None))
+    readme = "\n".join(_write_readme(pack, run, anonymizer))
     pack.texts[README] = readme if anonymizer is None else anonymizer.replace(readme)
     contents: dict[str, bytes | Path] = {
         **{name: text.encode("utf-8", "replace") for name, text in pack.texts.items()},
@@ -208,7 +224,7 @@ def _add(archive: zipfile.ZipFile, name: str, content: bytes | Path) -> None:
         shutil.copyfileobj(source, copy, 1 << 20)
 
 
-def _write_readme(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[str]:
+def _write_readme(pack: Pack, run: RunFacts, anonymizer: Anonymizer | None) -> Iterator[str]:
     yield f"# {pack.name}\n"
     yield "The evidence of a training run with Helios. Check it in this folder:\n"
     yield "```text"
@@ -219,13 +235,13 @@ def _write_readme(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[
     if run.ledger is not None:
         chain = stated_hash(read_last_line(run.ledger))
         yield f"`helios verify` must print the hash `{chain}`, which covers all iterations.\n"
-    yield from _write_repeat(pack, run, is_anonymous=is_anonymous)
+    yield from _write_repeat(pack, run, anonymizer)
     yield "| file | content |\n|---|---|"
     yield from _list_contents([*pack.texts, *pack.paths])
     if pack.notes:
         yield "\nNotes:\n"
         yield from (f"- {note}" for note in pack.notes)
-    if is_anonymous:
+    if anonymizer is not None:
         yield (
             "\nThe archive is anonymous: names of hosts and users, absolute paths, and the remote, "
             "branch, commit and author of the git repository were removed. So hashes of source "
@@ -234,12 +250,14 @@ def _write_readme(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[
     yield ""
 
 
-def _write_repeat(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[str]:
+def _write_repeat(pack: Pack, run: RunFacts, anonymizer: Anonymizer | None) -> Iterator[str]:
     facts = run.facts
     command = facts.get("command")
     if command is None or run.ledger is None:
         return
     script = f"{_CODE}/{PurePosixPath(command['script']).name}"
+    if anonymizer is not None:
+        script = anonymizer.replace(script)
     if script in pack.texts:
         facts = {**facts, "command": {**command, "script": script}}
     yield "To repeat the run, and to compare each iteration with it:\n"
@@ -249,7 +267,7 @@ def _write_repeat(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[
     yield f"helios diff {book.FILE_NAME} FOLDER_OF_YOUR_RUN"
     yield "```\n"
     git = git_text(facts)
-    if git is not None and not is_anonymous:
+    if git is not None and anonymizer is None:
         yield f"The code is {git}.\n"
     yield (
         "The ledgers are equal if the versions of all libraries, the processor or GPU and the "

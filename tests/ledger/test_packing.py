@@ -18,8 +18,8 @@ import torch
 from helios.cli import main
 from helios.errors import LedgerError
 from helios.ledger import verify
-from helios.ledger.anonymizing import Anonymizer
-from helios.ledger.manifest.manifest_file import read_manifest
+from helios.ledger.anonymizing import Anonymizer, make_anonymizer
+from helios.ledger.manifest.manifest_file import Manifest, Section, read_manifest
 from helios.ledger.packing import Pack, check_names
 from tests.support.runs import Setting, train
 from tests.support.synthetic_run import write_ledger, write_run
@@ -158,7 +158,7 @@ def test_source_files_that_have_changed_are_left_out(
 def _write_project(tmp_path: Path, sources: dict[str, str], **command: str) -> Path:
     """Write a run of the script train.py, and the sources of modules beside it."""
     project = tmp_path / "project"
-    project.mkdir()
+    project.mkdir(parents=True)
     code = {}
     for module, text in sources.items():
         file = "train.py" if module == "__main__" else f"{module}.py"
@@ -229,10 +229,71 @@ def test_a_folder_without_evidence_is_refused(
         ("adalove_tools ADALOVE AdaloveNet", "anonymous_tools anonymous anonymousNet"),
         ("eve eve_tools Eve never", "anonymous anonymous_tools anonymous never"),
         ("the root of it", "the root of it"),
+        ("at file:///mnt/lab/x.csv, twice", "at <path>/x.csv, twice"),
+        ("s3://lab-bucket/x", "<path>/x"),
+        ("gs://lab-bucket", "<path>/"),
+        ("hdfs://node:9000/lab/x y", "<path>/x y"),
+        ("ssh://git@lab.example/lab/x.git", "<path>/x.git"),
+        ("'s3://lab/my lab/x'", "'<path>/x'"),
+        ("a:/mnt/lab/y", "a:<path>/y"),
+        ("PATH=/mnt/lab/x:/mnt/lab/y", "PATH=<path>/x:<path>/y"),
+        ("http://localhost:8080/a/b", "http://localhost:8080/a/b"),
+        ("prefix = f's3://{bucket}'", "prefix = f's3://{bucket}'"),
     ],
 )
 def test_texts_lose_names_and_paths_only(text: str, expected: str) -> None:
     assert Anonymizer([USER, "eve", "root"], ["/", "/known place/lab"]).replace(text) == expected
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        "https://example.org/smithlab/project.git",
+        "git@example.org:smithlab/project.git",
+        "ssh://git@example.org/git/smithlab/project/",
+    ],
+)
+def test_the_owner_of_the_repository_is_replaced(remote: str) -> None:
+    manifest = Manifest("00", [Section({}, {"git": {"remote": remote}})])
+    found = make_anonymizer(manifest, [])
+    assert found.replace("smithlab git project") == "anonymous git project"
+
+
+def test_a_local_repository_has_no_owner() -> None:
+    for remote in ("/srv/weights/project", "file:///srv/weights/x", "host:/srv/weights/x"):
+        manifest = Manifest("00", [Section({}, {"git": {"remote": remote}})])
+        assert make_anonymizer(manifest, []).replace("weights") == "weights"
+
+
+def test_source_files_lose_names_in_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGNAME", USER)
+    sources = {"__main__": f"import {USER}_utils\n", f"{USER}_utils": "x = 1\n"}
+    run = _write_project(tmp_path / "a", sources)
+    found = _pack(run, tmp_path / "a.zip", "--anonymous")
+    assert found["code/train.py"] == b"import anonymous_utils\n"
+    assert found["code/anonymous_utils.py"] == b"x = 1\n"
+    assert not any(USER.encode() in data for data in found.values())
+    run = _write_project(tmp_path / "b", {**sources, "anonymous_utils": "x = 2\n"})
+    target = tmp_path / "b.zip"
+    assert main(["pack", str(run), "--anonymous", "--out", str(target)]) == 2
+    assert "would both be code/anonymous_utils.py" in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_the_command_of_an_anonymous_archive_names_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "trainer")
+    text = "x = 1\n"
+    run = _write_project(tmp_path, {"__main__": text})
+    found = _pack(run, tmp_path / "a.zip", "--anonymous")
+    assert found["code/train.py"].decode() == text
+    assert "\npython code/train.py\n" in found["README.md"].decode()
+    monkeypatch.setenv("LOGNAME", "train")
+    found = _pack(run, tmp_path / "b.zip", "--anonymous")
+    assert "\npython code/anonymous.py\n" in found["README.md"].decode()
 
 
 def test_names_are_found_in_weights(tmp_path: Path) -> None:
