@@ -12,7 +12,7 @@ from typing import Any
 from helios.errors import ArgumentError
 from helios.ledger import lineage
 from helios.ledger.line import stated_hash
-from helios.ledger.summary.curves import read_last_line, read_last_losses
+from helios.ledger.summary.curves import read_last_iteration, read_last_line, read_last_losses
 from helios.ledger.summary.estimates import (
     Estimate,
     Parts,
@@ -216,6 +216,7 @@ def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) ->
         twin = hashes.setdefault(stated_hash(line), name) if line else name
         if twin != name:
             yield f"{twin} and {name} have equal ledgers: they are one result, not two"
+    yield from _note_lengths(found)
     for key in numbers.names:
         tables = numbers.tables
         absent = [run for run, table in tables.items() if key not in table]
@@ -224,3 +225,13 @@ def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) ->
             yield f"without {key}: {', '.join(absent)}"
         if infinite:
             yield f"{key} is not finite, and left out, in: {', '.join(infinite)}"
+
+
+def _note_lengths(found: Sequence[RunFacts]) -> Iterator[str]:
+    ends = {read_last_iteration(run.ledger) for run in found if run.ledger is not None}
+    *counts, most = sorted(end for end in ends if end is not None) or [0]
+    if counts:
+        yield (
+            f"the runs have {', '.join(map(str, counts))} and {most} iterations: their last "
+            "numbers are not of the same length of training"
+        )

@@ -177,6 +177,15 @@ def test_what_is_doubtful_is_said(tmp_path: Path) -> None:
     assert compare(lone, first, bad).varying == {"seeds.random_seed": ["unknown", "1", "2"]}
 
 
+def test_runs_of_different_lengths_are_said(tmp_path: Path) -> None:
+    lengths = {"a": 60, "b": 30, "c": 30}
+    for name, length in lengths.items():
+        write_ledger(tmp_path / name, [1.0 + length] * length)
+    text = "the runs have 30 and 60 iterations: their last numbers are not of the same length"
+    assert f"{text} of training" in compare(*(tmp_path / name for name in lengths)).notes
+    assert not [note for note in compare(tmp_path / "b", tmp_path / "c").notes if text[:9] in note]
+
+
 def test_bad_calls_are_refused(
     tmp_path: Path, grid: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
