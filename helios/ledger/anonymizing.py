@@ -97,7 +97,7 @@ class Anonymizer:
         if "git" in kept:
             kept["git"] = {name: kept["git"][name] for name in _GIT_KEPT if name in kept["git"]}
         if "command" in kept:
-            hidden = ("folder", "python")
+            hidden = ("folder", "script_folder", "python")
             kept["command"] = {name: x for name, x in kept["command"].items() if name not in hidden}
         found: dict[str, Any] = self.replace_in(kept)
         return found

@@ -111,8 +111,7 @@ def _add_code(pack: Pack, run: RunFacts) -> None:
         pack.texts[PATCH] = git["patch"]
     if git.get("is_cut"):
         pack.notes.append(f"{PATCH} is cut off: the local changes were longer.")
-    command = facts.get("command", {})
-    folder = Path(command.get("folder", ""), command.get("script", "")).parent
+    folder = _find_folder(facts.get("command", {}))
     for module, hashes in facts.get("code", {}).items():
         name = _name_source(module, str(hashes["file"]))
         text = _read_source(folder, hashes)
@@ -129,6 +128,13 @@ def _add_code(pack: Pack, run: RunFacts) -> None:
                     f"{path}: what looks like a secret was replaced, so its hash differs from "
                     f"{manifest_file.FILE_NAME}."
                 )
+
+
+def _find_folder(command: Mapping[str, Any]) -> Path:
+    """Return the folder of the script; the script itself may be relative to a former folder."""
+    if "script_folder" in command:
+        return Path(command["script_folder"])
+    return Path(command.get("folder", ""), command.get("script", "")).parent
 
 
 def _name_source(module: str, file: str) -> str | None:
@@ -252,10 +258,10 @@ def _write_readme(pack: Pack, run: RunFacts, anonymizer: Anonymizer | None) -> I
 
 def _write_repeat(pack: Pack, run: RunFacts, anonymizer: Anonymizer | None) -> Iterator[str]:
     facts = run.facts
-    command = facts.get("command")
-    if command is None or run.ledger is None:
+    command = facts.get("command", {})
+    if command_text(facts) is None or run.ledger is None:
         return
-    script = f"{_CODE}/{PurePosixPath(command['script']).name}"
+    script = f"{_CODE}/{PurePosixPath(command.get('script', '')).name}"
     if anonymizer is not None:
         script = anonymizer.replace(script)
     if script in pack.texts:

@@ -21,6 +21,7 @@ from helios.ledger import verify
 from helios.ledger.anonymizing import Anonymizer, make_anonymizer
 from helios.ledger.manifest.manifest_file import Manifest, Section, read_manifest
 from helios.ledger.packing import Pack, check_names
+from helios.ledger.summary.checklist import command_text
 from tests.support.runs import Setting, train
 from tests.support.synthetic_run import write_ledger, write_run
 
@@ -184,6 +185,44 @@ def test_secrets_in_source_files_are_replaced(
     assert note in found["README.md"].decode()
     assert note in capsys.readouterr().out
     assert "code/plain.py: what" not in found["README.md"].decode()
+
+
+def test_source_files_are_found_after_a_change_of_the_folder(tmp_path: Path) -> None:
+    folders = {"folder": str(tmp_path), "script_folder": str(tmp_path / "project")}
+    run = _write_project(tmp_path, {"__main__": "x = 1\n"}, **folders)
+    assert _pack(run, tmp_path / "a.zip")["code/train.py"] == b"x = 1\n"
+    hidden = _pack(run, tmp_path / "b.zip", "--anonymous")["run.json"]
+    assert b"folder" not in hidden
+    assert b"project" not in hidden
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ({"script": "a b.py", "arguments": ["--x"]}, "python 'a b.py' --x"),
+        (
+            {"script": "/x/tools/train.py", "module": "tools.train", "arguments": ["--x"]},
+            "python -m tools.train --x",
+        ),
+        ({"script": "-c", "arguments": []}, None),
+        ({"script": "", "arguments": []}, None),
+        ({"script": "/x/ipykernel_launcher.py", "arguments": ["-f", "k.json"]}, None),
+        ({}, None),
+    ],
+)
+def test_the_command_is_one_that_can_be_typed(
+    command: dict[str, object], expected: str | None
+) -> None:
+    assert command_text({"command": command}) == expected
+
+
+def test_an_archive_without_a_command_names_none(tmp_path: Path) -> None:
+    run = _write_project(tmp_path, {}, script="-c")
+    readme = _pack(run, tmp_path / "a.zip")["README.md"].decode()
+    assert "python" not in readme
+    assert "None" not in readme
+    run = _write_project(tmp_path / "b", {"__main__": "x = 1\n"}, module="tools.train")
+    assert "\npython -m tools.train\n" in _pack(run, tmp_path / "b.zip")["README.md"].decode()
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
