@@ -113,6 +113,8 @@ def _add_code(pack: Pack, run: RunFacts) -> None:
         pack.notes.append(f"{PATCH} is cut off: the local changes were longer.")
     folder = _find_folder(facts.get("command", {}))
     for module, hashes in facts.get("code", {}).items():
+        if module == "__main__":
+            module = _name_main(facts.get("command", {}), str(hashes["file"]))
         name = _name_source(module, str(hashes["file"]))
         text = _read_source(folder, hashes)
         if name is None or text is None:
@@ -135,6 +137,14 @@ def _find_folder(command: Mapping[str, Any]) -> Path:
     if "script_folder" in command:
         return Path(command["script_folder"])
     return Path(command.get("folder", ""), command.get("script", "")).parent
+
+
+def _name_main(command: Mapping[str, Any], file: str) -> str:
+    """Return the name with which the main module is imported, if ``python -m`` has run it."""
+    if "module" not in command:
+        return "__main__"
+    package = str(command["module"]).removesuffix(".__main__")
+    return f"{package}.__main__" if PurePosixPath(file).name == "__main__.py" else package
 
 
 def _name_source(module: str, file: str) -> str | None:
@@ -269,7 +279,8 @@ def _write_repeat(pack: Pack, run: RunFacts, anonymizer: Anonymizer | None) -> I
     yield "To repeat the run, and to compare each iteration with it:\n"
     yield "```text"
     yield f"pip install helios-trainer=={facts.get('versions', {}).get('helios', __version__)}"
-    yield str(command_text(facts))
+    path = f"PYTHONPATH={_CODE} " if "module" in command else ""
+    yield f"{path}{command_text(facts)}"
     yield f"helios diff {book.FILE_NAME} FOLDER_OF_YOUR_RUN"
     yield "```\n"
     git = git_text(facts)

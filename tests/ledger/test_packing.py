@@ -162,7 +162,7 @@ def _write_project(tmp_path: Path, sources: dict[str, str], **command: str) -> P
     project.mkdir(parents=True)
     code = {}
     for module, text in sources.items():
-        file = "train.py" if module == "__main__" else f"{module}.py"
+        file = command.get("script", "train.py") if module == "__main__" else f"{module}.py"
         (project / file).write_text(text)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         code[module] = {"file": file, "text": digest}
@@ -221,8 +221,23 @@ def test_an_archive_without_a_command_names_none(tmp_path: Path) -> None:
     readme = _pack(run, tmp_path / "a.zip")["README.md"].decode()
     assert "python" not in readme
     assert "None" not in readme
-    run = _write_project(tmp_path / "b", {"__main__": "x = 1\n"}, module="tools.train")
-    assert "\npython -m tools.train\n" in _pack(run, tmp_path / "b.zip")["README.md"].decode()
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "expected"),
+    [
+        ("tools.train", "train.py", "code/tools/train.py"),
+        ("tools", "__main__.py", "code/tools/__main__.py"),
+        ("tools.__main__", "__main__.py", "code/tools/__main__.py"),
+    ],
+)
+def test_a_module_that_was_run_keeps_its_place(
+    module: str, file: str, expected: str, tmp_path: Path
+) -> None:
+    run = _write_project(tmp_path, {"__main__": "x = 1\n"}, script=file, module=module)
+    found = _pack(run, tmp_path / "a.zip")
+    assert found[expected] == b"x = 1\n"
+    assert f"\nPYTHONPATH=code python -m {module}\n" in found["README.md"].decode()
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,14 +283,14 @@ def test_a_folder_without_evidence_is_refused(
         ("adalove_tools ADALOVE AdaloveNet", "anonymous_tools anonymous anonymousNet"),
         ("eve eve_tools Eve never", "anonymous anonymous_tools anonymous never"),
         ("the root of it", "the root of it"),
-        ("at file:///mnt/lab/x.csv, twice", "at <path>/x.csv, twice"),
+        ("at file:///media/lab/x.csv, twice", "at <path>/x.csv, twice"),
         ("s3://lab-bucket/x", "<path>/x"),
         ("gs://lab-bucket", "<path>/"),
         ("hdfs://node:9000/lab/x y", "<path>/x y"),
         ("ssh://git@lab.example/lab/x.git", "<path>/x.git"),
         ("'s3://lab/my lab/x'", "'<path>/x'"),
-        ("a:/mnt/lab/y", "a:<path>/y"),
-        ("PATH=/mnt/lab/x:/mnt/lab/y", "PATH=<path>/x:<path>/y"),
+        ("a:/media/lab/y", "a:<path>/y"),
+        ("PATH=/media/lab/x:/media/lab/y", "PATH=<path>/x:<path>/y"),
         ("http://localhost:8080/a/b", "http://localhost:8080/a/b"),
         ("prefix = f's3://{bucket}'", "prefix = f's3://{bucket}'"),
     ],
