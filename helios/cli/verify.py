@@ -23,7 +23,7 @@ folders named before-*. The ledger of a folder is read, too: every line must
 follow from the one before it, and every checkpoint must belong to it.
 
 Exit code 0: all are good. 1: at least one is not. 2: wrong usage, or a folder
-without checkpoints.
+without checkpoints and ledgers.
 """
 
 _HOW = {
@@ -58,7 +58,8 @@ def run(namespace: argparse.Namespace) -> int:
             output.print_lines(*lines)
     if not found and not ledgers:
         raise ArgumentError(
-            f"There is no checkpoint to verify in {root}. Pass a checkpoint or the folder of a run."
+            f"There is no checkpoint or ledger to verify in {root}. Pass a checkpoint, or the "
+            "folder of a run."
         )
     is_good = all(status.is_good for status in found) and all(each.is_good for each in ledgers)
     if namespace.json:
@@ -75,6 +76,7 @@ def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
     if not root.is_dir():
         yield examine(root, Depth.BYTES)
         return
+    seen: set[Path] = set()
     for folder in survey(root, Depth.BYTES, with_moved_aside=False):
         files = [part for part in folder.files if part.condition is not Condition.ASIDE]
         yield from files
@@ -92,6 +94,17 @@ def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
         ended_at = newest.ledger if newest is not None and newest.finished else None
         if marks or (folder.path / FILE_NAME).exists():
             yield _verify_ledger(folder.path / FILE_NAME, marks, digests, ended_at)
+            seen.add(folder.path / FILE_NAME)
+    for path in _find_ledgers(root):
+        if path not in seen:
+            yield _verify_ledger(path)
+
+
+def _find_ledgers(root: Path) -> Iterator[Path]:
+    """Yield the ledgers in a folder and below it, except for those that were put aside."""
+    for path in sorted(root.rglob(FILE_NAME)):
+        if not any(part.startswith("before-") for part in path.relative_to(root).parts):
+            yield path
 
 
 def _verify_ledger(

@@ -21,21 +21,31 @@ from helios.ledger.manifest.manifest_file import Manifest, Section
 HIDDEN = "anonymous"
 _PATH = "<path>"
 _ORDINARY = frozenset(
-    ("root", "user", "users", "ubuntu", "admin", "runner", "localhost", "home", "jovyan", "debian")
+    (
+        *("root", "user", "users", "ubuntu", "admin", "runner", "localhost", "home", "jovyan"),
+        *("debian", "git", "scm", "repos"),
+    )
 )
 _SHORTEST, _LONG = 3, 6
 _SYSTEM = r"(?!/(?:dev|proc|sys|usr|bin|etc)/)"
 _PART = r"[^\s/\"'<>|:,;()\[\]{}\\]"
+_SCHEME = r"\b(?:file|s3|gs|hdfs|ssh):/"
+# Addresses of files; the name of a host or bucket is no last part.
+_PLACES = re.compile(
+    rf"{_SCHEME}/(?=[\w./@-])(?:{_PART}|:)*(?:(?:/{_PART}*)*/({_PART}*))?", re.IGNORECASE
+)
 # At least two parts; not what follows a host in a URL, a division, or a path that is relative.
 _PATHS = re.compile(
-    rf"(?:(?<![\w.~:/)\]}}<>-]){_SYSTEM}|{_PATH})/(?:{_PART}+/)+({_PART}*)"
+    rf"(?:(?<![\w.~/)\]}}<>-]){_SYSTEM}|{_PATH})/(?:{_PART}+/)+({_PART}*)"
     r"|\b[A-Za-z]:\\(?:[^\s\\\"']+\\)+([^\s\\\"']*)"
 )
 # Between quotation marks, a path may contain spaces.
-_QUOTED = re.compile(rf"([\"'])(?:{_PATH}|{_SYSTEM})/[^\"'\n]*/([^\"'\n/]*)\1")
+_QUOTED = re.compile(rf"([\"'])(?:{_PATH}|{_SYSTEM}|{_SCHEME})/[^\"'\n]*/([^\"'\n/]*)\1")
 _WHOLE_PATH = re.compile(r"(?:/|[A-Za-z]:\\).*")
 _SLASHES = re.compile(r"[/\\]")
 _HOMES = re.compile(r"(?:/home/|/Users/|\\Users\\+)([^/\\\s\"':]+)")
+# The path below the host, of https://host/owner/project and of user@host:owner/project.
+_REMOTE = re.compile(r"(?:(?!file:)[a-z+]+://[^/]+/|(?!\w+://)[^/:]+:(?!/))(.+)", re.IGNORECASE)
 _GIT_KEPT = ("is_dirty", "patch", "is_cut")
 
 
@@ -58,6 +68,7 @@ class Anonymizer:
         for folder in self._folders:
             text = text.replace(folder, _PATH)
         text = _QUOTED.sub(rf"\1{_PATH}/\2\1", text)
+        text = _PLACES.sub(lambda found: f"{_PATH}/{found[1] or ''}", text)
         text = _PATHS.sub(lambda found: f"{_PATH}/{found[1] or found[2] or ''}", text)
         return self._words.sub(HIDDEN, text) if self.names else text
 
@@ -86,7 +97,7 @@ class Anonymizer:
         if "git" in kept:
             kept["git"] = {name: kept["git"][name] for name in _GIT_KEPT if name in kept["git"]}
         if "command" in kept:
-            hidden = ("folder", "python")
+            hidden = ("folder", "script_folder", "python")
             kept["command"] = {name: x for name, x in kept["command"].items() if name not in hidden}
         found: dict[str, Any] = self.replace_in(kept)
         return found
@@ -121,6 +132,7 @@ def make_anonymizer(manifest: Manifest | None, events: Iterable[Mapping[str, Any
     for section in [] if manifest is None else manifest.sections:
         hosts.add(str(section.start.get("host", "")))
         folders.update(_find_folders(section.facts))
+        users.update(_find_owners(str(section.facts.get("git", {}).get("remote", ""))))
         places.add(Path(section.facts.get("command", {}).get("folder", ".")))
     for folder in folders:
         users.update(_HOMES.findall(folder))
@@ -133,6 +145,12 @@ def _find_users() -> Iterator[str]:
     yield Path.home().name
     with contextlib.suppress(KeyError, OSError, ImportError):
         yield getpass.getuser()
+
+
+def _find_owners(remote: str) -> list[str]:
+    """Return the parts of the path of a repository above its own name."""
+    found = _REMOTE.fullmatch(remote)
+    return [] if found is None else found[1].strip("/").split("/")[:-1]
 
 
 def _find_folders(value: Any) -> Iterator[str]:

@@ -21,6 +21,7 @@ from helios.ledger.anonymizing import Anonymizer
 from helios.ledger.event_file import read_event_file
 from helios.ledger.line import stated_hash
 from helios.ledger.manifest import manifest_file
+from helios.ledger.manifest.scrubbing import scrub
 from helios.ledger.summary.checklist import command_text, git_text
 from helios.ledger.summary.curves import read_last_line
 from helios.ledger.summary.run_facts import RunFacts
@@ -62,6 +63,9 @@ def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:
     Args:
         run: what is known of the run.
         anonymizer: removes names and paths; ``None`` to keep them.
+
+    Raises:
+        LedgerError: if two files would have one name without the names of persons.
     """
     pack = Pack(run.name, notes=list(run.missing.values()))
     if run.ledger is not None:
@@ -76,7 +80,7 @@ def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:
     if anonymizer is not None:
         manifest = None if manifest is None else anonymizer.replace_in_manifest(manifest)
         events = {name: anonymizer.replace_in(lines) for name, lines in events.items()}
-        pack.texts = {name: anonymizer.replace(text) for name, text in pack.texts.items()}
+        pack.texts = _anonymize(pack.texts, anonymizer)
         pack.notes = [anonymizer.replace(note) for note in pack.notes]
         pack.name = anonymizer.replace(pack.name)
     if manifest is not None:
@@ -84,6 +88,19 @@ def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:
     for name, lines in events.items():
         pack.texts[name] = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     return pack
+
+
+def _anonymize(texts: Mapping[str, str], anonymizer: Anonymizer) -> dict[str, str]:
+    """Return files without names in their texts and in their own names."""
+    origins: dict[str, str] = {}
+    for name in texts:
+        twin = origins.setdefault(anonymizer.replace(name), name)
+        if twin != name:
+            raise LedgerError(
+                f"{twin} and {name} would both be {anonymizer.replace(name)} in an anonymous "
+                "archive. Rename one of them and train again, or pack without --anonymous."
+            )
+    return {name: anonymizer.replace(texts[origin]) for name, origin in origins.items()}
 
 
 def _add_code(pack: Pack, run: RunFacts) -> None:
@@ -94,9 +111,10 @@ def _add_code(pack: Pack, run: RunFacts) -> None:
         pack.texts[PATCH] = git["patch"]
     if git.get("is_cut"):
         pack.notes.append(f"{PATCH} is cut off: the local changes were longer.")
-    command = facts.get("command", {})
-    folder = Path(command.get("folder", ""), command.get("script", "")).parent
+    folder = _find_folder(facts.get("command", {}))
     for module, hashes in facts.get("code", {}).items():
+        if module == "__main__":
+            module = _name_main(facts.get("command", {}), str(hashes["file"]))
         name = _name_source(module, str(hashes["file"]))
         text = _read_source(folder, hashes)
         if name is None or text is None:
@@ -105,7 +123,28 @@ def _add_code(pack: Pack, run: RunFacts) -> None:
                 "changed since the run has imported it."
             )
         else:
-            pack.texts[f"{_CODE}/{name}"] = text
+            path = f"{_CODE}/{name}"
+            pack.texts[path] = scrub(text)
+            if pack.texts[path] != text:
+                pack.notes.append(
+                    f"{path}: what looks like a secret was replaced, so its hash differs from "
+                    f"{manifest_file.FILE_NAME}."
+                )
+
+
+def _find_folder(command: Mapping[str, Any]) -> Path:
+    """Return the folder of the script; the script itself may be relative to a former folder."""
+    if "script_folder" in command:
+        return Path(command["script_folder"])
+    return Path(command.get("folder", ""), command.get("script", "")).parent
+
+
+def _name_main(command: Mapping[str, Any], file: str) -> str:
+    """Return the name with which the main module is imported, if ``python -m`` has run it."""
+    if "module" not in command:
+        return "__main__"
+    package = str(command["module"]).removesuffix(".__main__")
+    return f"{package}.__main__" if PurePosixPath(file).name == "__main__.py" else package
 
 
 def _name_source(module: str, file: str) -> str | None:
@@ -166,7 +205,7 @@ def write_archive(
     Raises:
         OSError: if the disk fails; an old archive stays.
     """
-    readme = "\n".join(_write_readme(pack, run, is_anonymous=anonymizer is not None))
+    readme = "\n".join(_write_readme(pack, run, anonymizer))
     pack.texts[README] = readme if anonymizer is None else anonymizer.replace(readme)
     contents: dict[str, bytes | Path] = {
         **{name: text.encode("utf-8", "replace") for name, text in pack.texts.items()},
@@ -201,7 +240,7 @@ def _add(archive: zipfile.ZipFile, name: str, content: bytes | Path) -> None:
         shutil.copyfileobj(source, copy, 1 << 20)
 
 
-def _write_readme(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[str]:
+def _write_readme(pack: Pack, run: RunFacts, anonymizer: Anonymizer | None) -> Iterator[str]:
     yield f"# {pack.name}\n"
     yield "The evidence of a training run with Helios. Check it in this folder:\n"
     yield "```text"
@@ -212,13 +251,13 @@ def _write_readme(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[
     if run.ledger is not None:
         chain = stated_hash(read_last_line(run.ledger))
         yield f"`helios verify` must print the hash `{chain}`, which covers all iterations.\n"
-    yield from _write_repeat(pack, run, is_anonymous=is_anonymous)
+    yield from _write_repeat(pack, run, anonymizer)
     yield "| file | content |\n|---|---|"
     yield from _list_contents([*pack.texts, *pack.paths])
     if pack.notes:
         yield "\nNotes:\n"
         yield from (f"- {note}" for note in pack.notes)
-    if is_anonymous:
+    if anonymizer is not None:
         yield (
             "\nThe archive is anonymous: names of hosts and users, absolute paths, and the remote, "
             "branch, commit and author of the git repository were removed. So hashes of source "
@@ -227,22 +266,25 @@ def _write_readme(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[
     yield ""
 
 
-def _write_repeat(pack: Pack, run: RunFacts, *, is_anonymous: bool) -> Iterator[str]:
+def _write_repeat(pack: Pack, run: RunFacts, anonymizer: Anonymizer | None) -> Iterator[str]:
     facts = run.facts
-    command = facts.get("command")
-    if command is None or run.ledger is None:
+    command = facts.get("command", {})
+    if command_text(facts) is None or run.ledger is None:
         return
-    script = f"{_CODE}/{PurePosixPath(command['script']).name}"
+    script = f"{_CODE}/{PurePosixPath(command.get('script', '')).name}"
+    if anonymizer is not None:
+        script = anonymizer.replace(script)
     if script in pack.texts:
         facts = {**facts, "command": {**command, "script": script}}
     yield "To repeat the run, and to compare each iteration with it:\n"
     yield "```text"
     yield f"pip install helios-trainer=={facts.get('versions', {}).get('helios', __version__)}"
-    yield str(command_text(facts))
+    path = f"PYTHONPATH={_CODE} " if "module" in command else ""
+    yield f"{path}{command_text(facts)}"
     yield f"helios diff {book.FILE_NAME} FOLDER_OF_YOUR_RUN"
     yield "```\n"
     git = git_text(facts)
-    if git is not None and not is_anonymous:
+    if git is not None and anonymizer is None:
         yield f"The code is {git}.\n"
     yield (
         "The ledgers are equal if the versions of all libraries, the processor or GPU and the "

@@ -12,12 +12,13 @@ from typing import Any
 from helios.errors import ArgumentError
 from helios.ledger import lineage
 from helios.ledger.line import stated_hash
-from helios.ledger.summary.curves import read_last_line, read_last_losses
+from helios.ledger.summary.curves import read_last_iteration, read_last_line, read_last_losses
 from helios.ledger.summary.estimates import (
     Estimate,
     Parts,
     estimate,
     find_crossing_fault,
+    is_usable,
     split_variance,
     subtract,
 )
@@ -199,7 +200,7 @@ def _split(
         return
     for name in numbers.names:
         values = [table[name] for table in numbers.tables.values() if name in table]
-        if len(values) == len(levels) and all(map(math.isfinite, values)):
+        if len(values) == len(levels) and all(map(is_usable, values)):
             result.parts[name] = split_variance(list(columns), levels, values)
 
 
@@ -216,11 +217,30 @@ def _note(names: Sequence[str], found: Sequence[RunFacts], numbers: _Numbers) ->
         twin = hashes.setdefault(stated_hash(line), name) if line else name
         if twin != name:
             yield f"{twin} and {name} have equal ledgers: they are one result, not two"
+    yield from _note_lengths(found)
+    yield from _note_numbers(numbers)
+
+
+def _note_numbers(numbers: _Numbers) -> Iterator[str]:
     for key in numbers.names:
         tables = numbers.tables
         absent = [run for run, table in tables.items() if key not in table]
         infinite = [run for run, x in tables.items() if not math.isfinite(x.get(key, 0.0))]
+        unusable = [run for run, x in tables.items() if not is_usable(x.get(key, 0.0))]
+        large = [run for run in unusable if run not in infinite]
         if absent:
             yield f"without {key}: {', '.join(absent)}"
         if infinite:
             yield f"{key} is not finite, and left out, in: {', '.join(infinite)}"
+        if large:
+            yield f"{key} is too large for its square, and left out, in: {', '.join(large)}"
+
+
+def _note_lengths(found: Sequence[RunFacts]) -> Iterator[str]:
+    ends = {read_last_iteration(run.ledger) for run in found if run.ledger is not None}
+    *counts, most = sorted(end for end in ends if end is not None) or [0]
+    if counts:
+        yield (
+            f"the runs have {', '.join(map(str, counts))} and {most} iterations: their last "
+            "numbers are not of the same length of training"
+        )

@@ -22,6 +22,7 @@ from helios.cli import commands, main, output
 from tests.checkpoint import hostile
 from tests.checkpoint.helpers import make_payload, make_sidecar, save, save_payload
 from tests.cli import helps
+from tests.support.synthetic_run import write_ledger
 
 COMMANDS = {
     "ls": lambda path: ["ls", str(path.parent)],
@@ -182,6 +183,24 @@ def test_verify_of_a_folder_leaves_out_what_was_put_aside(
     assert ran.code == 0
     assert len(ran.json["files"]) == 3
     assert Ran(capsys, "verify", root / "run" / "before-migration").code == 1
+
+
+def test_verify_reads_a_ledger_without_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_ledger(tmp_path / "runs" / "a", [1.0, 0.5])
+    write_ledger(tmp_path / "runs" / "a" / "before-1", [1.0])
+    for folder in (tmp_path / "runs" / "a", tmp_path / "runs"):
+        ran = Ran(capsys, "verify", folder)
+        assert (ran.code, ran.err) == (0, "")
+        assert re.fullmatch(r"good .*/a/ledger\.jsonl \(2 iterations, .*\)\n", ran.out)
+    path = tmp_path / "runs" / "a" / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"at":[1,1,1]', b'"at":[1,1,7]'))
+    assert Ran(capsys, "verify", tmp_path / "runs").code == 1
+    (tmp_path / "empty").mkdir()
+    ran = Ran(capsys, "verify", tmp_path / "empty")
+    assert ran.code == 2
+    assert "no checkpoint or ledger to verify" in ran.err
 
 
 def test_migrate_is_the_migrator(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,12 @@ import torch
 from helios.cli import main
 from helios.errors import LedgerError
 from helios.ledger import verify
-from helios.ledger.anonymizing import Anonymizer
-from helios.ledger.manifest.manifest_file import read_manifest
+from helios.ledger.anonymizing import Anonymizer, make_anonymizer
+from helios.ledger.manifest.manifest_file import Manifest, Section, read_manifest
 from helios.ledger.packing import Pack, check_names
+from helios.ledger.summary.checklist import command_text
 from tests.support.runs import Setting, train
-from tests.support.synthetic_run import write_ledger
+from tests.support.synthetic_run import write_ledger, write_run
 
 HOST, USER, AUTHOR = "wolke7.lab.example", "adalove", "Ada von Lovelace"
 REMOTE = "git.example.org/secret-group/project"
@@ -155,6 +156,90 @@ def test_source_files_that_have_changed_are_left_out(
     assert "The source file helper_of_pack.py is missing" in found["README.md"].decode()
 
 
+def _write_project(tmp_path: Path, sources: dict[str, str], **command: str) -> Path:
+    """Write a run of the script train.py, and the sources of modules beside it."""
+    project = tmp_path / "project"
+    project.mkdir(parents=True)
+    code = {}
+    for module, text in sources.items():
+        file = command.get("script", "train.py") if module == "__main__" else f"{module}.py"
+        (project / file).write_text(text)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        code[module] = {"file": file, "text": digest}
+    facts = {"script": "train.py", "arguments": [], "folder": str(project), **command}
+    return write_run(tmp_path / "run", {"command": facts, "code": code}, scores={})
+
+
+@pytest.mark.parametrize("options", [[], ["--anonymous"]], ids=str)
+def test_secrets_in_source_files_are_replaced(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = {"__main__": "API_KEY = 'q7Zp3kVw9Xt2Lm5R'\n", "plain": "x = 1\n"}
+    run = _write_project(tmp_path, sources)
+    found = _pack(run, tmp_path / "a.zip", *options)
+    assert found["code/train.py"] == b"API_KEY = '***'\n"
+    assert found["code/plain.py"] == b"x = 1\n"
+    note = (
+        "code/train.py: what looks like a secret was replaced, so its hash differs from run.json."
+    )
+    assert note in found["README.md"].decode()
+    assert note in capsys.readouterr().out
+    assert "code/plain.py: what" not in found["README.md"].decode()
+
+
+def test_source_files_are_found_after_a_change_of_the_folder(tmp_path: Path) -> None:
+    folders = {"folder": str(tmp_path), "script_folder": str(tmp_path / "project")}
+    run = _write_project(tmp_path, {"__main__": "x = 1\n"}, **folders)
+    assert _pack(run, tmp_path / "a.zip")["code/train.py"] == b"x = 1\n"
+    hidden = _pack(run, tmp_path / "b.zip", "--anonymous")["run.json"]
+    assert b"folder" not in hidden
+    assert b"project" not in hidden
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ({"script": "a b.py", "arguments": ["--x"]}, "python 'a b.py' --x"),
+        (
+            {"script": "/x/tools/train.py", "module": "tools.train", "arguments": ["--x"]},
+            "python -m tools.train --x",
+        ),
+        ({"script": "-c", "arguments": []}, None),
+        ({"script": "", "arguments": []}, None),
+        ({"script": "/x/ipykernel_launcher.py", "arguments": ["-f", "k.json"]}, None),
+        ({}, None),
+    ],
+)
+def test_the_command_is_one_that_can_be_typed(
+    command: dict[str, object], expected: str | None
+) -> None:
+    assert command_text({"command": command}) == expected
+
+
+def test_an_archive_without_a_command_names_none(tmp_path: Path) -> None:
+    run = _write_project(tmp_path, {}, script="-c")
+    readme = _pack(run, tmp_path / "a.zip")["README.md"].decode()
+    assert "python" not in readme
+    assert "None" not in readme
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "expected"),
+    [
+        ("tools.train", "train.py", "code/tools/train.py"),
+        ("tools", "__main__.py", "code/tools/__main__.py"),
+        ("tools.__main__", "__main__.py", "code/tools/__main__.py"),
+    ],
+)
+def test_a_module_that_was_run_keeps_its_place(
+    module: str, file: str, expected: str, tmp_path: Path
+) -> None:
+    run = _write_project(tmp_path, {"__main__": "x = 1\n"}, script=file, module=module)
+    found = _pack(run, tmp_path / "a.zip")
+    assert found[expected] == b"x = 1\n"
+    assert f"\nPYTHONPATH=code python -m {module}\n" in found["README.md"].decode()
+
+
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_ledger(tmp_path / "run", [1.0])
     found = _pack(tmp_path / "run", tmp_path / "a.zip")
@@ -198,10 +283,71 @@ def test_a_folder_without_evidence_is_refused(
         ("adalove_tools ADALOVE AdaloveNet", "anonymous_tools anonymous anonymousNet"),
         ("eve eve_tools Eve never", "anonymous anonymous_tools anonymous never"),
         ("the root of it", "the root of it"),
+        ("at file:///media/lab/x.csv, twice", "at <path>/x.csv, twice"),
+        ("s3://lab-bucket/x", "<path>/x"),
+        ("gs://lab-bucket", "<path>/"),
+        ("hdfs://node:9000/lab/x y", "<path>/x y"),
+        ("ssh://git@lab.example/lab/x.git", "<path>/x.git"),
+        ("'s3://lab/my lab/x'", "'<path>/x'"),
+        ("a:/media/lab/y", "a:<path>/y"),
+        ("PATH=/media/lab/x:/media/lab/y", "PATH=<path>/x:<path>/y"),
+        ("http://localhost:8080/a/b", "http://localhost:8080/a/b"),
+        ("prefix = f's3://{bucket}'", "prefix = f's3://{bucket}'"),
     ],
 )
 def test_texts_lose_names_and_paths_only(text: str, expected: str) -> None:
     assert Anonymizer([USER, "eve", "root"], ["/", "/known place/lab"]).replace(text) == expected
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        "https://example.org/smithlab/project.git",
+        "git@example.org:smithlab/project.git",
+        "ssh://git@example.org/git/smithlab/project/",
+    ],
+)
+def test_the_owner_of_the_repository_is_replaced(remote: str) -> None:
+    manifest = Manifest("00", [Section({}, {"git": {"remote": remote}})])
+    found = make_anonymizer(manifest, [])
+    assert found.replace("smithlab git project") == "anonymous git project"
+
+
+def test_a_local_repository_has_no_owner() -> None:
+    for remote in ("/srv/weights/project", "file:///srv/weights/x", "host:/srv/weights/x"):
+        manifest = Manifest("00", [Section({}, {"git": {"remote": remote}})])
+        assert make_anonymizer(manifest, []).replace("weights") == "weights"
+
+
+def test_source_files_lose_names_in_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGNAME", USER)
+    sources = {"__main__": f"import {USER}_utils\n", f"{USER}_utils": "x = 1\n"}
+    run = _write_project(tmp_path / "a", sources)
+    found = _pack(run, tmp_path / "a.zip", "--anonymous")
+    assert found["code/train.py"] == b"import anonymous_utils\n"
+    assert found["code/anonymous_utils.py"] == b"x = 1\n"
+    assert not any(USER.encode() in data for data in found.values())
+    run = _write_project(tmp_path / "b", {**sources, "anonymous_utils": "x = 2\n"})
+    target = tmp_path / "b.zip"
+    assert main(["pack", str(run), "--anonymous", "--out", str(target)]) == 2
+    assert "would both be code/anonymous_utils.py" in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_the_command_of_an_anonymous_archive_names_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "trainer")
+    text = "x = 1\n"
+    run = _write_project(tmp_path, {"__main__": text})
+    found = _pack(run, tmp_path / "a.zip", "--anonymous")
+    assert found["code/train.py"].decode() == text
+    assert "\npython code/train.py\n" in found["README.md"].decode()
+    monkeypatch.setenv("LOGNAME", "train")
+    found = _pack(run, tmp_path / "b.zip", "--anonymous")
+    assert "\npython code/anonymous.py\n" in found["README.md"].decode()
 
 
 def test_names_are_found_in_weights(tmp_path: Path) -> None:

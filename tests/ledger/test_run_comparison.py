@@ -177,6 +177,33 @@ def test_what_is_doubtful_is_said(tmp_path: Path) -> None:
     assert compare(lone, first, bad).varying == {"seeds.random_seed": ["unknown", "1", "2"]}
 
 
+def test_very_large_numbers_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {(1, 1): 1.0, (1, 2): 2.0, (2, 1): 1e308, (2, 2): -1e308, (3, 1): 1e200, (3, 2): 1e149}
+    runs = [
+        _run(tmp_path / f"{a}{b}", [x], seeds={"init": a, "order": b})
+        for (a, b), x in values.items()
+    ]
+    found = compare(*runs)
+    assert list(found.estimates["error (last)"]["all"].values) == ["11", "12", "32"]
+    assert "error (last) is too large for its square, and left out, in: 21, 22, 31" in found.notes
+    assert found.parts == {}
+    assert main(["compare", *map(str, runs), "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "Infinity" not in text
+    assert "NaN" not in text
+
+
+def test_runs_of_different_lengths_are_said(tmp_path: Path) -> None:
+    lengths = {"a": 60, "b": 30, "c": 30}
+    for name, length in lengths.items():
+        write_ledger(tmp_path / name, [1.0 + length] * length)
+    text = "the runs have 30 and 60 iterations: their last numbers are not of the same length"
+    assert f"{text} of training" in compare(*(tmp_path / name for name in lengths)).notes
+    assert not [note for note in compare(tmp_path / "b", tmp_path / "c").notes if text[:9] in note]
+
+
 def test_bad_calls_are_refused(
     tmp_path: Path, grid: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from helios.ledger.manifest.scrubbing import HIDDEN, scrub, scrub_arguments
@@ -25,6 +27,25 @@ SECRET = "q7Zp3kVw9Xt2Lm5R"
         "+x = 'hf_{0}{0}'",
         "AKIAABCDEFGH12345678",
         "eyJhbGciOiJI.eyJzdWIiOiIx.{}",
+        "secret_key = '{}'",
+        "CLIENT_SECRET_KEY = '{}'",
+        "wandb_key = '{0}{0}'",
+        "'account_key': '{0}{0}'",
+        "pwd='{}'",
+        "auth = '{}'",
+        "auth=('me', '{}')",
+        "'Authorization': '{}'",
+        "bearer = '{}'",
+        "api_key: str | None = '{}'",
+        "password = b'{}'",
+        "os.environ['WANDB_API_KEY'] = '{}'",
+        'os.environ["WANDB_API_KEY"]="{}"',
+        "os.environ.setdefault('HF_TOKEN', '{}')",
+        "curl -H 'Authorization: Bearer {}'",
+        "Bearer {}",
+        "Basic {}==",
+        "https://me:a@b/{}@example.com/a.git",
+        "https://me:{}/@@example.com/a.git",
         "-----BEGIN RSA PRIVATE KEY-----\n+{0}\n+{0}\n-----END RSA PRIVATE KEY-----",
         "-----BEGIN PRIVATE KEY-----\n+{0}",
     ],
@@ -34,6 +55,29 @@ def test_a_secret_is_hidden(text: str) -> None:
     assert HIDDEN in found
     assert SECRET not in found
     assert "AKIAABCDEFGH12345678" not in found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("export HF_TOKEN=horse\n", "export HF_TOKEN=***\n"),
+        ("+DB_PASSWORD=horse\n+x", "+DB_PASSWORD=***\n+x"),
+        ("a: 1\n  password: horse # b\n", "a: 1\n  password: *** # b\n"),
+        ("os.environ.setdefault('HF_TOKEN', 'horse')", "os.environ.setdefault('HF_TOKEN', '***')"),
+        ("wandb.login('0123456789abcdef0123456789abcdef01234567')", "wandb.login('***')"),
+        ("authorization: bearer horse", "authorization: bearer ***"),
+        ("https://me:p@ss@example.com/a", "https://***@example.com/a"),
+    ],
+)
+def test_a_secret_of_letters_is_hidden_where_its_name_says_so(text: str, expected: str) -> None:
+    assert scrub(text) == expected
+
+
+def test_long_lines_of_data_take_little_time() -> None:
+    begin = time.process_time()
+    for text in ("a-" * 25_000, "a" * 50_000, "token-" * 8_000, "a://" * 12_000):
+        scrub(text)
+    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize(
@@ -49,6 +93,26 @@ def test_a_secret_is_hidden(text: str) -> None:
         "key = 'weights'",
         "+def password_is_set(config):",
         "index 83db48f84..f735c2d9e 100644",
+        "commit 0123456789abcdef0123456789abcdef01234567",
+        "checkout('0123456789abcdef0123456789abcdef01234567')",
+        "num_heads_key = cfg.key",
+        "key=lambda x: x",
+        'sort_key="name"',
+        "sort_key='validation_accuracy_mean'",
+        "    password: str\n    token: torch.Tensor\n    secret: Optional[str]\n",
+        "    if not password: return\n",
+        "author = 'Ada'",
+        "('token', 'mask')",
+        "'Authorization': f'Bearer {token}'",
+        "'Authorization': 'Bearer ' + token",
+        "Basic training of a CIFAR-10 network",
+        "# Basic DataLoaderParams",
+        "https://medium.com/@ada/post",
+        "http://localhost:8080/@ada",
+        "export HF_TOKEN=$TOKEN",
+        "os.environ['HF_TOKEN']",
+        "getenv('HF_TOKEN', '')",
+        "token_type_ids = tokens['token']",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
@@ -65,8 +129,11 @@ def test_the_values_of_secret_options_are_hidden() -> None:
         "--token",
         "--lr",
         "PASSWORD=x",
+        "--auth",
+        "-abc",
+        "-x",
     ]
     assert scrub_arguments(given) == [
         *("--token", HIDDEN, f"--api_key={HIDDEN}", "--max-tokens", "512", "--token", "--lr"),
-        f"PASSWORD={HIDDEN}",
+        *(f"PASSWORD={HIDDEN}", "--auth", HIDDEN, "-x"),
     ]

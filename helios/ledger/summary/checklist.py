@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 from helios.ledger.summary.document import Checklist, Question, number_text
 from helios.ledger.summary.run_facts import RunFacts
 
+# What Python names instead of a script for -c, for its prompt, and for standard input.
+_NO_FILES = ("", "-", "-c")
+_KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py", "ipython", "ipython3")
 _HASH = "The hash of the last line of the ledger, which covers all iterations:"
 
 
@@ -135,11 +139,16 @@ def find_libraries(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def command_text(facts: Mapping[str, Any]) -> str | None:
-    """Return the command line; ``None`` if it is unknown."""
-    command = facts.get("command")
-    if not command:
+    """Return the command line; ``None`` if it is unknown, or the code was not in a file."""
+    command = facts.get("command", {})
+    script = str(command.get("script", ""))
+    if "module" in command:
+        words = ["-m", str(command["module"])]
+    elif script in _NO_FILES or PurePath(script).name in _KERNELS:
         return None
-    return shlex.join(["python", str(command.get("script")), *command.get("arguments", ())])
+    else:
+        words = [script]
+    return shlex.join(["python", *words, *command.get("arguments", ())])
 
 
 def git_text(facts: Mapping[str, Any]) -> str | None:

@@ -202,6 +202,20 @@ def read_last_losses(path: Path) -> dict[str, float]:
     return {}
 
 
+def read_last_iteration(path: Path) -> int | None:
+    """Return the last iteration of a ledger, from its end; ``None`` without any.
+
+    Raises:
+        LedgerError: if the file cannot be read.
+    """
+    for data in reversed(_read_tail(path)):
+        try:
+            return int(json.loads(data)["at"][1])
+        except (ValueError, LookupError, TypeError):
+            continue
+    return None
+
+
 def read_last_line(path: Path) -> bytes:
     """Return the last line of a ledger, with its end.
 

@@ -12,6 +12,13 @@ from typing import Any
 from helios.ledger.summary.student import find_quantile
 
 _PROBABILITY = 0.975
+# The squares of larger numbers, and their sums, are not finite.
+_LARGEST = 1e150
+
+
+def is_usable(value: float) -> bool:
+    """Return whether a number is finite, and so small that its deviation is finite, too."""
+    return abs(value) <= _LARGEST
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class Estimate:
     """What several runs say of a number.
 
     Attributes:
-        values: the finite number of each run, by its name.
+        values: the usable number of each run, by its name.
         mean: their mean.
         deviation: their standard deviation, with n - 1; ``None`` for one run.
         interval: the 95% interval of the mean by Student's t; ``None`` for one run.
@@ -37,16 +44,16 @@ class Estimate:
 
 
 def estimate(values: Mapping[str, float]) -> Estimate | None:
-    """Return mean, deviation and interval of finite numbers; ``None`` without any."""
-    finite = {name: value for name, value in values.items() if math.isfinite(value)}
-    if not finite:
+    """Return mean, deviation and interval of usable numbers; ``None`` without any."""
+    usable = {name: value for name, value in values.items() if is_usable(value)}
+    if not usable:
         return None
-    mean, count = statistics.fmean(finite.values()), len(finite)
+    mean, count = statistics.fmean(usable.values()), len(usable)
     if count == 1:
-        return Estimate(finite, mean)
-    deviation = statistics.stdev(finite.values())
+        return Estimate(usable, mean)
+    deviation = statistics.stdev(usable.values())
     half = find_quantile(_PROBABILITY, count - 1) * deviation / math.sqrt(count)
-    return Estimate(finite, mean, deviation, (mean - half, mean + half))
+    return Estimate(usable, mean, deviation, (mean - half, mean + half))
 
 
 def subtract(
@@ -99,7 +106,7 @@ def split_variance(
     Args:
         factors: the name of each factor.
         levels: for each run, the level of each factor; crossed.
-        values: the number of each run.
+        values: the number of each run; usable.
     """
     mean, count = statistics.fmean(values), len(values)
     rest = math.fsum((value - mean) ** 2 for value in values)
