@@ -81,11 +81,6 @@ class _DealtBatches(BatchIterator):
         self._is_done = False
         self._watch: LegacyWatch | None = watch
 
-    def _advance(self) -> None:
-        num_skipped, positions = self.skipped
-        self._batch += num_skipped + 1
-        self._sample += positions + self.num_samples
-
     def _fill(self, found: list[Any]) -> list[Any]:
         """Append ``NO_BATCH`` for replicas without a batch, which are the last of the block."""
         return found + [NO_BATCH] * (len(self._deal.share.block) - len(found))
@@ -126,8 +121,10 @@ class _LocalBatches(_DealtBatches):
         self.indices = hands
         self._following = following = next(self._turns, None)
         self.is_last = self._is_done = following is None
+        # Written out in both kinds of batches: a method would be a call more for each batch.
         number = self._batch + self.skipped[0]
-        self._advance()
+        self._batch = number + 1
+        self._sample += self.skipped[1] + self.num_samples
         found = []
         try:
             for keys, indices in zip(self._keys, hands, strict=False):
@@ -167,7 +164,8 @@ class _WorkerBatches(_DealtBatches):
         except StopIteration as error:
             raise make_cut_error(self._batch + self.skipped[0]) from error
         self.is_last = self._is_done = is_last
-        self._advance()
+        self._batch += self.skipped[0] + 1
+        self._sample += self.skipped[1] + self.num_samples
         return self._fill(found)
 
     def close(self) -> None:
