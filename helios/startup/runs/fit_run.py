@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,12 +217,12 @@ class FitRun(Run):
             claims=claim.words,
             refuses_incomplete=self.options.checkpoints.on_incomplete == "raise",
             note_last_safe_point=self.call.runtime.listener.note_safe_point,
-            outside=self._ask_outside,
+            outside=self._make_outside(),
         )
 
-    def _ask_outside(self) -> str:
-        """Return why the run is to be interrupted; empty if nothing outside asks for it."""
-        return self.call.runtime.listener.ask(saves=self._can_save)
+    def _make_outside(self) -> Callable[[], str]:
+        """Return what returns why the run is to be interrupted; empty if nothing asks for it."""
+        return partial(self.call.runtime.listener.ask, saves=self._can_save)
 
     def _make_recorder(self, source: Source, claim: Claim) -> run_outputs.FitRecorder:
         """Log the banner, with the level that the run reaches, and return the recorder."""

@@ -6,6 +6,7 @@ checkpoint, no log, no ledger. It ends like an interrupted training, or where th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -106,6 +107,9 @@ class ReplayRun(FitRun):
         session = super()._build()
         session.context.is_replay = True
         return session
+
+    def _make_outside(self) -> Callable[[], str]:
+        return self._ask_outside
 
     def _ask_outside(self) -> str:
         session, stretch, follower = self.session, self._stretch, self._follower
