@@ -125,6 +125,7 @@ class FitRun(Run):
         folder, plans = self._start.folder, self._start.plans
         if folder is not None and plans:
             on_first(self.replicas, lambda: carry_out(folder, plans))
+        run_outputs.cut_logs()
         if self._evidence is not None:
             self._evidence.open(self._start)
 
