@@ -273,7 +273,7 @@ class FitRun(Run):
 
         def describe() -> dict[str, Any]:
             return {
-                **describe_start(self.options, self.model, self.datamodule, self.plugins, source),
+                **describe_start(self.call, source),
                 "processes": {"number": self.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
             }
