@@ -32,7 +32,8 @@ from helios.distributed.process_groups import count_collectives
 from helios.errors import AuditError
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.snapshot import Snapshot
-from helios.run_state.replica_watch import TurnWatch, find_lazy
+from helios.run_state.consistency import find_lazy
+from helios.run_state.replica_watch import TurnWatch
 from helios.session import Session
 from helios.state import TrainingState
 
@@ -110,7 +111,7 @@ class StepAudit:
 
     def _find_hindrance(self) -> str:
         session = self._session
-        if lazy := find_lazy(session):
+        if lazy := find_lazy(session.model.discovery):
             return f"the network {lazy[0]!r} has lazy layers, which draw their weights in this step"
         names = [name for name, x in vars(session.model).items() if isinstance(x, Iterator)]
         return f"the position of the iterator {names[0]!r} cannot be put back" if names else ""

@@ -1,4 +1,4 @@
-"""What a process keeps of one turn in an audited iteration, and what it tells all others of it."""
+"""What a process keeps of one turn in an audited iteration, and what it sends to all others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class WatchedTurn:
 
 @dataclass(frozen=True)
 class TurnNote:
-    """What each process tells all others before a gradient is computed again.
+    """What each process sends to all others before a gradient is computed again.
 
     Attributes:
         changed: see :class:`WatchedTurn`.

@@ -129,6 +129,11 @@ def parse(path: str | Path) -> tuple[int, int] | None:
     return (int(found[-1][0]), int(found[-1][1])) if found else None
 
 
+def iteration_of(path: str | Path) -> int:
+    """Return the iteration of a file's name; 0 if it has none."""
+    return (parse(path) or (0, 0))[1]
+
+
 def run_name(stem: str) -> str:
     """Return the name of the run in a checkpoint's stem; all of it if it names no iteration.
 

@@ -45,7 +45,7 @@ class Saver:
     Args:
         folder: the run's folder, with its options.
         pins: whether the state is on CUDA devices.
-        watcher: told of each save, in the thread that writes it; ``None`` for nobody.
+        watcher: called at each save, in the thread that writes it; ``None`` without one.
 
     Attributes:
         newest: the newest committed checkpoint; ``None`` before there is one.

@@ -8,8 +8,11 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from helios.cli import output
 from helios.errors import HeliosError, UsageError
@@ -24,9 +27,10 @@ Run a training script up to its first call of fit. Instead of training, repeat a
 part of its run from a checkpoint, and compare each iteration with the ledger of
 the run. Then end the script. Nothing is written into the folder of the run.
 
-Pass the arguments of the run after --, as in
+Pass the arguments of the run after --, and -m for a module, as in
 
     helios replay train.py --start 500 --nproc 1 -- --rate 0.1
+    helios replay -m package.train -- --rate 0.1
 
 Exit code 0: all iterations are equal. 1: one differs. 2: wrong usage, or the
 run cannot be repeated.
@@ -37,9 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     parser.usage = (
         "helios replay [-h] [--start N] [--stop N] [--run NAME] [--nproc K]\n"
-        "                     [--json] SCRIPT [-- ARGS ...]"
+        "                     [--json] (SCRIPT | -m MODULE) [-- ARGS ...]"
     )
-    parser.add_argument("script", metavar="SCRIPT", help="the script of the run")
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the script of the run")
+    text = "run a module instead of a script, as python -m does"
+    parser.add_argument("-m", metavar="MODULE", dest="module", help=text)
     text = "begin at the newest checkpoint at or before iteration N; 0: at the beginning"
     parser.add_argument("--start", metavar="N", type=int, help=f"{text} (default: oldest)")
     text = "the last iteration to compare (default: that of the ledger)"
@@ -66,30 +72,31 @@ def run(namespace: argparse.Namespace) -> int:
     Raises:
         UsageError: if nothing could be compared.
     """
-    script = output.existing_file(namespace.script)
+    if (namespace.script is None) is (namespace.module is None):
+        raise UsageError("Pass either the SCRIPT of the run or -m MODULE.")
+    if namespace.module is None:
+        name = str(output.existing_file(namespace.script))
+        folder, start = Path(name).resolve().parent, runpy.run_path
+    else:
+        name = namespace.module
+        folder, start = Path.cwd(), partial(runpy.run_module, alter_sys=True)
     request = ReplayRequest(
         ReplayOptions(namespace.start, namespace.stop, namespace.nproc), namespace.save_name
     )
-    words = [str(script), *namespace.rest]
     try:
-        with request.waiting(), _stdout_on_stderr() if namespace.json else _as_it_is():
-            _run_script(words)
+        with request.waiting(), _stdout_on_stderr() if namespace.json else nullcontext():
+            _run(start, name, folder, namespace.rest)
     except HeliosError as error:
         raise UsageError(str(error)) from error
     found = request.result
     if found is None or request.failure is not None:
-        raise UsageError(str(request.failure or f"{script} {_describe_lack(request)}"))
+        raise UsageError(str(request.failure or f"{name} {_describe_lack(request)}"))
     if request.rank == 0:
         if namespace.json:
             output.print_json(found.as_dict())
         else:
             output.print_lines(*_lines(found))
     return 0 if found.is_equal else 1
-
-
-@contextlib.contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 @contextlib.contextmanager
@@ -106,17 +113,23 @@ def _stdout_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _run_script(words: list[str]) -> None:
-    """Run a script as ``python SCRIPT ARGS`` does.
+def _run(start: Callable[..., Any], name: str, folder: Path, rest: Sequence[str]) -> None:
+    """Run a script or a module as Python does.
+
+    Args:
+        start: runs it by name.
+        name: the script or the module.
+        folder: where it imports from first.
+        rest: its arguments.
 
     Raises:
         UsageError: if it fails.
     """
     found = (sys.argv, sys.path[:])
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    sys.argv = [name, *rest]
+    sys.path.insert(0, str(folder))
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        start(name, run_name="__main__")
     except SystemExit as end:
         # How most scripts end; whether there is a result is seen then.
         if isinstance(end.code, str):
@@ -125,7 +138,7 @@ def _run_script(words: list[str]) -> None:
         raise
     except Exception as error:
         traceback.print_exc()
-        raise UsageError(f"{words[0]} failed with {type(error).__name__}: {error}") from error
+        raise UsageError(f"{name} failed with {type(error).__name__}: {error}") from error
     finally:
         sys.argv, sys.path[:] = found
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import ClassVar, final
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -39,23 +40,38 @@ class LegacyWatch:
         flag: one byte in shared memory that workers set; ``None`` without workers.
     """
 
+    # A validation takes place within a pass of the training, which has not drawn its numbers.
+    _open: ClassVar[WeakSet[LegacyWatch]] = WeakSet()
+
     def __init__(self, purpose: str, flag: torch.Tensor | None) -> None:
         self._purpose = purpose
         self._flag = flag
         self._digest = b""
+        self._has_changed = False
         self._has_warned = False
 
     def begin(self) -> None:
         """Record the state."""
-        if not self._has_warned:
-            self._digest = rng.legacy_numpy_digest()
+        digest = rng.legacy_numpy_digest()
+        for each in self._open:
+            each._look(digest)
+        self._digest = digest
+        self._open.add(self)
+
+    def _look(self, digest: bytes) -> None:
+        self._has_changed |= digest != self._digest
+        self._digest = digest
 
     def end(self) -> None:
         """Warn if the state has changed, in this process or in a worker."""
-        if self._has_warned:
-            return
+        digest = rng.legacy_numpy_digest()
+        if self in self._open:
+            self._look(digest)
+            self._open.discard(self)
+        for each in self._open:
+            each._digest = digest
         in_worker = self._flag is not None and bool(self._flag.item())
-        if in_worker or rng.legacy_numpy_digest() != self._digest:
+        if (in_worker or self._has_changed) and not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
                 "NumPy's global generator (numpy.random) was used %s (purpose %r). Helios neither "

@@ -67,6 +67,11 @@ class Launch:
     meeting: str = ""
 
     @property
+    def is_external(self) -> bool:
+        """Whether a launcher has started all processes before the script ran."""
+        return self.kind in (LaunchKind.TORCHRUN, LaunchKind.SRUN)
+
+    @property
     def info(self) -> DistributedInfo:
         """The ranks of this process and the number of processes."""
         return DistributedInfo(

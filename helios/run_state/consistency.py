@@ -7,6 +7,7 @@ from itertools import chain, zip_longest
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from helios.errors import UsageError
 from helios.run_state.discovery import Discovery
@@ -37,8 +38,9 @@ def check_alike(
         What rank 0 would leave out of a checkpoint.
 
     Raises:
-        UsageError: on all processes, if something differs.
+        UsageError: on all processes, if something differs, or if a network has lazy layers.
     """
+    refuse_lazy_layers(discovery)
     loose, members = discovery.moved()
     orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
     gathered = gather((orders, _marks_of(discovery, loose), too_slow))
@@ -48,6 +50,29 @@ def check_alike(
         _compare_marks(rank, found[1], first[1], ignored)
     agreed: Costs = first[2]
     return agreed
+
+
+def find_lazy(discovery: Discovery) -> list[str]:
+    """Return the paths of networks with lazy layers, which draw their weights in the first step."""
+    return [
+        path
+        for path, network in discovery.modules().items()
+        if any(map(is_lazy, (*network.parameters(), *network.buffers())))
+    ]
+
+
+def refuse_lazy_layers(discovery: Discovery) -> None:
+    """Refuse lazy layers, whose initial weights would differ between processes.
+
+    Raises:
+        UsageError: for the first network that has any.
+    """
+    for path in find_lazy(discovery):
+        raise UsageError(
+            f"The network {path!r} has lazy layers, which draw their weights in the first step: "
+            "with several replicas these would differ between processes. Run a batch through it "
+            "in Model.setup()."
+        )
 
 
 def _compare_orders(

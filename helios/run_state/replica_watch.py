@@ -6,9 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final
 
-from torch.nn.parameter import is_lazy
-
-from helios.errors import UsageError
+from helios.run_state.consistency import refuse_lazy_layers
 from helios.run_state.discovery import Discovery
 from helios.state import TrainingState
 
@@ -69,7 +67,7 @@ class ReplicaWatch:
         number = self._run.state.global_iteration
         if self._has_reported and number & (number - 1):
             return None
-        refuse_lazy_layers(self._run)
+        refuse_lazy_layers(self._run.model.discovery)
         return TurnWatch(self._run, self._note, reads_weights=number == 1)
 
     def _note(self, found: list[str], *, is_manual: bool) -> None:
@@ -97,29 +95,6 @@ class ReplicaWatch:
             "(on_training_batch_end), or make it a buffer of a network.",
             type(run.model).__name__,
             ", ".join(names),
-        )
-
-
-def find_lazy(run: WatchedRun) -> list[str]:
-    """Return the paths of networks with lazy layers, which draw their weights in the first step."""
-    return [
-        path
-        for path, network in run.model.discovery.modules().items()
-        if any(map(is_lazy, (*network.parameters(), *network.buffers())))
-    ]
-
-
-def refuse_lazy_layers(run: WatchedRun) -> None:
-    """Refuse lazy layers, whose initial weights would differ between processes.
-
-    Raises:
-        UsageError: for the first network that has any.
-    """
-    for path in find_lazy(run):
-        raise UsageError(
-            f"The network {path!r} has lazy layers, which draw their weights in the first step: "
-            "with several replicas these would differ between processes. Run a batch through it "
-            "in Model.setup()."
         )
 
 

@@ -46,6 +46,8 @@ class TensorboardWriter:
         self._run_path: Path | None = None
         self._suffix = _SUFFIX
         self._newest_steps: dict[str, int | None] = {}
+        # What :meth:`cut_back` has still to do.
+        self._uncut: tuple[Path, Mapping[str, int], dict[str, Path]] | None = None
 
     def setup(self, run_path: Path) -> None:
         """Start a new event file in the folder of a run; creates the folder if it is missing."""
@@ -78,7 +80,9 @@ class TensorboardWriter:
         self.flush()
         return {name: path.stat().st_size for name, path in _event_files(self.run_path).items()}
 
-    def restore(self, run_path: Path, marks: Mapping[str, int] | None = None) -> None:
+    def restore(
+        self, run_path: Path, marks: Mapping[str, int] | None = None, *, cuts: bool = True
+    ) -> None:
         """Continue in the folder of a run, from a checkpoint.
 
         Event files are truncated to their marks, later ones are removed, and a new one is started.
@@ -88,13 +92,22 @@ class TensorboardWriter:
             run_path: the present folder of the run.
             marks: the result of :meth:`mark` in the checkpoint; ``None`` for an evaluation of the
                 run, which keeps all events and whose own ones are kept by later resumes.
+            cuts: whether to truncate and remove files now, or in :meth:`cut_back`.
         """
         self._suffix = "" if marks is None else _SUFFIX
+        # An open writer would continue to write after the truncated end.
+        self.close()
         if marks is not None and get_global_rank() == 0:
-            # An open writer would continue to write after the truncated end.
-            self.close()
-            _cut_back(run_path, marks)
+            self._uncut = (run_path, marks, _event_files(run_path))
+        if cuts:
+            self.cut_back()
         self.setup(run_path)
+
+    def cut_back(self) -> None:
+        """Truncate and remove files after ``restore(cuts=False)``, once."""
+        uncut, self._uncut = self._uncut, None
+        if uncut is not None:
+            _cut_back(*uncut)
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -276,10 +289,9 @@ def _event_files(run_path: Path) -> dict[str, Path]:
     return {path.relative_to(run_path).as_posix(): path for path in paths}
 
 
-def _cut_back(run_path: Path, marks: Mapping[str, int]) -> None:
-    """Restore the event files to their sizes in ``marks``, as far as they still exist."""
+def _cut_back(run_path: Path, marks: Mapping[str, int], found: Mapping[str, Path]) -> None:
+    """Restore the event files that were found to their sizes in ``marks``."""
     # Only files found in the folder are changed: a mark cannot refer to a file elsewhere.
-    found = _event_files(run_path)
     sizes = {name: path.stat().st_size for name, path in found.items()}
     for name, path in found.items():
         if name not in marks:

@@ -217,6 +217,8 @@ def restore_default_loggers(
     log_path: Path | None = None,
     run_path: Path | None = None,
     marks: Mapping[str, int] | None = None,
+    *,
+    cuts: bool = True,
 ) -> None:
     """Continue the files of a resumed run.
 
@@ -226,6 +228,7 @@ def restore_default_loggers(
         run_path: its folder of TensorBoard events.
         marks: the result of :meth:`TensorboardWriter.mark` in the checkpoint: later events are
             removed. ``None`` keeps them.
+        cuts: whether to remove them now, or in :meth:`TensorboardWriter.cut_back`.
 
     Raises:
         UsageError: before :func:`create_default_loggers` (a ``RuntimeError``).
@@ -241,7 +244,7 @@ def restore_default_loggers(
                 log_path,
             )
     if _Default.tensorboard is not None and run_path is not None:
-        _Default.tensorboard.restore(run_path, marks)
+        _Default.tensorboard.restore(run_path, marks, cuts=cuts)
 
 
 def flush_default_loggers() -> None:

@@ -267,11 +267,49 @@ def test_a_script_that_catches_its_end_keeps_the_first_answer(
     assert "the end of the script" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.py"], "There must be a file"),
+        (["-m", "no_such_package.train"], "No module named 'no_such_package'"),
+        ([], "Pass either the SCRIPT of the run or -m MODULE"),
+        (["none.py", "-m", "train"], "Pass either the SCRIPT of the run or -m MODULE"),
+    ],
+    ids=str,
+)
 def test_a_script_that_is_missing_is_wrong_usage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", str(tmp_path / "none.py")]) == 2
-    assert "There must be a file" in capsys.readouterr().err
+    assert main(["replay", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [[], pytest.param(["--nproc", "2"], marks=pytest.mark.full)], ids=str
+)
+def test_a_module_is_repeated_as_python_runs_it(
+    words: list[str],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    text = SCRIPT.replace("from neighbour", "from .neighbour")
+    (package / "train.py").write_text(text)
+    (package / "neighbour.py").write_text("RATE = 0.05\n")
+    monkeypatch.chdir(tmp_path)
+    path, argv, main_module = sys.path[:], sys.argv, sys.modules["__main__"]
+    code = main(
+        ["replay", *words, "--json", "-m", "package.train", "--", "--root", str(folder / "runs")]
+    )
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert json.loads(out)["num_equal"] == 8
+    assert (sys.path, sys.argv, sys.modules["__main__"]) == (path, argv, main_module)
+    for name in ("package", "package.neighbour"):
+        del sys.modules[name]
 
 
 def test_a_run_of_one_process_is_repeated_on_two(

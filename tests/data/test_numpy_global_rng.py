@@ -31,9 +31,9 @@ def collate_carelessly(samples: list[int]) -> list[int]:
     return samples
 
 
-def open_with(dataset: Any, **options: Any) -> Source:
+def open_with(dataset: Any, purpose: str = FETCH, **options: Any) -> Source:
     loader, sampler = create_dataloader(dataset, **options)
-    return open_source(loader, sampler, run_seed=0, purpose=FETCH)
+    return open_source(loader, sampler, run_seed=0, purpose=purpose)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -77,6 +77,22 @@ def test_a_training_step_that_moves_it_is_told(caplog: pytest.LogCaptureFixture)
     batches.close()
     batches.close()
     assert len(warnings_of(caplog)) == 1
+
+
+@pytest.mark.parametrize("draws", [(), (0,), (1,), (2,)], ids=str)
+def test_a_validation_within_a_pass_is_named_itself(
+    draws: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = Lone(open_with(Indices(8)).batches(0))
+    validation = open_with(Careless(4, culprit=1), purpose="fetch-validation")
+    for number in range(3):
+        next(batches)
+        if number in draws:
+            np.random.rand()
+        walk(validation, number)
+    batches.close()
+    purposes = [text.partition("purpose '")[2].partition("'")[0] for text in warnings_of(caplog)]
+    assert purposes == ["fetch-validation", *([FETCH] if draws else [])]
 
 
 def test_a_foreign_loader_is_watched_in_the_training_process(

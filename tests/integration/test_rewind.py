@@ -454,6 +454,30 @@ def test_a_rewind_that_cannot_be_is_refused_before_anything_changes(
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        (rewound(STEPS, 4, *range(7, 13)), ArgumentError),
+        (dataclasses.replace(STEPS, batch_size=2), RunMismatchError),
+    ],
+    ids=["a rewind", "a resume"],
+)
+def test_a_start_that_is_refused_late_cuts_no_events(
+    refused: Setting, error: type[Exception], tmp_path: Path
+) -> None:
+    logs = {"run_path": tmp_path / "events", "enable_tensorboard": True}
+    setting = dataclasses.replace(STEPS, print_frequency=1, options=logs)
+    with pytest.raises(FloatingPointError):
+        train(tmp_path / "run", setting, _Failing(12))
+    before = {path: path.read_bytes() for path in logs["run_path"].rglob("*tfevents*")}
+    assert before
+    with pytest.raises(error):
+        train(tmp_path / "run", dataclasses.replace(refused, options={**refused.options, **logs}))
+    assert {path: path.read_bytes() for path in before} == before
+    train(tmp_path / "run", setting)
+    assert {path: path.read_bytes() for path in before if path.exists()} != before
+
+
 def test_a_run_without_checkpoints_cannot_be_rewound(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is none in"):
         train(tmp_path, rewound(STEPS, 4))

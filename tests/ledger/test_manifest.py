@@ -116,6 +116,9 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     [
         ("command.arguments", ["--lr", "2"], Effect.TRAJECTORY),
         ("command.script", "/elsewhere/train.py", Effect.NONE),
+        ("command.words", ["python", "train.py"], Effect.NONE),
+        ("command.launcher", "torchrun", Effect.NONE),
+        ("command.optimize", 1, Effect.TRAJECTORY),
         ("options.clip_norm", 2.0, Effect.TRAJECTORY),
         ("options.total_steps", 20, Effect.NONE),
         ("versions.python", "3.12", Effect.TRAJECTORY),

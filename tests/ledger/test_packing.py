@@ -216,6 +216,27 @@ def test_the_command_is_one_that_can_be_typed(
     assert command_text({"command": command}) == expected
 
 
+@pytest.mark.parametrize(
+    ("command", "number", "expected"),
+    [
+        ({"optimize": 2}, 1, "python -OO train.py"),
+        ({"launcher": "torchrun", "processes_here": 4}, 4, "torchrun --nproc-per-node=4 train.py"),
+        (
+            {"launcher": "torchrun", "processes_here": 4, "module": "tools.train"},
+            8,
+            "torchrun --nnodes=2 --nproc-per-node=4 -m tools.train",
+        ),
+        ({"launcher": "srun", "processes_here": 4}, 8, "srun --ntasks=8 python train.py"),
+        ({}, 8, "python train.py"),
+    ],
+)
+def test_the_command_names_what_has_started_the_processes(
+    command: dict[str, object], number: int, expected: str
+) -> None:
+    facts = {"command": {"script": "train.py", **command}, "processes": {"number": number}}
+    assert command_text(facts) == expected
+
+
 def test_an_archive_without_a_command_names_none(tmp_path: Path) -> None:
     run = _write_project(tmp_path, {}, script="-c")
     readme = _pack(run, tmp_path / "a.zip")["README.md"].decode()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "report.md"
-_BLOCK = re.compile(r"^```(python|text)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+from tests.support.pages import run_page
+
 # Results differ between processors, and with them the widths of columns.
 _NUMBER = re.compile(r"sha256:\w+|-?\d+\.?\d*(?:e-?\d+)?%?")
 
@@ -21,12 +20,7 @@ def _plain(text: str) -> list[str]:
 def test_the_outputs_on_the_page_are_real(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    blocks = _BLOCK.findall(PAGE.read_text("utf-8"))
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(text for kind, text in blocks if kind == "python"))
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(script), run_name="__main__")
-    shown = "".join(text for kind, text in blocks if kind == "text")
+    shown = run_page("report.md", tmp_path, monkeypatch)
     lines = capsys.readouterr().out.splitlines(keepends=True)
     # What the tests of this process have imported is packed, too.
     printed = "".join(line for line in lines if not line.startswith("note: code/"))

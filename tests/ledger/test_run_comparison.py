@@ -195,6 +195,18 @@ def test_very_large_numbers_are_left_out(
     assert "NaN" not in text
 
 
+def test_pairs_of_numbers_that_are_used_are_used_too(tmp_path: Path) -> None:
+    values = {(1, 1): 9e149, (1, 2): 8e149, (2, 1): -9e149, (2, 2): -8e149}
+    runs = [
+        _run(tmp_path / f"{a}{b}", [x], seeds={"init": a, "order": b})
+        for (a, b), x in values.items()
+    ]
+    paired = compare(*runs, by="init").paired["error (last)"]
+    assert list(paired.values.values()) == [1.8e150, 1.6e150]
+    assert paired.mean == pytest.approx(1.7e150)
+    assert paired.deviation == pytest.approx(math.sqrt(2) * 1e149)
+
+
 def test_runs_of_different_lengths_are_said(tmp_path: Path) -> None:
     lengths = {"a": 60, "b": 30, "c": 30}
     for name, length in lengths.items():

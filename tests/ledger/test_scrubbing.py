@@ -77,6 +77,7 @@ def test_long_lines_of_data_take_little_time() -> None:
     begin = time.process_time()
     for text in ("a-" * 25_000, "a" * 50_000, "token-" * 8_000, "a://" * 12_000):
         scrub(text)
+        scrub_arguments([text])
     assert time.process_time() - begin < 5
 
 
@@ -137,3 +138,52 @@ def test_the_values_of_secret_options_are_hidden() -> None:
         *("--token", HIDDEN, f"--api_key={HIDDEN}", "--max-tokens", "512", "--token", "--lr"),
         *(f"PASSWORD={HIDDEN}", "--auth", HIDDEN, "-x"),
     ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--wandb-key", "horse"],
+        ["--wandb-key=horse"],
+        ["+wandb.key=horse"],
+        ["--api-token", "horse"],
+        ["-e", "STORE_KEY=horse"],
+        ["-e", "KEY=horse"],
+        ["--env", "HF_TOKEN", "horse"],
+        ["--key", "horse5f167f44f4964e6c998"],
+        ["--key=horse5f167f44f4964e6c998"],
+        ["--header", "Authorization: horse"],
+        ['--config={"a": [{"wandb_key": "\\"horse", "rate": 0.1}]}'],
+        ['{"a": "{\\"token\\": \\"horse\\"}"}'],
+        ['{\\"token\\": \\"horse\\"}'],
+        ["{'a': {'token': 'horse'}}"],
+        ["{token: horse}"],
+    ],
+    ids=" ".join,
+)
+def test_a_secret_word_of_a_command_is_hidden(words: list[str]) -> None:
+    found = scrub_arguments([*words, "--rate", "0.1"])
+    assert HIDDEN in " ".join(found)
+    assert "horse" not in " ".join(found)
+    assert found[len(words) :] == ["--rate", "0.1"]
+
+
+def test_numbers_in_json_are_hidden_too() -> None:
+    given = ['--x={"password": 1234, "rate": 0.5}', '{"rate":0.5}']
+    assert scrub_arguments(given) == ['--x={"password": "***", "rate": 0.5}', '{"rate":0.5}']
+
+
+def test_words_of_a_command_that_are_no_secrets_stay() -> None:
+    """A strict start sees a change of what is not hidden only."""
+    given = [
+        "--sort-key",
+        "validation_accuracy_mean",
+        "--key",
+        "loss",
+        "--key-dim",
+        "64",
+        "--monkey",
+    ]
+    given += ["3", "--pad-token", "<pad>", "eos_token=</s>", "--fields", "token:int", "{bad json}"]
+    given += ["--tokenizer", "bpe", "--tokens", "3", "--level", "token", "--betas", "[0.9,0.99]"]
+    assert scrub_arguments(given) == given

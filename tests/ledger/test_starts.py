@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -55,11 +56,14 @@ def _strict(setting: Setting, **options: Any) -> Setting:
     return dataclasses.replace(setting, options={"reproducibility": "strict", **options})
 
 
-def test_every_start_has_a_section(tmp_path: Path) -> None:
+def test_every_start_has_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-X", "dev", "train.py", "--token", "abc"]
+    monkeypatch.setattr(sys, "orig_argv", words)
     train(tmp_path, SETTING)
     (first,) = _manifest(tmp_path).sections
     assert first.start["iteration"] == 0
     assert first.facts["options"]["total_steps"] == 4
+    assert first.facts["command"]["words"] == [*words[:-1], "***"]
     assert first.facts["options"]["train_unit"] == "iteration"
     assert first.facts["seeds"] == {"random_seed": 5}
     assert first.facts["data"]["dataset"] == "IndexData"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -564,10 +565,21 @@ class Lazy(Sums):
         return super().train_step(batch, state) + self.head(torch.ones(1, 3)).sum()
 
 
+_LAZY = "network 'head' has lazy layers.*Run a batch through it in Model.setup"
+
+
+def _refuse_lazy(rank: int) -> str:
+    with replicas_on(rank, 2, 2) as here, pytest.raises(UsageError) as caught:
+        run_sums(Lazy(), replicas=here, rows=[[1.0, 2.0]])
+    return str(caught.value)
+
+
 def test_layers_that_get_their_weights_in_the_first_step_are_refused() -> None:
     """Each process would draw them on the numbers of another replica."""
-    with pytest.raises(UsageError, match=r"(?i)lazy"):
+    with pytest.raises(UsageError, match=_LAZY):
         run_sums(Lazy())
+    for text in run_ranks(_refuse_lazy, 2):
+        assert re.search(_LAZY, text)
 
 
 class Follower(Sums):

@@ -64,7 +64,8 @@ _UNSEEN = "Helios cannot know what it changes"
 # The first rule whose prefix fits applies.
 _RULES = (
     _Rule("command.arguments", Effect.TRAJECTORY, _UNSEEN),
-    _Rule("command.", Effect.NONE, "it only says where programs and files are"),
+    _Rule("command.optimize", Effect.TRAJECTORY, "assertions run only without it"),
+    _Rule("command.", Effect.NONE, "it only says where programs are, and what has started them"),
     _Rule("program.", Effect.TRAJECTORY, "another model, data module or plugin is another program"),
     _Rule("options.enable_deterministic", Effect.ROUNDING, _KERNELS),
     _Rule("options.enable_cudnn_benchmark", Effect.ROUNDING, _KERNELS),

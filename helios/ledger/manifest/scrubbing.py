@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 HIDDEN = "***"
 _STRONG = r"(?:password|passwd|pwd|passphrase|secret|(?:api|access|private|secret)[_-]?key)"
@@ -66,8 +69,30 @@ _PATTERNS = (
     re.compile(r"()\bAIza[\w-]{35}()"),
     re.compile(r"()\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*()"),
 )
-_OPTION = re.compile(rf"-{{1,2}}{_NAME}", re.IGNORECASE)
-_SETTING = re.compile(rf"((?:-{{1,2}})?{_NAME}=).+", re.IGNORECASE)
+# What names a secret in the arguments of a command: also keys of services, and variables such as
+# STORE_KEY, but no --pad-token, whose change must be seen.
+_SERVICES = (
+    "(?:wandb|openai|anthropic|hf|hugging[_-]?face|comet|neptune|clearml|kaggle|aws|azure|gcp)"
+)
+_BEGIN = r"(?<![\w.-])[-+]{0,2}(?![-+])"
+_SPECIAL = rf"{_PREFIX}(?:pad|eos|bos|unk|mask|cls|sep|num|max|min|start|stop|end)[_-]token"
+_VARIABLE = "(?-i:(?:[A-Z0-9_]{0,40}_)?(?:KEY|TOKEN|SECRET|PASSWORD))"
+_ARGUMENT = rf"{_BEGIN}(?!{_SPECIAL})(?:{_NAME}|{_PREFIX}{_SERVICES}[_.-]key|{_VARIABLE})"
+_KEY = r"(?=[^\s=]*\d)(?=[^\s=]*[A-Za-z])[\w+/-]{16,}={0,2}"
+_IS_NAME = re.compile(_ARGUMENT, re.IGNORECASE)
+_IS_OPTION = re.compile(rf"(?=-){_ARGUMENT}|{_VARIABLE}", re.IGNORECASE)
+_IS_KEY_OPTION = re.compile(rf"(?=-){_BEGIN}{_PREFIX}key", re.IGNORECASE)
+_IS_KEY = re.compile(_KEY)
+_SETTINGS = (
+    re.compile(rf"({_ARGUMENT}=).+()", re.IGNORECASE | re.DOTALL),
+    re.compile(rf"({_BEGIN}{_PREFIX}key=){_KEY}()", re.IGNORECASE),
+)
+# Within an argument, also with quotation marks that a shell has escaped.
+_PAIR = re.compile(
+    rf"({_ARGUMENT}\\*[\"']?\s*[:=]\s*\\*[\"']?)"
+    rf"(?!{_SCHEME}\s|{_NO_VALUE}|\*)[^\s\"'\\,}}]+()",
+    re.IGNORECASE,
+)
 
 
 def scrub(text: str) -> str:
@@ -76,18 +101,46 @@ def scrub(text: str) -> str:
     Found are credentials in URLs, literal values of names such as ``api_key``, private keys, and
     tokens in the formats of well-known services.
     """
-    for pattern in _PATTERNS:
+    return _hide(text, _PATTERNS)
+
+
+def _hide(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
+    for pattern in patterns:
         text = pattern.sub(rf"\g<1>{HIDDEN}\g<2>", text)
     return text
 
 
 def scrub_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a command without secrets, such as the value of ``--token``."""
-    found, is_secret = [], False
+    """Return the arguments of a command without secrets.
+
+    Hidden are the values of options such as ``--api-token VALUE`` and ``--wandb-key=VALUE``, of
+    variables such as ``HF_TOKEN=VALUE``, and of entries of JSON.
+    """
+    found, before = [], ""
     for argument in arguments:
-        if is_secret and not argument.startswith("--"):
-            found.append(HIDDEN)
-        else:
-            found.append(scrub(_SETTING.sub(rf"\g<1>{HIDDEN}", argument)))
-        is_secret = _OPTION.fullmatch(argument) is not None
+        is_value = _IS_OPTION.fullmatch(before) and not argument.startswith("--")
+        is_key = _IS_KEY_OPTION.fullmatch(before) and _IS_KEY.fullmatch(argument)
+        found.append(HIDDEN if is_value or is_key else _scrub_argument(argument))
+        before = argument
     return found
+
+
+def _scrub_argument(argument: str) -> str:
+    head, mark, rest = argument.partition("{")
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(mark + rest)
+        hidden = _scrub_entries(value)
+        if hidden != value:
+            return scrub(head) + json.dumps(hidden, ensure_ascii=False)
+    return _hide(argument, (*_SETTINGS, *_PATTERNS, _PAIR))
+
+
+def _scrub_entries(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: HIDDEN if each and _IS_NAME.fullmatch(name) else _scrub_entries(each)
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_scrub_entries(each) for each in value]
+    return _scrub_argument(value) if isinstance(value, str) else value

@@ -148,7 +148,20 @@ def command_text(facts: Mapping[str, Any]) -> str | None:
         return None
     else:
         words = [script]
-    return shlex.join(["python", *words, *command.get("arguments", ())])
+    return shlex.join([*_launch_words(facts), *words, *command.get("arguments", ())])
+
+
+def _launch_words(facts: Mapping[str, Any]) -> list[str]:
+    """Return what comes before the script."""
+    command = facts.get("command", {})
+    count = facts.get("processes", {}).get("number", 1)
+    here = command.get("processes_here", count)
+    if command.get("launcher") == "torchrun":
+        machines = [] if here == count else [f"--nnodes={-(-count // here)}"]
+        return ["torchrun", *machines, f"--nproc-per-node={here}"]
+    prefix = ["srun", f"--ntasks={count}"] if "launcher" in command else []
+    optimize = ["-" + "O" * command["optimize"]] if "optimize" in command else []
+    return [*prefix, "python", *optimize]
 
 
 def git_text(facts: Mapping[str, Any]) -> str | None:

@@ -45,22 +45,31 @@ class Estimate:
 
 def estimate(values: Mapping[str, float]) -> Estimate | None:
     """Return mean, deviation and interval of usable numbers; ``None`` without any."""
-    usable = {name: value for name, value in values.items() if is_usable(value)}
-    if not usable:
+    return _estimate({name: value for name, value in values.items() if is_usable(value)})
+
+
+def _estimate(values: Mapping[str, float]) -> Estimate | None:
+    if not values:
         return None
-    mean, count = statistics.fmean(usable.values()), len(usable)
+    mean, count = statistics.fmean(values.values()), len(values)
     if count == 1:
-        return Estimate(usable, mean)
-    deviation = statistics.stdev(usable.values())
+        return Estimate(values, mean)
+    deviation = statistics.stdev(values.values())
     half = find_quantile(_PROBABILITY, count - 1) * deviation / math.sqrt(count)
-    return Estimate(usable, mean, deviation, (mean - half, mean + half))
+    return Estimate(values, mean, deviation, (mean - half, mean + half))
 
 
 def subtract(
     first: Mapping[Hashable, float], second: Mapping[Hashable, float], names: Mapping[Hashable, str]
 ) -> Estimate | None:
-    """Return the estimate of the differences of pairs, first minus second, by common key."""
-    return estimate({names[key]: first[key] - second[key] for key in first if key in second})
+    """Return the estimate of the differences of pairs, first minus second, by common key.
+
+    Pairs of which a number is not usable are left out.
+    """
+    pairs = {names[key]: (first[key], second[key]) for key in first if key in second}
+    return _estimate(
+        {name: x - y for name, (x, y) in pairs.items() if is_usable(x) and is_usable(y)}
+    )
 
 
 @dataclass(frozen=True)

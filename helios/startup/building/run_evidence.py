@@ -70,10 +70,7 @@ class RunEvidence:
         if self._manifest is not None:
             self._manifest.check()
 
-    def open(
-        self,
-        start: Start,
-    ) -> None:
+    def open(self, start: Start) -> None:
         """Begin or continue the files, once nothing can refuse the start any more.
 
         Args:
@@ -83,11 +80,7 @@ class RunEvidence:
         loss = self._ledger.open()
         self._is_open = True
         iteration = 0 if loaded is None else loaded.record.place[1]
-        begin = {
-            "host": lineage.host(),
-            "processes": self._processes,
-            "iteration": iteration,
-        }
+        begin = {"host": lineage.host(), "processes": self._processes, "iteration": iteration}
         if loaded is not None:
             digest = None if loaded.sidecar is None else loaded.sidecar.digest
             begin |= {"checkpoint": loaded.path.name, "digest": digest or None}

@@ -67,7 +67,8 @@ def open_logs(
         options: which logs, and where.
         name: the name of the run.
         record: the checkpoint; ``None`` for new files.
-        is_training: whether events after the checkpoint are removed: training repeats them.
+        is_training: whether :func:`cut_logs` removes events after the checkpoint: training repeats
+            them.
     """
     log_path = run_path = None
     if record is not None:
@@ -83,7 +84,15 @@ def open_logs(
             log_path=log_path if options.enable_file_logging else None,
             run_path=run_path if options.enable_tensorboard else None,
             marks=record.events if is_training else None,
+            cuts=False,
         )
+
+
+def cut_logs() -> None:
+    """Remove events after the checkpoint, once nothing can refuse the start any more."""
+    writer = log.get_tensorboard_writer()
+    if writer is not None:
+        writer.cut_back()
 
 
 def _log_places() -> dict[str, Any]:

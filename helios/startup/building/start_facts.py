@@ -12,38 +12,29 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from helios.data.datamodule import DataModule
 from helios.data.source import Source
+from helios.launch.launcher import Launch
 from helios.ledger.manifest.environment import describe_switches
-from helios.ledger.manifest.scrubbing import scrub_arguments
+from helios.ledger.manifest.scrubbing import scrub, scrub_arguments
 from helios.ledger.manifest.source_files import find_script_folder
-from helios.model.model import Model
-from helios.plugins.plugin import Plugin
+from helios.startup.launching.trainer_call import Call
 from helios.startup.options.trainer_options import TrainerOptions
 
 
-def describe_start(
-    options: TrainerOptions,
-    model: Model,
-    datamodule: DataModule,
-    plugins: Mapping[str, Plugin],
-    source: Source,
-) -> dict[str, Any]:
+def describe_start(call: Call, source: Source) -> dict[str, Any]:
     """Return what is known of a start, by topic of the manifest.
 
     Args:
-        options: options of the trainer.
-        model: the model, after its setup.
-        datamodule: the data module.
-        plugins: by id.
+        call: the call of fit, after the setup of the model.
         source: the training data.
     """
+    options, model = call.options, call.model
     return {
-        "command": _describe_command(),
+        "command": _describe_command(call.words),
         "program": {
             "model": _name_type(model),
-            "datamodule": _name_type(datamodule),
-            "plugins": {name: _name_type(plugin) for name, plugin in plugins.items()},
+            "datamodule": _name_type(call.datamodule),
+            "plugins": {name: _name_type(plugin) for name, plugin in call.plugins.items()},
         },
         "options": _describe_options(options),
         "switches": describe_switches(),
@@ -65,7 +56,7 @@ def _as_plain(value: Any) -> Any:
         # JSON has no infinities.
         return value if abs(value) < float("inf") else repr(value)
     if isinstance(value, Path):
-        return str(value)
+        return scrub(str(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _as_plain(
             {
@@ -99,14 +90,21 @@ def _describe_options(options: TrainerOptions) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _describe_command() -> dict[str, Any]:
+def _describe_command(words: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "script": sys.argv[0],
-        "script_folder": str(find_script_folder()),
+        "script": scrub(sys.argv[0]),
+        "script_folder": scrub(str(find_script_folder())),
         "arguments": scrub_arguments(sys.argv[1:]),
-        "python": sys.executable,
-        "folder": str(Path.cwd()),
+        "python": scrub(sys.executable),
+        "folder": scrub(str(Path.cwd())),
     }
+    if words:
+        found["words"] = scrub_arguments(words)
+    if sys.flags.optimize:
+        found["optimize"] = sys.flags.optimize
+    launch = Launch.read()
+    if launch.is_external:
+        found |= {"launcher": launch.kind.value, "processes_here": launch.local_world_size}
     spec = vars(sys.modules["__main__"]).get("__spec__")
     # python -m package.module; a rank that was started by the script has its name, too.
     return found if spec is None else found | {"module": spec.name.removesuffix(".__main__")}

@@ -96,12 +96,13 @@ def find_stretch(
         if file_names.belongs_to(path, run_name)
     ]
     origin = options.resume
-    if isinstance(origin, Path) and _place(origin) == extent.after and origin.is_file():
+    number = file_names.iteration_of
+    if isinstance(origin, Path) and number(origin) == extent.after and origin.is_file():
         # Where the ledger of a branch begins.
         present.append(origin)
     begins: list[tuple[int, Path | None]] = [(0, None)] if extent.after == 0 else []
     begins += sorted(
-        (iteration, path) for path in present if extent.after <= (iteration := _place(path)) < stop
+        (number(each), each) for each in present if extent.after <= number(each) < stop
     )
     after, checkpoint = _choose(begins, asked.start, folder.path)
     level = _require_level([path for place, path in begins if path is not None and place >= after])
@@ -116,10 +117,6 @@ def find_stretch(
         kind=extent.kind,
         rewinds=find_rewinds(folder.path),
     )
-
-
-def _place(path: Path) -> int:
-    return (file_names.parse(path) or (0, 0))[1]
 
 
 def _measure(path: Path) -> _Extent:

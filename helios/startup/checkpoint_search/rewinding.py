@@ -102,22 +102,18 @@ def _require_complete(plans: Sequence[RewindPlan], folder: Path) -> None:
 def _load(folder: RunFolder, most: int, safe_types: list[Any]) -> Loaded:
     """Load the newest undamaged checkpoint at or before an iteration."""
     present = file_names.list_checkpoints(folder.path)
-    listed = [path for path in present if _place(path) <= most]
+    listed = [path for path in present if file_names.iteration_of(path) <= most]
     damaged = folder.damaged
     loaded = folder.load_newest(safe_types, listed=listed) if listed else None
     folder.damaged = list(dict.fromkeys(damaged + folder.damaged))
     if loaded is None:
-        oldest = min(map(_place, present), default=0)
+        oldest = min(map(file_names.iteration_of, present), default=0)
         raise CheckpointError(
             f"A rewind to iteration {most} needs a checkpoint at or before it, but in "
             f"{folder.path} the oldest one is of iteration {oldest}. Pass rewind_to={oldest} or "
             'higher, or resume="never" to start a new run.'
         )
     return loaded
-
-
-def _place(path: Path) -> int:
-    return (file_names.parse(path) or (0, 0))[1]
 
 
 def _make_plan(
@@ -160,7 +156,7 @@ def _find_places(
     skip: Sequence[int],
     rewinds: Sequence[Rewind],
 ) -> tuple[tuple[int, int], ...]:
-    """Return epoch and number of the batches of iterations, which the ledger tells."""
+    """Return epoch and number of the batches of iterations, found in the ledger."""
     path, record = folder / book.FILE_NAME, loaded.record
     before, now = record.options, newest.record.options
     changed = [name for name in ORDERING if before.get(name) != now.get(name)]

@@ -118,7 +118,7 @@ def _plan(call: Call, process: ThisProcess, stored: Stored | None) -> Plan:
 
 def _take_part(call: Call, process: ThisProcess) -> Any:
     """Run a call as one of the processes that a launcher has started."""
-    if process.outlives_launcher:
+    if process.launch.is_external:
         end_with_launcher()
     with process.joined(process.device_for(call.options.engine)):
         if call.phase is Phase.PREDICTION:

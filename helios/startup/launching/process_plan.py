@@ -64,15 +64,10 @@ class ThisProcess:
         return cls(launch, launch.info, is_given=launch.kind is not LaunchKind.PYTHON)
 
     @property
-    def outlives_launcher(self) -> bool:
-        """Whether this process survives the end of its launcher."""
-        return self.launch.kind in (LaunchKind.TORCHRUN, LaunchKind.SRUN)
-
-    @property
     def text(self) -> str:
         """A text that says what has started the processes, and how many."""
         kind, count = self.launch.kind, self.info.world_size
-        if kind in (LaunchKind.TORCHRUN, LaunchKind.SRUN):
+        if self.launch.is_external:
             return f"{kind.value} has started {_count(count, 'process')}"
         return f"the script has joined a group of {_count(count, 'process')}"
 

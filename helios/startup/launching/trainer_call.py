@@ -6,7 +6,9 @@ A process runs one call at a time, because it has only one set of loggers, gener
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -132,6 +134,11 @@ class RuntimeState:
         return vars(fresh) | {"queue": self.queue}
 
 
+def _find_words() -> tuple[str, ...]:
+    # A child of multiprocessing has the command line of its start method.
+    return () if multiprocessing.parent_process() is not None else tuple(sys.orig_argv)
+
+
 @dataclasses.dataclass
 class Call:
     """One call of fit, validate, test or predict.
@@ -149,6 +156,7 @@ class Call:
         is_trained: whether this trainer has just trained the model, in this process.
         handed: the state of a trained model, for ranks that set it up again.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
+        words: the command line with which the user has started Python; empty if unknown.
     """
 
     phase: Phase
@@ -163,6 +171,7 @@ class Call:
     is_trained: bool = dataclasses.field(init=False)
     handed: Trained | None = None
     replay: Stretch | None = None
+    words: tuple[str, ...] = dataclasses.field(default_factory=_find_words)
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING

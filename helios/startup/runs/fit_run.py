@@ -125,6 +125,7 @@ class FitRun(Run):
         folder, plans = self._start.folder, self._start.plans
         if folder is not None and plans:
             on_first(self.replicas, lambda: carry_out(folder, plans))
+        run_outputs.cut_logs()
         if self._evidence is not None:
             self._evidence.open(self._start)
 
@@ -272,7 +273,7 @@ class FitRun(Run):
 
         def describe() -> dict[str, Any]:
             return {
-                **describe_start(self.options, self.model, self.datamodule, self.plugins, source),
+                **describe_start(self.call, source),
                 "processes": {"number": self.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
             }
