@@ -261,7 +261,14 @@ class FitRecorder:
     def show_scores(
         self, scores: Mapping[str, float], state: TrainingState, *, has_improved: bool
     ) -> None:
-        """Log the scores of a validation, by name; other ranks than 0 log errors only."""
+        """Log the scores of a validation, by name; other ranks than 0 log errors only.
+
+        Raises:
+            UsageError: if the score that decides which checkpoints are the best is not among them.
+        """
+        rule = None if self._start.folder is None else self._start.folder.options.keep_best
+        if rule is not None and self._schedule.chkpt_frequency is not None:
+            rule.check_scores(scores)
         self._scores.show(scores, state, has_improved=has_improved)
         if self._evidence is not None:
             iteration = state.global_iteration

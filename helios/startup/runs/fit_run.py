@@ -39,6 +39,7 @@ from helios.startup.launching.process_plan import Plan, describe_processes
 from helios.startup.launching.trainer_call import Call
 from helios.startup.options.plugin_table import log_order
 from helios.startup.reporting import banner
+from helios.startup.reporting.idle_options import warn_of_idle_options
 from helios.startup.reporting.loader_claims import Claim, judge
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_reproducibility
 from helios.startup.runs.base_run import Run
@@ -188,11 +189,12 @@ class FitRun(Run):
             owners.limit(self._start.folder.options.max_plain_bytes)
         self.owners = owners
         self._require_alike_setup()
-        if self.options.schedule.valid_frequency is not None and not has_validation:
-            _LOGGER.warning(
-                "There is no validation data, so valid_frequency and early_stop_cycles have no "
-                "effect. Assign self._valid_dataset in the data module's setup()."
-            )
+        warn_of_idle_options(
+            self.options.schedule,
+            self.options.checkpoints.store if self._can_save else None,
+            self.model,
+            has_validation=has_validation,
+        )
         claim = judge(source, self._record, can_save=self._can_save)
         self._stranded = find_stranded_generators(source)
         claim = replace(claim, missing=claim.missing | self._stranded)
