@@ -23,8 +23,9 @@ class EarlyStopping(Plugin):
     """Ends the run regularly when a validation score no longer improves.
 
     The score is read after each validation of a training, from the model's ``metrics``, after the
-    model's own ``on_validation_end``. A score that equals the best one counts as no improvement, and
-    is logged; one that is not finite does so too, and is logged as a warning. Sanity checks and ``Trainer.validate`` do not count.
+    model's own ``on_validation_end``. One that equals the best score counts as no improvement, and
+    so does one that is not finite; both are logged. Sanity checks and ``Trainer.validate`` do not
+    count.
 
     If you extend a run that this plugin has ended, its patience starts over, and the best score
     stays; if the run ended for another reason, the count continues.
@@ -87,6 +88,11 @@ class EarlyStopping(Plugin):
         self._stop_on_nan = bool(stop_on_nan)
         self._is_training = False
         self._forget()
+
+    @property
+    def monitored(self) -> tuple[str, Literal["min", "max"]]:
+        """The name of the score, and whether small or large ones are good."""
+        return self._metric, "min" if self._sign > 0 else "max"
 
     @property
     def best(self) -> float | None:

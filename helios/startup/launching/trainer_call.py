@@ -20,6 +20,11 @@ from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session
 from helios.startup.checkpoint_search.replay_start import Stretch, find_stretch
+from helios.startup.options.checkpoint_choice import (
+    CheckpointChoice,
+    Choice,
+    choose_checkpoint,
+)
 from helios.startup.options.plugin_table import PluginTable
 from helios.startup.options.replay_options import ReplayOptions
 from helios.startup.options.root_loops import Roots
@@ -149,6 +154,8 @@ class Call:
         is_trained: whether this trainer has just trained the model, in this process.
         handed: the state of a trained model, for ranks that set it up again.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
+        checkpoint: the checkpoint that an evaluation was asked to load.
+        choice: what that means.
     """
 
     phase: Phase
@@ -163,10 +170,19 @@ class Call:
     is_trained: bool = dataclasses.field(init=False)
     handed: Trained | None = None
     replay: Stretch | None = None
+    checkpoint: Choice = None
+    choice: CheckpointChoice = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING
-        self.is_trained = is_evaluation and self.runtime.fitted_model is self.model
+        fitted = self.runtime.fitted_model
+        self.is_trained = is_evaluation and fitted is self.model
+        self.choice = CheckpointChoice()
+        if is_evaluation:
+            options, plugins = self.options.checkpoints, self.plugins.values()
+            self.choice = choose_checkpoint(
+                self.checkpoint, options, plugins, has_fitted=fitted is not None
+            )
 
     @property
     def loop(self) -> Loop:

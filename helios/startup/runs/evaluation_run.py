@@ -1,4 +1,4 @@
-"""One call of validate, test or predict: load the newest checkpoint, run one pass."""
+"""One call of validate, test or predict: load a checkpoint, run one pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helios.checkpoint.capture import Trained, apply_tables
 from helios.engines.engine import numerics
 from helios.model.model import Model
 from helios.startup.building import run_outputs
-from helios.startup.checkpoint_search.newest_checkpoint import find_newest
+from helios.startup.checkpoint_search.chosen_checkpoint import find_chosen
 from helios.startup.launching.process_plan import Plan
 from helios.startup.launching.trainer_call import Call
 from helios.startup.runs.base_run import Run
@@ -30,12 +30,16 @@ class EvaluationRun(Run):
 
     def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
-        loaded = find_newest(
+        name = self.options.run.name_for(self.model.save_name)
+        chosen = find_chosen(
+            self.call.choice,
             self.options.checkpoints,
             self.model.save_name,
             self.model.types_for_safe_load(),
+            run_name=name,
             team=self.team,
         )
+        loaded = chosen.loaded
         record = None if loaded is None else self._detach(loaded.record)
         stack.enter_context(
             numerics(
@@ -44,7 +48,6 @@ class EvaluationRun(Run):
                 num_threads=None if record is None else record.num_threads,
             )
         )
-        name = self.options.run.name_for(self.model.save_name)
         run_outputs.open_logs(self.options.logging, name, record, is_training=False)
         trained = self.call.handed if record is None else Trained.of(record)
         self._set_up_for(trained, is_handed=record is None)
@@ -57,7 +60,7 @@ class EvaluationRun(Run):
         if loaded is not None and record is not None:
             session.state = TrainingState(**record.training_state)
             session.cursor = Cursor(**record.cursor)
-            _LOGGER.info("%s of %s.", self.verb, loaded.path.name)
+            _LOGGER.info("%s.", ", ".join((f"{self.verb} of {loaded.path.name}", *chosen.reasons)))
         if trained is not None:
             session.plugin_states.restore(trained.plugins)
             self.owners.restore(trained.owners, is_inference=True)
