@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from helios.checkpoint.file_names import sidecar_path
+from helios.checkpoint.file_names import find_checkpoints, parse, sidecar_path
 from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.errors import CheckpointError
@@ -162,3 +162,19 @@ def with_sidecar(entry: Entry) -> Entry:
     return dataclasses.replace(
         entry, count=sidecar.count, metrics=sidecar.metrics, is_known=not sidecar.is_migrated
     )
+
+
+def find_best_checkpoint(root: Path | None, rule: KeepBest) -> Path | None:
+    """Return the best checkpoint directly in a folder, as its validation scores say.
+
+    Args:
+        root: the folder that holds the files, ``chkpt_root/<save_name>``; it need not exist.
+        rule: the score that decides; its ``count`` has no effect.
+
+    Returns:
+        The ``.pth`` file; of equal ones the earliest; ``None`` if no sidecar holds the score.
+    """
+    found = [] if root is None else find_checkpoints(Path(root))
+    entries = sorted(with_sidecar(Entry(*(parse(path) or (0, 0)), path)) for path in found)
+    best = find_best(entries, dataclasses.replace(rule, count=1))
+    return best[0].path if best else None

@@ -107,6 +107,15 @@ def test_the_log_says_which_one_is_the_best_and_why(
     assert "has no effect" not in said
 
 
+def test_a_script_finds_the_best_file(root: Path, tmp_path: Path) -> None:
+    low, high = KeepBest(1, "quality", "min"), KeepBest(3, "quality", "max")
+    assert helios.find_best_checkpoint(root / "line", low) == file_of(root, 2)
+    assert helios.find_best_checkpoint(root / "line", high) == file_of(root, 1)
+    assert helios.find_best_checkpoint(root / "line", KeepBest(1, "other")) is None
+    assert helios.find_best_checkpoint(tmp_path / "none", low) is None
+    assert helios.find_best_checkpoint(None, low) is None
+
+
 def test_early_stopping_names_the_score_that_decides(root: Path) -> None:
     stopping = EarlyStopping("quality", mode="max", patience=9)
     found = evaluated(make(root, stopping), "test", checkpoint="best")
