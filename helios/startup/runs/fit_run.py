@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,6 +38,7 @@ from helios.startup.checkpoint_search.run_folder import lock_folder, require_wri
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import Plan, describe_processes
 from helios.startup.launching.trainer_call import Call
+from helios.startup.options.checkpoint_choice import find_monitored
 from helios.startup.options.plugin_table import log_order
 from helios.startup.reporting import banner
 from helios.startup.reporting.idle_options import warn_of_idle_options
@@ -62,6 +64,7 @@ class FitRun(Run):
         self._recorder: run_outputs.FitRecorder | None = None
         self._evidence: RunEvidence | None = None
         self._stranded: dict[str, str] = {}
+        self._seconds = 0.0
 
     def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
@@ -90,10 +93,11 @@ class FitRun(Run):
         if self._evidence is not None:
             self._evidence.note_end(reason, interruption=cause if is_interrupted else None)
         if is_interrupted:
-            _LOGGER.warning("The training was interrupted: %s. %s", cause, self._describe_rescue())
+            rescue = f"{self._describe_rescue()}{self._describe_end()}"
+            _LOGGER.warning("The training was interrupted: %s. %s", cause, rescue)
             return False
         self.call.runtime.listener.warn_of_late_signals()
-        _LOGGER.info("Training has ended: %s.", reason)
+        _LOGGER.info("Training has ended: %s.%s", reason, self._describe_end())
         return True
 
     def _train(self, stack: ExitStack) -> str:
@@ -105,7 +109,9 @@ class FitRun(Run):
             self._recorder.prepare(self.session.state)
         self._has_begun = True
         self.hooks.emit("on_fit_start")
+        begin = time.perf_counter()
         reason: str = self.loop.run()
+        self._seconds = time.perf_counter() - begin
         self.call.runtime.listener.note_safe_point()
         self.display.close()
         return reason
@@ -252,6 +258,8 @@ class FitRun(Run):
             evidence=self._evidence,
         )
         self._settings.callback(recorder.close)
+        monitored = find_monitored(self.options.checkpoints, self.plugins.values())
+        recorder.show_on(self.display, monitored)
         loaded = self._start.loaded
         if self.options.logging.print_banner:
             banner.show_banner(
@@ -370,6 +378,11 @@ class FitRun(Run):
         if self._evidence is not None:
             self._evidence.note_error(error)
         super()._report(error)
+
+    def _describe_end(self) -> str:
+        if self._recorder is None or self.session is None:
+            return ""
+        return self._recorder.describe_end(self.session.state, seconds=self._seconds)
 
     def _describe_rescue(self) -> str:
         loaded = self._start.loaded
