@@ -1,6 +1,7 @@
 """Helios trains PyTorch models so that a killed run, started again, gives the same bits."""
 
 from helios.checkpoint.options import KeepBest
+from helios.checkpoint.retention import find_best_checkpoint
 from helios.checkpoint.store import CheckpointStore, load_checkpoint
 from helios.data.datamodule import DataLoaderParams, DataModule
 from helios.engines.engine import Engine
@@ -66,6 +67,7 @@ __all__ = [
     "TrainingUnit",
     "UsageError",
     "__version__",
+    "find_best_checkpoint",
     "find_last_checkpoint",
     "load_checkpoint",
     "load_weights",

@@ -25,6 +25,7 @@ from helios.session import Session
 from helios.startup.launching.launch_call import carry_out
 from helios.startup.launching.trainer_call import Call, RuntimeState, only_call
 from helios.startup.options.audit_options import Audit, as_audit
+from helios.startup.options.checkpoint_choice import Choice
 from helios.startup.options.checkpoint_options import Change, CheckpointOptions
 from helios.startup.options.engine_options import EngineOptions, NumericsOptions, ProcessOptions
 from helios.startup.options.logging_options import LoggingOptions
@@ -416,10 +417,10 @@ class Trainer:
         self._runtime.fitted_model = model
         return is_finished
 
-    def validate(self, model: Model, datamodule: DataModule) -> bool:
-        """Validate the newest checkpoint once; the scores are in ``model.metrics``.
+    def validate(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None) -> bool:
+        """Validate a checkpoint once; the scores are in ``model.metrics``.
 
-        These hooks and methods are called, in this order::
+        ``checkpoint`` is as in :meth:`test`. These hooks and methods are called, in this order::
 
             prepare_data()
             setup()
@@ -443,30 +444,35 @@ class Trainer:
                 engine.teardown()
                 teardown()
         """
-        self._call(Phase.VALIDATION, model, datamodule)
+        self._call(Phase.VALIDATION, model, datamodule, checkpoint=checkpoint)
         return True
 
-    def test(self, model: Model, datamodule: DataModule) -> bool:
-        """Test the newest checkpoint; the scores are in ``model.test_scores``.
+    def test(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None) -> bool:
+        """Test a checkpoint; the scores are in ``model.test_scores``.
 
-        Without a checkpoint, a model that this trainer has trained is tested as it is; for any
-        other model, ``load_for_testing`` is called.
+        ``checkpoint`` is ``"newest"``, ``"best"`` (by the score of ``KeepBest``, or else of
+        ``EarlyStopping``) or a file. By default, it is the newest one, or the file of ``resume`` if
+        this trainer has not trained; without a checkpoint, a model that it has trained is tested as
+        it is, and for any other model ``load_for_testing`` is called.
 
         The order is that of :meth:`validate`, with ``testing`` for ``validation`` and ``test_step``
         for ``valid_step``.
         """
-        self._call(Phase.TESTING, model, datamodule)
+        self._call(Phase.TESTING, model, datamodule, checkpoint=checkpoint)
         return True
 
-    def predict(self, model: Model, datamodule: DataModule) -> list[Any]:
+    def predict(
+        self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None
+    ) -> list[Any]:
         """Return what ``predict_step`` returns for each batch, in the order of the data.
 
         With several loaders, the result is a list of such lists, one for each loader.
 
         The order is that of :meth:`validate`, with ``predicting`` for ``validation`` and
-        ``predict_step`` for ``valid_step``.
+        ``predict_step`` for ``valid_step``; ``checkpoint`` is as in :meth:`test`.
         """
-        predictions: list[Any] | None = self._call(Phase.PREDICTION, model, datamodule)
+        found = self._call(Phase.PREDICTION, model, datamodule, checkpoint=checkpoint)
+        predictions: list[Any] | None = found
         return [] if predictions is None else predictions
 
     def replay(
@@ -508,14 +514,16 @@ class Trainer:
         model: Model,
         datamodule: DataModule,
         asked: ReplayOptions | None = None,
+        *,
+        checkpoint: Choice = None,
     ) -> Any:
         refuse_nested_start()
         passed = tuple(self.train_exceptions if phase is Phase.TRAINING else self.test_exceptions)
         with only_call():
             check_subjects(model, datamodule)
             self.model, self.datamodule = model, datamodule
-            own = (self._options, self.plugins, self.roots)
-            call = Call(phase, *own, model, datamodule, self._runtime, passed, asked)
+            own = (self._options, self.plugins, self.roots, model, datamodule, self._runtime)
+            call = Call(phase, *own, passed, asked, checkpoint=checkpoint)
             for owner in call.owners:
                 owner.trainer = self
             return carry_out(call)

@@ -304,7 +304,7 @@ FAULTS = (
     Fault(
         "a run that begins in a place where no folder can be made prepares its data first",
         "helios/startup/launching/launch_call.py",
-        "        require_writable(call.options.checkpoints, model.save_name)",
+        "        require_writable(options, name)",
         "        pass",
         "tests/distributed/test_processes.py"
         "::test_a_folder_that_cannot_be_made_is_refused_by_all_before_the_data_is_prepared",

@@ -7,9 +7,10 @@ kept.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, UsageError
 
 _MODES = ("max", "min")
 _ON_SAVE_ERROR = ("continue", "raise")
@@ -19,8 +20,9 @@ _ON_SAVE_ERROR = ("continue", "raise")
 class KeepBest:
     """Keep the best checkpoints by a validation score: ``CheckpointStore(keep_best=...)``.
 
-    A checkpoint without the metric, or with NaN for it, is never among the best; of two with the
-    same score the newer one counts as better.
+    A checkpoint without a validation of its own, or with NaN as its score, is never among the best;
+    of two with the same score the earlier one counts as better. A validation of a training that
+    does not compute the score ends the training with a ``UsageError``.
 
     Attributes:
         count: how many to keep.
@@ -44,6 +46,22 @@ class KeepBest:
         if self.mode not in _MODES:
             remedy = 'Pass "min" for a loss, "max" for an accuracy.'
             raise _fail("KeepBest", "mode", '"max" or "min"', self.mode, remedy)
+
+    def check_scores(self, scores: Mapping[str, float]) -> None:
+        """Check that a validation has computed the score.
+
+        Args:
+            scores: those that are single numbers, by name.
+
+        Raises:
+            UsageError: if it is not among them.
+        """
+        if self.metric not in scores:
+            raise UsageError(
+                f"KeepBest(metric={self.metric!r}) must name a validation score that is a single "
+                f"number; there are {sorted(scores) or 'none'}. Return it from valid_step, put it "
+                "into self._val_scores, or correct the name."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from helios.checkpoint.file_names import sidecar_path
+from helios.checkpoint.file_names import find_checkpoints, parse, sidecar_path
 from helios.checkpoint.loading import read_sidecar
 from helios.checkpoint.options import CheckpointStore, KeepBest
 from helios.errors import CheckpointError
@@ -72,7 +72,7 @@ def plan(
     if options.keep_every is not None:
         kept |= {entry.path for entry in ranked if _is_multiple(entry, options.keep_every)}
     if options.keep_best is not None:
-        kept |= {entry.path for entry in _find_best(ranked, options.keep_best)}
+        kept |= {entry.path for entry in find_best(ranked, options.keep_best)}
     if needs_sidecars(options):
         kept |= {entry.path for entry in ranked if not entry.is_known}
     return [entry for entry in ranked if entry.path not in kept]
@@ -87,13 +87,18 @@ def _is_multiple(entry: Entry, number: int) -> bool:
     return entry.count is not None and entry.count > 0 and entry.count % number == 0
 
 
-def _find_best(ranked: Sequence[Entry], rule: KeepBest) -> list[Entry]:
-    """Return the best entries; of equal ones the newer, which come after the older."""
-    sign = 1.0 if rule.mode == "max" else -1.0
+def find_best(ranked: Sequence[Entry], rule: KeepBest) -> list[Entry]:
+    """Return the best entries, the best first; of equal ones the earlier counts as better.
+
+    Args:
+        ranked: entries with their scores, oldest first.
+        rule: which score counts, and how many to return.
+    """
+    sign = -1.0 if rule.mode == "max" else 1.0
     scores = [(sign * entry.metrics.get(rule.metric, math.nan), entry) for entry in ranked]
     # Comparisons with NaN would make the order arbitrary.
     judged = sorted((score, entry) for score, entry in scores if not math.isnan(score))
-    return [entry for _, entry in judged[-rule.count :]]
+    return [entry for _, entry in judged[: rule.count]]
 
 
 class Retention:
@@ -107,13 +112,12 @@ class Retention:
         self._options = options
         # A run saves often, and its sidecars do not change: each is read once.
         self._known: dict[Path, Entry] = {}
-        self._has_warned = False
+        self._newest: Path | None = None
 
     def plan(self, entries: Sequence[Entry], protected: Collection[Path] = ()) -> list[Entry]:
         """Return the checkpoints to delete; see :func:`plan`.
 
-        If a sidecar is missing or unreadable, its checkpoint is kept. A metric that no checkpoint
-        has is warned about once.
+        If a sidecar is missing or unreadable, its checkpoint is kept.
 
         Args:
             entries: the checkpoints, in any order, according to their names.
@@ -122,22 +126,26 @@ class Retention:
         if needs_sidecars(self._options):
             entries = [self._known.get(entry.path) or with_sidecar(entry) for entry in entries]
             self._known = {entry.path: entry for entry in entries if entry.is_known}
-            self._warn_of_unknown_metric(entries)
+            self._note_equal(sorted(self._known.values()))
         return plan(entries, self._options, protected)
 
-    def _warn_of_unknown_metric(self, entries: Sequence[Entry]) -> None:
+    def _note_equal(self, ranked: list[Entry]) -> None:
+        """Log, once, that the newest checkpoint is as good as the best one."""
         rule = self._options.keep_best
-        names = sorted({name for entry in entries for name in entry.metrics})
-        # Without any score there was no validation yet: the metric may still appear.
-        if rule is None or self._has_warned or not names or rule.metric in names:
+        if rule is None or not ranked or ranked[-1].path == self._newest:
             return
-        self._has_warned = True
-        _LOGGER.warning(
-            "CheckpointStore(keep_best=...) keeps none of the checkpoints, because none of them "
-            "has the metric %r. Their metrics are %s; correct the name.",
-            rule.metric,
-            ", ".join(map(repr, names)),
-        )
+        newest = ranked[-1]
+        self._newest = newest.path
+        best = find_best(ranked, dataclasses.replace(rule, count=1))
+        score = newest.metrics.get(rule.metric)
+        if best and best[0] is not newest and best[0].metrics[rule.metric] == score:
+            _LOGGER.info(
+                "%s and %s have the same %s, %s: the earlier one stays the best checkpoint.",
+                newest.path.stem,
+                best[0].path.stem,
+                rule.metric,
+                score,
+            )
 
 
 def with_sidecar(entry: Entry) -> Entry:
@@ -154,3 +162,19 @@ def with_sidecar(entry: Entry) -> Entry:
     return dataclasses.replace(
         entry, count=sidecar.count, metrics=sidecar.metrics, is_known=not sidecar.is_migrated
     )
+
+
+def find_best_checkpoint(root: Path | None, rule: KeepBest) -> Path | None:
+    """Return the best checkpoint directly in a folder, as its validation scores say.
+
+    Args:
+        root: the folder that holds the files, ``chkpt_root/<save_name>``; it need not exist.
+        rule: the score that decides; its ``count`` has no effect.
+
+    Returns:
+        The ``.pth`` file; of equal ones the earliest; ``None`` if no sidecar holds the score.
+    """
+    found = [] if root is None else find_checkpoints(Path(root))
+    entries = sorted(with_sidecar(Entry(*(parse(path) or (0, 0)), path)) for path in found)
+    best = find_best(entries, dataclasses.replace(rule, count=1))
+    return best[0].path if best else None

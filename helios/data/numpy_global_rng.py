@@ -54,22 +54,27 @@ class LegacyWatch:
         """Record the state."""
         digest = rng.legacy_numpy_digest()
         for each in self._open:
-            each._look(digest)
+            each.look(digest)
         self._digest = digest
         self._open.add(self)
 
-    def _look(self, digest: bytes) -> None:
+    def look(self, digest: bytes) -> None:
+        """Note whether the state has changed since the last look."""
         self._has_changed |= digest != self._digest
+        self.skip(digest)
+
+    def skip(self, digest: bytes) -> None:
+        """Do not count what has changed since the last look."""
         self._digest = digest
 
     def end(self) -> None:
         """Warn if the state has changed, in this process or in a worker."""
         digest = rng.legacy_numpy_digest()
         if self in self._open:
-            self._look(digest)
+            self.look(digest)
             self._open.discard(self)
         for each in self._open:
-            each._digest = digest
+            each.skip(digest)
         in_worker = self._flag is not None and bool(self._flag.item())
         if (in_worker or self._has_changed) and not self._has_warned:
             self._has_warned = True

@@ -23,8 +23,9 @@ class EarlyStopping(Plugin):
     """Ends the run regularly when a validation score no longer improves.
 
     The score is read after each validation of a training, from the model's ``metrics``, after the
-    model's own ``on_validation_end``. A score that is not finite counts as no improvement, and is
-    logged as a warning. Sanity checks and ``Trainer.validate`` do not count.
+    model's own ``on_validation_end``. One that equals the best score counts as no improvement, and
+    so does one that is not finite; both are logged. Sanity checks and ``Trainer.validate`` do not
+    count.
 
     If you extend a run that this plugin has ended, its patience starts over, and the best score
     stays; if the run ended for another reason, the count continues.
@@ -89,6 +90,11 @@ class EarlyStopping(Plugin):
         self._forget()
 
     @property
+    def monitored(self) -> tuple[str, Literal["min", "max"]]:
+        """The name of the score, and whether small or large ones are good."""
+        return self._metric, "min" if self._sign > 0 else "max"
+
+    @property
     def best(self) -> float | None:
         """The best score so far; ``None`` before the first finite one."""
         return self._best
@@ -139,6 +145,14 @@ class EarlyStopping(Plugin):
             self._count = 0
         else:
             self._count += 1
+            if score == self._best:
+                _LOGGER.info(
+                    "The validation score %r equals its best value, %s: plugin %r counts it as no "
+                    "improvement, and the earlier one stays the best.",
+                    self._metric,
+                    score,
+                    self.plug_id,
+                )
         if reason := self._find_reason(score):
             self._has_stopped = True
             self.context.request_stop(reason)

@@ -81,6 +81,10 @@ class Display(ABC):
         """Count an epoch."""
 
     @abstractmethod
+    def note_scores(self, text: str) -> None:
+        """Take the scores of the last validation, to be shown until the next one."""
+
+    @abstractmethod
     def start_evaluation(self, label: str, num_batches: int | None) -> None:
         """Start a validation, test or prediction."""
 
@@ -112,6 +116,9 @@ class NullDisplay(Display):
         """Do nothing."""
 
     def end_epoch(self) -> None:
+        """Do nothing."""
+
+    def note_scores(self, text: str) -> None:
         """Do nothing."""
 
     def start_evaluation(self, label: str, num_batches: int | None) -> None:
@@ -232,6 +239,7 @@ class BarDisplay(Display):
         self._pause_start = 0.0
         self._loss_items: Mapping[str, Any] = {}
         self._losses = ""
+        self._scores = ""
 
     def start_training(
         self,
@@ -282,6 +290,11 @@ class BarDisplay(Display):
             self._show()
         else:
             self._show_if_due()
+
+    def note_scores(self, text: str) -> None:
+        """Show the scores of the last validation from now on."""
+        self._scores = text
+        self._show_if_due()
 
     def start_evaluation(self, label: str, num_batches: int | None) -> None:
         """Show the batches of a validation or test, too."""
@@ -335,7 +348,10 @@ class BarDisplay(Display):
             if self._evaluation is None:
                 self._rate.record(now, self._num_samples)
             speed = ", ".join(filter(None, (self._losses, self._rate.text())))
-            gauges += self._training.gauges(speed, self._training.time_left(now))
+            # Where lines are written, the log has written the scores just before.
+            scores = self._scores if surface.is_live else ""
+            left = ", ".join(filter(None, (self._training.time_left(now), scores)))
+            gauges += self._training.gauges(speed, left)
         if self._evaluation is not None:
             gauges.append(dataclasses.replace(self._evaluation, done=self._num_evaluated))
         surface.show(gauges)

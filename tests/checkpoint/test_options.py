@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 import helios
 from helios.checkpoint.options import CheckpointStore, KeepBest
-from helios.errors import ArgumentError
+from helios.errors import ArgumentError, UsageError
 
 
 def test_by_default_everything_stays_and_is_verified_and_written_aside() -> None:
@@ -59,3 +60,10 @@ def test_a_bad_value_of_the_best_is_named(name: str, value: Any) -> None:
     good: dict[str, Any] = {"count": 1, "metric": "loss"}
     with pytest.raises(ArgumentError, match=rf"^KeepBest\({name}=\.\.\.\) must be .* got "):
         KeepBest(**{**good, name: value})
+
+
+def test_the_score_of_the_best_must_be_computed() -> None:
+    KeepBest(1, "loss").check_scores({"loss": math.nan, "other": 1.0})
+    for scores, found in (({"acc": 0.5, "a": 1.0}, r"\['a', 'acc'\]"), ({}, "none")):
+        with pytest.raises(UsageError, match=rf"metric='loss'\) must name .* there are {found}\. "):
+            KeepBest(1, "loss").check_scores(scores)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import helios
-from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError
+from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError, StateError
 from helios.storage import files
 from tests.support.resume import assert_equal, copy_checkpoint
 from tests.support.runs import IndexModule, Setting, SmallModel, train
@@ -301,6 +301,28 @@ def test_weights_start_another_run_warm(tmp_path: Path) -> None:
     for name, weight in saved["model"]["objects"]["net"].items():
         assert model.net.state_dict()[name].equal(weight)
     assert not model.optimizer.state
+
+
+def test_weights_are_refused_where_none_would_be_loaded(tmp_path: Path) -> None:
+    class Renamed(SmallModel):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.other = self.net
+            del self.net, self.optimizer, self.scheduler
+
+    train(tmp_path, _changed(total_steps=1))
+    path = helios.find_last_checkpoint(tmp_path / "small")
+    assert path is not None
+    with pytest.raises(
+        StateError, match=r"SmallModel has none yet. Call it as the last line of se"
+    ):
+        helios.load_weights(path, SmallModel(_SETTING, "warm"))
+    renamed = Renamed(_SETTING, "warm")
+    renamed.setup()
+    with pytest.raises(
+        StateError, match=r"a network of Renamed, \[.*'other'.*\], in the checkpoint"
+    ):
+        helios.load_weights(path, renamed)
 
 
 def test_a_data_module_without_training_data_is_refused(tmp_path: Path) -> None:

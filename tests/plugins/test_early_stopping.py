@@ -116,6 +116,14 @@ def test_the_run_ends_when_patience_is_out(
     assert trainer.exit_code == 0
 
 
+def test_a_score_that_equals_the_best_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = dataclasses.replace(_SETTING, total_steps=9)
+    fit(_DOWN, EarlyStopping("quality", patience=9), setting=setting)
+    said = capsys.readouterr().err
+    assert said.count("'quality' equals its best value, 8.0: plugin 'early-stopping' counts") == 1
+    assert said.count("'quality' equals its best value, 1.0: plugin 'early-stopping' counts") == 1
+
+
 def test_two_of_them_watch_two_scores(capsys: pytest.CaptureFixture[str]) -> None:
     first = EarlyStopping("quality", patience=2)
     second = EarlyStopping("score", patience=9, threshold=1e9, plug_id="reached")

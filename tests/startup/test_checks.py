@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import helios
 from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
-from helios.startup.options.object_checks import check_plugins, check_processor, check_state_methods
+from helios.startup.options.object_checks import (
+    check_made,
+    check_plugins,
+    check_processor,
+    check_state_methods,
+)
 from helios.state import TrainingState
 from tests.support.quiet import Quiet
+from tests.typed.user_script import Numbers
 
 
 class Owner(Quiet):
@@ -122,3 +130,32 @@ def test_a_processor_calls_the_constructor_of_its_base() -> None:
     model.batch_processor = Forgetful()
     with pytest.raises(UsageError, match=r"Forgetful\.__init__ must call super\(\)\.__init__\(\)"):
         check_processor(model)
+
+
+class WithoutBase(Plain):
+    def __init__(self) -> None:
+        """Leave out the base."""
+
+
+class PluginWithoutBase(Quiet):
+    _plug_id = "named-by-the-class"
+
+    def __init__(self) -> None:
+        """Leave out the base."""
+
+
+def test_a_forgotten_constructor_of_the_base_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"WithoutBase.__init__ must call super\(\).__init__\(save_"
+    ):
+        helios.Trainer(use_cpu=True).test(WithoutBase(), Numbers())
+    with pytest.raises(
+        UsageError, match=r"WithoutBase.__init__ must call super\(\).__init__\(save_"
+    ):
+        helios.load_weights(tmp_path, WithoutBase())
+    with pytest.raises(
+        UsageError, match=r"PluginWithoutBase.__init__ must call super\(\).__init__\(pl"
+    ):
+        helios.Trainer(use_cpu=True, plugins=[PluginWithoutBase()])
+    check_made(Plain())
+    check_made(Quiet())

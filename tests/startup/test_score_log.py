@@ -1,48 +1,114 @@
-"""The log names the scores of each validation, and at the end the last and the best."""
+"""The log names the scores of each validation and the best ones; the end says what has happened."""
 
 from __future__ import annotations
 
-import logging
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helios import Trainer
-from helios.startup.reporting.score_log import ScoreLog
+from helios import CheckpointStore, KeepBest, Trainer
+from helios.plugins import EarlyStopping
+from helios.startup.reporting.score_log import ScoreLog, describe_end
 from helios.state import TrainingState
 from tests.typed.user_script import Line, Numbers
 
+LOW = KeepBest(1, "error", "min")
 
-def test_each_validation_is_a_line_and_the_end_names_the_last_and_the_best(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.INFO)
-    log = ScoreLog()
-    for number, (error, has_improved) in enumerate([(0.5, True), (0.25, True), (0.75, False)], 1):
+
+def show(log: ScoreLog, errors: Sequence[float], *, first: int = 1, improve: bool = True) -> Any:
+    """Show one validation per epoch of eight iterations; returns what the bar shows."""
+    shown = []
+    for number, error in enumerate(errors, first):
         state = TrainingState(
             global_epoch=number, global_iteration=8 * number, validation_cycles=number
         )
-        log.show({"error": error, "hits": 3.0}, state, has_improved=has_improved)
-    log.show_end()
+        improved = improve and error < 0.6
+        scores, losses = {"error": error, "hits": 3.0}, {"loss": 2.0}
+        shown.append(log.show(scores, state, has_improved=improved, losses=losses))
+    return shown
+
+
+def test_each_validation_is_a_line_with_the_best_so_far(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    log = ScoreLog(LOW)
+    shown = show(log, [0.5, 0.25, math.nan, 0.25, 0.125])
+    best = "best: error 0.25 (iteration 16); training loss 2."
+    new = "the best so far; training loss 2."
     assert caplog.messages == [
-        "Validation 1 (epoch 1, iteration 8): error 0.5, hits 3.",
-        "Validation 2 (epoch 2, iteration 16): error 0.25, hits 3.",
-        "Validation 3 (epoch 3, iteration 24): error 0.75, hits 3.",
-        "Last validation: error 0.75, hits 3 (epoch 3, iteration 24). "
-        "Best: error 0.25, hits 3 (epoch 2, iteration 16).",
+        f"Validation 1 (epoch 1, iteration 8): error 0.5, hits 3; {new}",
+        f"Validation 2 (epoch 2, iteration 16): error 0.25, hits 3; {new}",
+        f"Validation 3 (epoch 3, iteration 24): error nan, hits 3; {best}",
+        f"Validation 4 (epoch 4, iteration 32): error 0.25, hits 3; {best}",
+        f"Validation 5 (epoch 5, iteration 40): error 0.125, hits 3; {new}",
     ]
+    assert shown[0] == "error 0.5, hits 3 (the best so far)"
+    assert shown[3] == "error 0.25, hits 3 (best: error 0.25 (iteration 16))"
+    assert log.summarize() == {
+        "last scores": "error 0.125, hits 3 (epoch 5, iteration 40)",
+        "best scores": "error 0.125 (iteration 40)",
+    }
+
+
+def test_large_scores_are_the_best_if_the_rule_says_so() -> None:
+    log = ScoreLog(KeepBest(1, "error", "max"))
+    show(log, [0.5, 0.75, 0.25])
+    assert log.summarize()["best scores"] == "error 0.75 (iteration 16)"
+
+
+def test_the_model_may_say_which_is_the_best(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log = ScoreLog(judges=True)
+    show(log, [0.5, 0.75])
+    assert "; best: error 0.5, hits 3 (iteration 8); training" in caplog.messages[1]
+    silent = ScoreLog()
+    assert show(silent, [0.5, 0.75]) == ["error 0.5, hits 3", "error 0.75, hits 3"]
+    assert list(silent.summarize()) == ["last scores"]
+
+
+def test_validations_of_earlier_starts_count(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    lines = [{"iteration": 8 * n, "scores": {"error": e}} for n, e in ((1, 0.5), (2, 0.25))]
+    known, unknown = ScoreLog(LOW), ScoreLog(LOW)
+    known.recall(lines)
+    unknown.recall(None)
+    assert known.summarize() == {"best scores": "error 0.25 (iteration 16)"}
+    for log in (known, unknown):
+        show(log, [0.375, 0.5], first=3)
+    assert "best: error 0.25 (iteration 16)" in caplog.messages[1]
+    assert "best since this start: error 0.375 (iteration 24)" in caplog.messages[3]
+    assert unknown.summarize()["best scores"] == "error 0.375 (iteration 24, since this start)"
 
 
 def test_nothing_is_logged_without_scores(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    log = ScoreLog()
-    log.show({}, TrainingState(), has_improved=True)
-    log.show_end()
+    caplog.set_level("INFO")
+    log = ScoreLog(LOW)
+    assert log.show({}, TrainingState(), has_improved=True, losses={"loss": 1.0}) == ""
     assert not caplog.messages
+    assert log.summarize() == {}
 
 
-def test_fit_logs_them_also_after_a_resume(
+def test_the_end_says_how_far_and_where() -> None:
+    state = TrainingState(global_epoch=3, global_iteration=24)
+    newest = Path("runs") / "line" / "line_epoch_3_iter_24.pth"
+    options: dict[str, Any] = {"scores": {"last scores": "error 1"}, "has_report": True}
+    text = describe_end(state, seconds=3723, begun_at=8, newest=newest, **options)
+    assert text.splitlines() == [
+        "",
+        "  trained      until epoch 3, iteration 24; this start: 16 iterations in 1:02:03",
+        "  last scores  error 1",
+        f"  checkpoints  {newest.parent} (newest: line_epoch_3_iter_24.pth)",
+        f"  report       helios report {newest.parent}",
+    ]
+    bare = describe_end(state, seconds=3.21, begun_at=0, scores={}, newest=None, has_report=False)
+    assert bare == "\n  trained  until epoch 3, iteration 24 in 3.2 s"
+
+
+def test_fit_logs_scores_and_the_end_also_after_a_resume(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options: dict[str, Any] = {"valid_frequency": 1, "chkpt_frequency": 1, "chkpt_root": tmp_path}
@@ -50,9 +116,34 @@ def test_fit_logs_them_also_after_a_resume(
     shown = capfd.readouterr().err
     assert "Validation 1 (epoch 1, iteration 4): error " in shown
     assert "Validation 2 (epoch 2, iteration 8): error " in shown
-    assert shown.count("Last validation: error ") == 1
-    assert "Best:" not in shown, "a model that says nothing of improvements has no best one"
+    assert shown.count("\n  last scores  error ") == 1
+    assert "best" not in shown, "nothing says which score is the best"
+    highest = KeepBest(1, "error", "max")
+    options |= {"store": CheckpointStore(keep_last=2, keep_best=highest)}
     Trainer(total_steps=3, use_cpu=True, **options).fit(Line("line"), Numbers())
     shown = capfd.readouterr().err
     assert "Validation 1" not in shown
     assert "Validation 3 (epoch 3, iteration 12): error " in shown
+    assert "; best: error " in shown
+    assert "(iteration 4); training loss " in shown
+    assert "until epoch 3, iteration 12; this start: 4 iterations in " in shown
+    assert f"  report       helios report {tmp_path / 'line'}\n" in shown
+
+
+def test_early_stopping_says_which_is_the_best_without_a_folder(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stopping = EarlyStopping("error", patience=9)
+    Trainer(total_steps=1, valid_frequency=1, use_cpu=True, plugins=[stopping]).fit(
+        Line("line"), Numbers()
+    )
+    shown = capfd.readouterr().err
+    assert "; the best so far; training loss " in shown
+    assert "checkpoints" not in shown
+
+
+def test_an_evaluation_logs_its_scores(capfd: pytest.CaptureFixture[str]) -> None:
+    trainer, model = Trainer(total_steps=1, use_cpu=True), Line("line")
+    trainer.fit(model, Numbers())
+    trainer.validate(model, Numbers())
+    assert f"Validation scores: error {model.metrics['error']:.4g}." in capfd.readouterr().err

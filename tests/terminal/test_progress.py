@@ -318,3 +318,17 @@ def test_only_rank_0_shows_anything() -> None:
         assert isinstance(create_display(True), NullDisplay)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("unit", TrainingUnit)
+def test_scores_stay_in_the_bar_and_are_not_repeated_in_lines(
+    unit: TrainingUnit, terminal: Screen, pipe: Screen, time: Time
+) -> None:
+    for screen in (terminal, pipe):
+        display = BarDisplay(screen, time)
+        start(display, unit)
+        display.note_scores("error 0.25 (best)")
+        advance(display, time, 1, seconds=60.0)
+        row = next(row for row in screen.rows() if " left" in row)
+        assert row.endswith(" left, error 0.25 (best)") is (screen is terminal)
+        display.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -11,13 +12,15 @@ from typing import Any
 
 from helios.checkpoint import file_names
 from helios.checkpoint.disk_space import warn_if_too_large
+from helios.checkpoint.options import KeepBest
 from helios.checkpoint.record import Record
 from helios.checkpoint.saver import Saver
 from helios.checkpoint.store import Sidecar
 from helios.core.scalars import as_numbers
 from helios.distributed.process_groups import has_failed
 from helios.engines.engine import Engine
-from helios.errors import UsageError
+from helios.errors import LedgerError, UsageError
+from helios.ledger.timing import read_timing
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
 from helios.protocols import Meter
@@ -29,10 +32,10 @@ from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.options.logging_options import LoggingOptions
 from helios.startup.reporting.banner import machine
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_compiled
-from helios.startup.reporting.score_log import ScoreLog
+from helios.startup.reporting.score_log import ScoreLog, describe_end
 from helios.state import TrainingState
 from helios.terminal import root_logger as log
-from helios.terminal.progress import Display, create_display
+from helios.terminal.progress import Display, NullDisplay, create_display
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -139,10 +142,12 @@ class FitRecorder:
         self._machine = machine(engine)
         self._saver: Saver | None = None
         self._scores = ScoreLog()
+        self._display: Display = NullDisplay()
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
         self._evidence = evidence
         # A replay emits the events of its saves, and writes nothing.
         self._unwritten = None if start.loaded is None else start.loaded.record.place
+        self._begun_at = 0 if self._unwritten is None else self._unwritten[1]
         if start.folder is not None:
             self._saver = Saver(
                 start.folder,
@@ -156,6 +161,41 @@ class FitRecorder:
     def ledger(self) -> LedgerWriter | None:
         """The ledger; ``None`` if the run has none."""
         return None if self._evidence is None else self._evidence.ledger
+
+    def show_on(self, display: Display, rule: KeepBest | None) -> None:
+        """Show scores in a progress bar too, and which are the best, also of earlier starts.
+
+        Args:
+            display: the progress bars.
+            rule: the score that decides; ``None`` if only the model may say what is better.
+        """
+        judges = type(self._model).have_metrics_improved is not Model.have_metrics_improved
+        self._display, self._scores = display, ScoreLog(rule, judges=judges)
+        folder = self._start.folder
+        if self._start.loaded is None or self._replicas.rank != 0:
+            return
+        lines = None
+        if folder is not None and self._evidence is not None and not self._start.is_branch:
+            with contextlib.suppress(LedgerError):
+                found = read_timing(folder.path).scores
+                lines = [line for line in found if line["iteration"] <= self._begun_at]
+        self._scores.recall(lines)
+
+    def describe_end(self, state: TrainingState, *, seconds: float) -> str:
+        """Return how far the training has come, as lines for the log; waits for saves.
+
+        Args:
+            state: the counters.
+            seconds: the time of this start.
+        """
+        return describe_end(
+            state,
+            seconds=seconds,
+            begun_at=self._begun_at,
+            scores=self._scores.summarize(),
+            newest=self.settle(),
+            has_report=self._evidence is not None,
+        )
 
     def prepare(self, state: TrainingState) -> None:
         """Allocate memory for the first save, and warn if the disk is too small.
@@ -270,8 +310,17 @@ class FitRecorder:
     def show_scores(
         self, scores: Mapping[str, float], state: TrainingState, *, has_improved: bool
     ) -> None:
-        """Log the scores of a validation, by name; other ranks than 0 log errors only."""
-        self._scores.show(scores, state, has_improved=has_improved)
+        """Log the scores of a validation, by name; other ranks than 0 log errors only.
+
+        Raises:
+            UsageError: if the score that decides which checkpoints are the best is not among them.
+        """
+        rule = None if self._start.folder is None else self._start.folder.options.keep_best
+        if rule is not None and self._schedule.chkpt_frequency is not None:
+            rule.check_scores(scores)
+        losses = as_numbers(self._model.loss_items) if self._replicas.rank == 0 else {}
+        text = self._scores.show(scores, state, has_improved=has_improved, losses=losses)
+        self._display.note_scores(text)
         if self._evidence is not None:
             iteration = state.global_iteration
             self._evidence.note_scores(iteration, scores, has_improved=has_improved)
@@ -298,7 +347,6 @@ class FitRecorder:
         Raises:
             SaveError: in all processes, if the disk refused the last checkpoint.
         """
-        self._scores.show_end()
         saver, folder = self._saver, self._start.folder
         # A run that only loads has trained beside the checkpoint, which is not the end of its run.
         if saver is None or folder is None or self._schedule.chkpt_frequency is None:

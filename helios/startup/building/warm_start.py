@@ -11,6 +11,7 @@ from torch import nn
 from helios.checkpoint.store import load_checkpoint
 from helios.errors import ArgumentTypeError, StateError
 from helios.model.model import Model
+from helios.startup.options.object_checks import check_made
 
 
 def load_weights(path: str | Path, model: Model | nn.Module) -> None:
@@ -23,12 +24,17 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
 
     Raises:
         CheckpointError: if the file cannot be used.
-        StateError: if no network of the checkpoint matches, or several do.
+        StateError: if no network of the checkpoint matches, or several do; also if the model has
+            no networks yet, as before ``setup``.
         ArgumentTypeError: if ``model`` is neither a model nor a network.
     """
+    if isinstance(model, Model):
+        check_made(model)
     types = model.types_for_safe_load() if isinstance(model, Model) else []
     state = load_checkpoint(path, safe_types=types)["model"]
     if isinstance(model, Model):
+        if type(model).load_state_dict is Model.load_state_dict:
+            _require_networks(state, model, path)
         model.load_state_dict(state, fast_init=True)
     elif isinstance(model, nn.Module):
         model.load_state_dict(_find_fitting(state, model, path))
@@ -36,6 +42,26 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
         raise ArgumentTypeError(
             f"load_weights(model=...) must be a Model or an nn.Module, got {model!r}."
         )
+
+
+def _require_networks(state: Mapping[str, Any], model: Model, path: str | Path) -> None:
+    """Refuse a model to which nothing of the checkpoint would be loaded."""
+    present = {*model.discovery.modules(), *model.discovery.moved()[0]}
+    saved = {*state.get("objects", {}), *state.get("parameters", {})}
+    if present & saved or not (present or saved):
+        return
+    kind = type(model).__name__
+    if not present:
+        raise StateError(
+            f"load_weights({str(path)!r}, ...) must get a model whose networks are built, but "
+            f"{kind} has none yet. Call it as the last line of setup(): "
+            "helios.load_weights(path, self)."
+        )
+    raise StateError(
+        f"load_weights({str(path)!r}, ...) must find a network of {kind}, {sorted(present)}, in "
+        f"the checkpoint, but that holds {sorted(saved)}. Give the attributes the same names, or "
+        "pass one network instead of the model."
+    )
 
 
 def _find_fitting(state: Mapping[str, Any], network: nn.Module, path: str | Path) -> Any:

@@ -33,21 +33,32 @@ def find_newest(
         CheckpointError: if there is a checkpoint that cannot be used.
     """
     folder = open_folder(options, save_name)
-    if folder is None:
-        return None
-    search = _Search(folder, safe_types, team)
-    for _ in file_names.listings(folder.path):
+    return None if folder is None else run_search(Search(folder, safe_types, team))
+
+
+def run_search(search: Search) -> Loaded | None:
+    """Search until all processes have loaded the same checkpoint; ``None`` if there is none."""
+    for _ in file_names.listings(search.folder.path):
         if search.succeeds():
             break
     return search.found
 
 
-class _Search:
-    """The search in one process of a team; all of them do the same at the same time."""
+class Search:
+    """The search in one process of a team; all of them do the same at the same time.
+
+    Args:
+        folder: the run's folder.
+        safe_types: types that may be built.
+        team: the processes; rank 0 searches.
+
+    Attributes:
+        found: the checkpoint, once it is loaded.
+    """
 
     def __init__(self, folder: RunFolder, safe_types: list[Any], team: Replicas) -> None:
         self.found: Loaded | None = None
-        self._folder = folder
+        self.folder = folder
         self._types = safe_types
         self._team = team
 
@@ -56,7 +67,7 @@ class _Search:
         name = on_first(self._team, self._look)
         if name is None:
             return True
-        path = self._folder.path / name
+        path = self.folder.path / name
         if not any(on_each(self._team, lambda: self._misses(path))):
             return True
         if on_first(self._team, lambda: file_names.is_gone(path)):
@@ -66,7 +77,7 @@ class _Search:
         return True
 
     def _look(self) -> str | None:
-        self.found = self._folder.load_newest(self._types, renames_damaged=False)
+        self.found = self.folder.load_newest(self._types, renames_damaged=False)
         return None if self.found is None else self.found.path.name
 
     def _misses(self, path: Path) -> bool:
@@ -80,4 +91,4 @@ class _Search:
 
     def _insist(self, path: Path) -> None:
         if self._team.rank != 0:
-            self.found = follow(self._folder, path, self._types, self._team)
+            self.found = follow(self.folder, path, self._types, self._team)

@@ -114,8 +114,13 @@ def find_stored(
     if is_fit and options.resume != "auto":
         origin: Path = options.resume
         if stored is None or stored.origin != str(origin.absolute()):
-            is_there = origin.is_file()
-            stored = _read_stored(origin, safe_types=safe_types) if is_there else None
+            return find_replicas(origin, safe_types)
+    return stored if stored is not None and stored.num_replicas else None
+
+
+def find_replicas(path: Path, safe_types: list[Any]) -> Stored | None:
+    """Return what a file says of the number of replicas; ``None`` without a file, or if unknown."""
+    stored = _read_stored(path, safe_types=safe_types) if path.is_file() else None
     return stored if stored is not None and stored.num_replicas else None
 
 

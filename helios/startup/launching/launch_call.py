@@ -18,7 +18,8 @@ from helios.checkpoint.capture import Trained
 from helios.launch.ipc import LaunchQueue
 from helios.launch.launcher import spawn
 from helios.launch.worker import end_with_launcher
-from helios.startup.checkpoint_search.resume_point import find_stored
+from helios.startup.checkpoint_search.chosen_checkpoint import require_present
+from helios.startup.checkpoint_search.resume_point import find_replicas, find_stored
 from helios.startup.checkpoint_search.run_folder import require_writable
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import (
@@ -95,6 +96,10 @@ def _carry_out(call: Call) -> Any:
     plan = _plan(call, process, stored)
     if plan.num_processes == 1:
         return _run_here(call, plan, process)
+    if call.phase is not Phase.TRAINING:
+        # An error here is raised once, and before any process is started.
+        name, run = call.model.save_name, call.options.run
+        require_present(call.choice, call.options.checkpoints, name, run.name_for(name))
     return LauncherRun(call, plan).execute()
 
 
@@ -102,10 +107,14 @@ def _find_stored(call: Call) -> Stored | None:
     model = call.model
     is_fit = call.phase is Phase.TRAINING
     types = model.types_for_safe_load()
-    stored = find_stored(call.options.checkpoints, model.save_name, types, is_fit=is_fit)
+    options, name = call.options.checkpoints, model.save_name
+    path = call.choice.path
+    if path is not None:
+        return find_replicas(path, types)
+    stored = find_stored(options, name, types, is_fit=is_fit)
     if is_fit and stored is None and call.replay is None:
         # A new run will save. An existing one may be finished, on a read-only disk.
-        require_writable(call.options.checkpoints, model.save_name)
+        require_writable(options, name)
     return stored
 
 

@@ -22,6 +22,11 @@ from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.session import Session
 from helios.startup.checkpoint_search.replay_start import Stretch, find_stretch
+from helios.startup.options.checkpoint_choice import (
+    CheckpointChoice,
+    Choice,
+    choose_checkpoint,
+)
 from helios.startup.options.plugin_table import PluginTable
 from helios.startup.options.replay_options import ReplayOptions
 from helios.startup.options.root_loops import Roots
@@ -157,6 +162,8 @@ class Call:
         handed: the state of a trained model, for ranks that set it up again.
         replay: the part of a run that is only repeated, once it is found; ``None`` to train.
         words: the command line with which the user has started Python; empty if unknown.
+        checkpoint: the checkpoint that an evaluation was asked to load.
+        choice: what that means.
     """
 
     phase: Phase
@@ -172,10 +179,19 @@ class Call:
     handed: Trained | None = None
     replay: Stretch | None = None
     words: tuple[str, ...] = dataclasses.field(default_factory=_find_words)
+    checkpoint: Choice = None
+    choice: CheckpointChoice = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         is_evaluation = self.phase is not Phase.TRAINING
-        self.is_trained = is_evaluation and self.runtime.fitted_model is self.model
+        fitted = self.runtime.fitted_model
+        self.is_trained = is_evaluation and fitted is self.model
+        self.choice = CheckpointChoice()
+        if is_evaluation:
+            options, plugins = self.options.checkpoints, self.plugins.values()
+            self.choice = choose_checkpoint(
+                self.checkpoint, options, plugins, has_fitted=fitted is not None
+            )
 
     @property
     def loop(self) -> Loop:

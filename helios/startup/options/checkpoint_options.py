@@ -118,6 +118,12 @@ class CheckpointOptions:
         return self.can_save and self.ledger != "off"
 
     @property
+    def uses_store(self) -> bool:
+        """Whether ``store`` has an effect: on saves, or on which checkpoint is the best one."""
+        is_rule = self.store is not None and self.store.keep_best is not None
+        return self.can_save or (self.chkpt_root is not None and is_rule)
+
+    @property
     def can_save(self) -> bool:
         """Whether checkpoints are written: both a folder and a frequency are set."""
         return self.chkpt_root is not None and self.chkpt_frequency is not None

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from helios.data.datamodule import DataModule
-from helios.errors import ArgumentError, ArgumentTypeError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
 from helios.model.model import Model
@@ -63,12 +63,31 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
 
     Raises:
         ArgumentTypeError: for something that is not a model, or not a data module.
+        UsageError: if the model's ``__init__`` does not call that of ``Model``.
     """
     if not isinstance(model, Model):
         raise ArgumentTypeError(f"Trainer.fit(model=...) must be a Model, got {model!r}.")
     if not isinstance(datamodule, DataModule):
         raise ArgumentTypeError(
             f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
+        )
+    check_made(model)
+
+
+def check_made(owner: Model | Plugin) -> None:
+    """Check that the constructor of a model or a plugin has called that of its base.
+
+    Raises:
+        UsageError: if it has not.
+    """
+    if isinstance(owner, Model):
+        attribute, call, lack = "_discovery", "super().__init__(save_name)", "a name nor state"
+    else:
+        attribute, call, lack = "_unique_overrides", "super().__init__(plug_id)", "an id nor a rank"
+    if attribute not in vars(owner):
+        raise UsageError(
+            f"{type(owner).__name__}.__init__ must call {call}: without it there is neither "
+            f"{lack}. Add the call as its first line."
         )
 
 
@@ -95,14 +114,14 @@ def warn_of_unknown_hooks(owner: object) -> None:
     almost like one of ours. Private names, and overrides of other methods, are left alone.
     """
     reported: set[str] = set()
-    for name in _own_methods(owner):
+    for name in own_methods(owner):
         text = _describe_unknown(name)
         if name not in reported and text:
             reported.add(name)
             _LOGGER.warning("%s.%s is never called by Helios%s", type(owner).__name__, name, text)
 
 
-def _own_methods(owner: object) -> Iterator[str]:
+def own_methods(owner: object) -> Iterator[str]:
     """Yield the methods that a user has written, on the object and in its classes."""
     kinds = [kind for kind in type(owner).__mro__ if kind is not object]
     rooms = {kind: kind.__module__.partition(".")[0] for kind in kinds}

@@ -12,7 +12,7 @@ from helios.errors import ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver
 from helios.hooks.events import EVENTS
 from helios.plugins.plugin import Plugin
-from helios.startup.options.object_checks import check_state_methods
+from helios.startup.options.object_checks import check_made, check_state_methods
 from helios.startup.options.validators import refusal
 
 _LOGGER = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class PluginTable(UserDict[str, Plugin]):
                 f"A plugin must have a unique id, but {name!r} is registered already. Pass "
                 "another plug_id."
             )
+        check_made(plugin)
         check_state_methods(plugin)
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])

@@ -185,7 +185,7 @@ class TrainerOptions:
             "run_path": logs.run_path is not None and not logs.enable_tensorboard,
             "log_path": logs.log_path is not None and not logs.enable_file_logging,
             "enable_cudnn_benchmark": benchmarks and not self.engine.gpu_ids,
-            "store": checkpoints.store is not None and not checkpoints.can_save,
+            "store": checkpoints.store is not None and not checkpoints.uses_store,
             "import_prefix": prefix != "" and not has_sources,
             "resume": checkpoints.resume == "never" and not has_root,
             "on_incomplete": checkpoints.on_incomplete == "raise" and not checkpoints.can_save,

@@ -1,4 +1,4 @@
-"""One call of validate, test or predict: load the newest checkpoint, run one pass."""
+"""One call of validate, test or predict: load a checkpoint, run one pass."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from helios.checkpoint.capture import Trained, apply_tables
+from helios.core.scalars import as_numbers
 from helios.engines.engine import numerics
 from helios.model.model import Model
 from helios.startup.building import run_outputs
-from helios.startup.checkpoint_search.newest_checkpoint import find_newest
+from helios.startup.checkpoint_search.chosen_checkpoint import find_chosen
 from helios.startup.launching.process_plan import Plan
 from helios.startup.launching.trainer_call import Call
+from helios.startup.reporting.score_log import format_scores
 from helios.startup.runs.base_run import Run
-from helios.state import Cursor, TrainingState
+from helios.state import Cursor, Phase, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -30,12 +32,16 @@ class EvaluationRun(Run):
 
     def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
-        loaded = find_newest(
+        name = self.options.run.name_for(self.model.save_name)
+        chosen = find_chosen(
+            self.call.choice,
             self.options.checkpoints,
             self.model.save_name,
             self.model.types_for_safe_load(),
+            run_name=name,
             team=self.team,
         )
+        loaded = chosen.loaded
         record = None if loaded is None else self._detach(loaded.record)
         stack.enter_context(
             numerics(
@@ -44,12 +50,12 @@ class EvaluationRun(Run):
                 num_threads=None if record is None else record.num_threads,
             )
         )
-        name = self.options.run.name_for(self.model.save_name)
         run_outputs.open_logs(self.options.logging, name, record, is_training=False)
         trained = self.call.handed if record is None else Trained.of(record)
         self._set_up_for(trained, is_handed=record is None)
         phase = self.call.phase
-        if self._open_source(phase) is None:
+        has_data = self._open_source(phase) is not None
+        if not has_data:
             _LOGGER.warning("%s has nothing to do: the data module has no data for it.", self.verb)
         self._require_alike_setup()
         session = self._make_inference_session(phase)
@@ -57,11 +63,24 @@ class EvaluationRun(Run):
         if loaded is not None and record is not None:
             session.state = TrainingState(**record.training_state)
             session.cursor = Cursor(**record.cursor)
-            _LOGGER.info("%s of %s.", self.verb, loaded.path.name)
+            _LOGGER.info("%s.", ", ".join((f"{self.verb} of {loaded.path.name}", *chosen.reasons)))
         if trained is not None:
             session.plugin_states.restore(trained.plugins)
             self.owners.restore(trained.owners, is_inference=True)
-        return self.loop.run()
+        result = self.loop.run()
+        if has_data:
+            self._show_scores()
+        return result
+
+    def _show_scores(self) -> None:
+        tables = {
+            Phase.VALIDATION: self.model.metrics,
+            Phase.TESTING: self.model.test_scores,
+            Phase.PREDICTION: {},
+        }
+        scores = as_numbers(tables[self.call.phase])
+        if scores:
+            _LOGGER.info("%s scores: %s.", self.verb, format_scores(scores))
 
     def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> None:
         if trained is None and self.call.is_trained:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,8 +38,10 @@ from helios.startup.checkpoint_search.run_folder import lock_folder, require_wri
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import Plan, describe_processes
 from helios.startup.launching.trainer_call import Call
+from helios.startup.options.checkpoint_choice import find_monitored
 from helios.startup.options.plugin_table import log_order
 from helios.startup.reporting import banner
+from helios.startup.reporting.idle_options import warn_of_idle_options
 from helios.startup.reporting.loader_claims import Claim, judge
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_reproducibility
 from helios.startup.runs.base_run import Run
@@ -61,6 +64,7 @@ class FitRun(Run):
         self._recorder: run_outputs.FitRecorder | None = None
         self._evidence: RunEvidence | None = None
         self._stranded: dict[str, str] = {}
+        self._seconds = 0.0
 
     def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
@@ -89,10 +93,11 @@ class FitRun(Run):
         if self._evidence is not None:
             self._evidence.note_end(reason, interruption=cause if is_interrupted else None)
         if is_interrupted:
-            _LOGGER.warning("The training was interrupted: %s. %s", cause, self._describe_rescue())
+            rescue = f"{self._describe_rescue()}{self._describe_end()}"
+            _LOGGER.warning("The training was interrupted: %s. %s", cause, rescue)
             return False
         self.call.runtime.listener.warn_of_late_signals()
-        _LOGGER.info("Training has ended: %s.", reason)
+        _LOGGER.info("Training has ended: %s.%s", reason, self._describe_end())
         return True
 
     def _train(self, stack: ExitStack) -> str:
@@ -104,7 +109,9 @@ class FitRun(Run):
             self._recorder.prepare(self.session.state)
         self._has_begun = True
         self.hooks.emit("on_fit_start")
+        begin = time.perf_counter()
         reason: str = self.loop.run()
+        self._seconds = time.perf_counter() - begin
         self.call.runtime.listener.note_safe_point()
         self.display.close()
         return reason
@@ -189,11 +196,12 @@ class FitRun(Run):
             owners.limit(self._start.folder.options.max_plain_bytes)
         self.owners = owners
         self._require_alike_setup()
-        if self.options.schedule.valid_frequency is not None and not has_validation:
-            _LOGGER.warning(
-                "There is no validation data, so valid_frequency and early_stop_cycles have no "
-                "effect. Assign self._valid_dataset in the data module's setup()."
-            )
+        warn_of_idle_options(
+            self.options.schedule,
+            self.options.checkpoints.store if self._can_save else None,
+            self.model,
+            has_validation=has_validation,
+        )
         claim = judge(source, self._record, can_save=self._can_save)
         self._stranded = find_stranded_generators(source)
         claim = replace(claim, missing=claim.missing | self._stranded)
@@ -251,6 +259,8 @@ class FitRun(Run):
             evidence=self._evidence,
         )
         self._settings.callback(recorder.close)
+        monitored = find_monitored(self.options.checkpoints, self.plugins.values())
+        recorder.show_on(self.display, monitored)
         loaded = self._start.loaded
         if self.options.logging.print_banner:
             banner.show_banner(
@@ -369,6 +379,11 @@ class FitRun(Run):
         if self._evidence is not None:
             self._evidence.note_error(error)
         super()._report(error)
+
+    def _describe_end(self) -> str:
+        if self._recorder is None or self.session is None:
+            return ""
+        return self._recorder.describe_end(self.session.state, seconds=self._seconds)
 
     def _describe_rescue(self) -> str:
         loaded = self._start.loaded

@@ -1,0 +1,189 @@
+"""Evaluations of the best checkpoint, of the newest, and of a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios import CheckpointStore, KeepBest, Trainer
+from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from helios.plugins import EMA, EarlyStopping, Plugin
+from tests.typed.user_script import Line, Numbers
+
+CALLS = ("validate", "test", "predict")
+BEST = CheckpointStore(keep_best=KeepBest(9, "quality", "min"))
+
+
+class Graded(Line):
+    """A model whose validations have given scores."""
+
+    unsaved = ("grades",)
+
+    def __init__(self, grades: Sequence[float] = (3.0, 1.0, 1.0, 2.0)) -> None:
+        super().__init__("line")
+        self.grades = grades
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        super().on_validation_end(validation_cycle)
+        if validation_cycle < len(self.grades):
+            self._val_scores["quality"] = self.grades[validation_cycle]
+
+    def test_step(self, batch: Any, step: int) -> dict[str, tuple[Any, int]]:
+        return self.valid_step(batch, step)
+
+    def predict_step(self, batch: Any, step: int) -> Any:
+        return self.net(batch[0])
+
+
+class Samples(Numbers):
+    def setup(self) -> None:
+        super().setup()
+        self._test_dataset = self._predict_dataset = self._valid_dataset
+
+
+def make(root: Path | None, *plugins: Plugin, **options: Any) -> Trainer:
+    return Trainer(
+        chkpt_root=root, use_cpu=True, print_banner=False, plugins=list(plugins), **options
+    )
+
+
+def fit(root: Path, *plugins: Plugin, model: Graded | None = None, **options: Any) -> Trainer:
+    options = {"total_steps": 4, "store": BEST, **options}
+    trainer = make(root, *plugins, valid_frequency=1, chkpt_frequency=1, **options)
+    assert trainer.fit(model or Graded(), Samples())
+    return trainer
+
+
+def file_of(root: Path, epoch: int) -> Path:
+    return root / "line" / f"line_epoch_{epoch}_iter_{4 * epoch}.pth"
+
+
+def weight_of(path: Path) -> torch.Tensor:
+    weight: torch.Tensor = helios.load_checkpoint(path)["model"]["objects"]["net"]["weight"]
+    return weight
+
+
+def evaluated(trainer: Trainer, call: str, **options: Any) -> bytes:
+    """Evaluate a new model, and return the bytes of its weights."""
+    model = Graded()
+    getattr(trainer, call)(model, Samples(), **options)
+    return bytes(model.net.weight.detach().numpy().tobytes())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    fit(folder)
+    return folder
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_evaluation_loads_what_it_is_asked_for(root: Path, call: str) -> None:
+    wanted = {"best": 2, "newest": 4, None: 4, file_of(root, 1): 1, str(file_of(root, 3)): 3}
+    weights = {epoch: weight_of(file_of(root, epoch)).numpy().tobytes() for epoch in range(1, 5)}
+    assert len(set(weights.values())) == 4
+    trainer = make(root, store=BEST)
+    for choice, epoch in wanted.items():
+        assert evaluated(trainer, call, checkpoint=choice) == weights[epoch], choice
+    bare = make(None)
+    assert evaluated(bare, call, checkpoint=file_of(root, 2)) == weights[2]
+
+
+def test_the_log_says_which_one_is_the_best_and_why(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated(make(root, store=BEST), "test", checkpoint="best")
+    said = capsys.readouterr().err
+    assert (
+        "Testing of line_epoch_2_iter_8.pth, the best of 4 checkpoints by quality (min): " in said
+    )
+    assert "the earliest with this score (equal: line_epoch_3_iter_12.pth)." in said
+    assert "has no effect" not in said
+
+
+def test_a_script_finds_the_best_file(root: Path, tmp_path: Path) -> None:
+    low, high = KeepBest(1, "quality", "min"), KeepBest(3, "quality", "max")
+    assert helios.find_best_checkpoint(root / "line", low) == file_of(root, 2)
+    assert helios.find_best_checkpoint(root / "line", high) == file_of(root, 1)
+    assert helios.find_best_checkpoint(root / "line", KeepBest(1, "other")) is None
+    assert helios.find_best_checkpoint(tmp_path / "none", low) is None
+    assert helios.find_best_checkpoint(None, low) is None
+
+
+def test_early_stopping_names_the_score_that_decides(root: Path) -> None:
+    stopping = EarlyStopping("quality", mode="max", patience=9)
+    found = evaluated(make(root, stopping), "test", checkpoint="best")
+    assert found == weight_of(file_of(root, 1)).numpy().tobytes()
+    both = make(root, stopping, store=BEST)
+    assert evaluated(both, "test", checkpoint="best") != found, "the rule of the store counts first"
+
+
+def test_the_file_of_resume_is_evaluated_until_the_trainer_has_trained(tmp_path: Path) -> None:
+    fit(tmp_path / "first")
+    origin = file_of(tmp_path / "first", 2)
+    options: dict[str, Any] = {"resume": origin, "store": BEST}
+    start = weight_of(origin).numpy().tobytes()
+    for call in CALLS:
+        assert evaluated(make(tmp_path / "other", **options), call) == start
+    trainer = fit(tmp_path / "other", model=Graded([1.0] * 5), total_steps=5, **options)
+    end = weight_of(file_of(tmp_path / "other", 5)).numpy().tobytes()
+    assert evaluated(trainer, "test") == end
+    assert evaluated(make(tmp_path / "other", **options), "test") == start
+    assert evaluated(make(tmp_path / "other", **options), "test", checkpoint="newest") == end
+
+
+def test_the_best_is_tested_with_its_average(tmp_path: Path) -> None:
+    error = KeepBest(1, "error", "min")
+    store = CheckpointStore(keep_last=1, keep_best=error)
+    fit(tmp_path, EMA(0.5), store=store)
+    model = Graded()
+    make(tmp_path, EMA(0.5), store=store).test(model, Samples(), checkpoint="best")
+    sidecars = [helios.find_last_checkpoint(tmp_path / "line")]
+    assert sidecars == [file_of(tmp_path, 4)], "the error falls, so the last one is the best"
+    plain = Graded()
+    make(tmp_path, store=store).test(plain, Samples(), checkpoint="best")
+    validated = Graded(())
+    make(tmp_path, EMA(0.5), store=store).validate(validated, Samples(), checkpoint="best")
+    assert model.test_scores["error"] == validated.metrics["error"] != plain.test_scores["error"]
+
+
+def _refused(trainer: Trainer, kind: type[Exception], text: str, choice: Any) -> None:
+    for call in CALLS:
+        with pytest.raises(kind, match=text):
+            getattr(trainer, call)(Graded(), Samples(), checkpoint=choice)
+
+
+def test_what_does_not_exist_is_refused_with_what_there_is(root: Path, tmp_path: Path) -> None:
+    listing = r"holds line_epoch_4_iter_16.pth, line_epoch_3_iter_12.pth, .*line_epoch_1_iter_4.pth"
+    _refused(make(root), CheckpointError, rf"no file at bst\. .*{listing}", "bst")
+    _refused(make(root), CheckpointError, "no file at ", root)
+    _refused(make(tmp_path), CheckpointError, '"newest"\\) needs a checkpoint', "newest")
+    _refused(make(tmp_path, store=BEST), CheckpointError, "holds no checkpoint. Their sc", "best")
+    other = CheckpointStore(keep_best=KeepBest(1, "qualty"))
+    text = rf"'qualty', but there is none. .*{listing}.*scores: error, quality\."
+    _refused(make(root, store=other), CheckpointError, text, "best")
+    _refused(make(root, store=BEST, run_name="x"), CheckpointError, "of the run 'x'", "best")
+    newest = make(tmp_path)
+    assert evaluated(newest, "test"), "without a choice, no checkpoint is no error"
+
+
+def test_a_choice_that_means_nothing_is_refused(root: Path) -> None:
+    _refused(make(root), ArgumentTypeError, "or a file, got 3", 3)
+    _refused(make(None), ArgumentError, "a folder of checkpoints, got none", "newest")
+    _refused(make(root), ArgumentError, "one score that decides, got none", "best")
+    two = [EarlyStopping(name, patience=1, plug_id=name) for name in ("a", "b")]
+    _refused(
+        make(root, *two), ArgumentError, "one score that decides, got none, or several", "best"
+    )
+
+
+def test_nan_is_never_the_best(tmp_path: Path) -> None:
+    fit(tmp_path, model=Graded([math.nan, 2.0, 3.0, math.nan]))
+    found = evaluated(make(tmp_path, store=BEST), "test", checkpoint="best")
+    assert found == weight_of(file_of(tmp_path, 2)).numpy().tobytes()
