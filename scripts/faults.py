@@ -68,6 +68,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "steps without data are numbered anew in each epoch",
+        "helios/data/steps.py",
+        "        self._first = epoch * (n or 0)",
+        "        self._first = 0",
+        "tests/data/test_steps.py::test_each_step_of_each_replica_has_a_number_of_its_own",
+    ),
+    Fault(
+        "an endless pass of steps begins at 0 when a run resumes",
+        "helios/data/steps.py",
+        "        numbers = count(batch) if n is None else range(batch, n)",
+        "        numbers = count() if n is None else range(batch, n)",
+        "tests/integration/test_steps.py::test_a_run_without_data_resumes_everywhere",
+    ),
+    Fault(
         "a seed of the source init is not applied",
         "helios/startup/runs/base_run.py",
         '        if "init" in run.seeds:',

@@ -12,6 +12,7 @@ from helios.data.loader import (
     create_dataset,
 )
 from helios.data.params import DataLoaderParams
+from helios.data.steps import Steps
 
 __all__ = [
     "COLLATE_FN_REGISTRY",
@@ -19,6 +20,7 @@ __all__ = [
     "DataLoaderParams",
     "DataModule",
     "DatasetSplit",
+    "Steps",
     "create_collate_fn",
     "create_dataloader",
     "create_dataset",

@@ -18,6 +18,7 @@ from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.shard import LONE, Shard
 from helios.data.sharding_plan import ShardingPlan, make_sharding_plan
+from helios.data.steps import Steps, StepsSource
 
 __all__ = ["BatchIterator", "KeyedSource", "Source", "open_source"]
 
@@ -45,6 +46,8 @@ def open_source(
     Raises:
         ArgumentError: if the replicas of the run cannot share the loader or sampler.
     """
+    if isinstance(loader, Steps):
+        return StepsSource(loader, share)
     if isinstance(loader, KeyedLoader):
         return KeyedSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
     return ExternalSource(
