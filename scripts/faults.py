@@ -68,6 +68,27 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "the sources of a mixture begin anew in each epoch",
+        "helios/data/samplers.py",
+        "        first = self.epoch * length\n        position, end",
+        "        first = 0\n        position, end",
+        "tests/data/test_mixture.py::test_the_sources_continue_over_the_epochs_of_a_run",
+    ),
+    Fault(
+        "all epochs of a mixture's source have one order",
+        "helios/data/samplers.py",
+        "            keys = [rng.key(*fields, epoch + row) for row in range(int(rows[-1]) + 1)]",
+        "            keys = [rng.key(*fields, 0) for row in range(int(rows[-1]) + 1)]",
+        "tests/data/test_mixture.py::test_each_source_is_used_up_before_it_begins_again",
+    ),
+    Fault(
+        "the weights of a mixture are not compared at a resume",
+        "helios/startup/checkpoint_search/run_identity.py",
+        '    if description.get("mixture"):',
+        '    if description.get("mixed"):',
+        "tests/integration/test_mixtures.py::test_other_weights_are_refused_until_they_are_allowed",
+    ),
+    Fault(
         "steps without data are numbered anew in each epoch",
         "helios/data/steps.py",
         "        self._first = epoch * (n or 0)",

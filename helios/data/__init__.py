@@ -11,6 +11,7 @@ from helios.data.loader import (
     create_dataloader,
     create_dataset,
 )
+from helios.data.mixture import Mixture
 from helios.data.params import DataLoaderParams
 from helios.data.steps import Steps
 
@@ -20,6 +21,7 @@ __all__ = [
     "DataLoaderParams",
     "DataModule",
     "DatasetSplit",
+    "Mixture",
     "Steps",
     "create_collate_fn",
     "create_dataloader",

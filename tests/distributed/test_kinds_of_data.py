@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from helios.data import Steps
+import helios
+from helios.data import Mixture, Steps
 from tests.distributed.test_elastic import KillRank, run, run_to_end
-from tests.support.elastic import Elastic, ElasticData, assert_same
+from tests.support.elastic import Elastic, ElasticData, Pictures, assert_same
 from tests.support.ranks import RankError
 
 
@@ -19,6 +20,16 @@ class StepsData(ElasticData):
     def setup(self) -> None:
         super().setup()
         self._train_dataset = Steps(4)
+
+
+class MixtureData(ElasticData):
+    """Two sources, of which the second is used up sooner."""
+
+    def setup(self) -> None:
+        super().setup()
+        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
+        mixture = Mixture({"many": (Pictures(20), 2), "few": (Pictures(5), 1)})
+        self._train_dataset = self._create_dataset(mixture, params)
 
 
 def check(folder: Path, **more: Any) -> None:
@@ -35,3 +46,7 @@ def check(folder: Path, **more: Any) -> None:
 
 def test_without_data_processes_and_kills_change_no_bit(tmp_path: Path) -> None:
     check(tmp_path, make_data=StepsData)
+
+
+def test_with_a_mixture_processes_and_kills_change_no_bit(tmp_path: Path) -> None:
+    check(tmp_path, make_data=MixtureData)
