@@ -68,6 +68,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a pack begins at the start of its first sample",
+        "helios/data/packed.py",
+        "                yield Piece(sample, position - first, end - first)",
+        "                yield Piece(sample, 0, end - first)",
+        "tests/data/test_packed.py::test_each_token_is_in_one_pack",
+    ),
+    Fault(
+        "whole samples go into the emptiest pack",
+        "helios/data/packed.py",
+        "        place = bisect_left(spaces, (size, 0))",
+        "        place = max(bisect_left(spaces, (size, 0)), len(spaces) - 1)",
+        "tests/data/test_packed.py::test_whole_samples_fill_the_space_that_is_left",
+    ),
+    Fault(
         "the sources of a mixture begin anew in each epoch",
         "helios/data/samplers.py",
         "        first = self.epoch * length\n        position, end",

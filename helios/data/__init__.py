@@ -12,6 +12,7 @@ from helios.data.loader import (
     create_dataset,
 )
 from helios.data.mixture import Mixture
+from helios.data.packed import Packed
 from helios.data.params import DataLoaderParams
 from helios.data.steps import Steps
 
@@ -22,6 +23,7 @@ __all__ = [
     "DataModule",
     "DatasetSplit",
     "Mixture",
+    "Packed",
     "Steps",
     "create_collate_fn",
     "create_dataloader",
