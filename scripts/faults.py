@@ -68,6 +68,55 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a pack begins at the start of its first sample",
+        "helios/data/packed.py",
+        "                yield Piece(sample, position - first, end - first)",
+        "                yield Piece(sample, 0, end - first)",
+        "tests/data/test_packed.py::test_each_token_is_in_one_pack",
+    ),
+    Fault(
+        "whole samples go into the emptiest pack",
+        "helios/data/packed.py",
+        "        place = bisect_left(spaces, (size, 0))",
+        "        place = max(bisect_left(spaces, (size, 0)), len(spaces) - 1)",
+        "tests/data/test_packed.py::test_whole_samples_fill_the_space_that_is_left",
+    ),
+    Fault(
+        "the sources of a mixture begin anew in each epoch",
+        "helios/data/samplers.py",
+        "        first = self.epoch * length\n        position, end",
+        "        first = 0\n        position, end",
+        "tests/data/test_mixture.py::test_the_sources_continue_over_the_epochs_of_a_run",
+    ),
+    Fault(
+        "all epochs of a mixture's source have one order",
+        "helios/data/samplers.py",
+        "            keys = [rng.key(*fields, epoch + row) for row in range(int(rows[-1]) + 1)]",
+        "            keys = [rng.key(*fields, 0) for row in range(int(rows[-1]) + 1)]",
+        "tests/data/test_mixture.py::test_each_source_is_used_up_before_it_begins_again",
+    ),
+    Fault(
+        "the weights of a mixture are not compared at a resume",
+        "helios/startup/checkpoint_search/run_identity.py",
+        '    if description.get("mixture"):',
+        '    if description.get("mixed"):',
+        "tests/integration/test_mixtures.py::test_other_weights_are_refused_until_they_are_allowed",
+    ),
+    Fault(
+        "steps without data are numbered anew in each epoch",
+        "helios/data/steps.py",
+        "        self._first = epoch * (n or 0)",
+        "        self._first = 0",
+        "tests/data/test_steps.py::test_each_step_of_each_replica_has_a_number_of_its_own",
+    ),
+    Fault(
+        "an endless pass of steps begins at 0 when a run resumes",
+        "helios/data/steps.py",
+        "        numbers = count(batch) if n is None else range(batch, n)",
+        "        numbers = count() if n is None else range(batch, n)",
+        "tests/integration/test_steps.py::test_a_run_without_data_resumes_everywhere",
+    ),
+    Fault(
         "a seed of the source init is not applied",
         "helios/startup/runs/base_run.py",
         '        if "init" in run.seeds:',

@@ -11,7 +11,10 @@ from helios.data.loader import (
     create_dataloader,
     create_dataset,
 )
+from helios.data.mixture import Mixture
+from helios.data.packed import Packed
 from helios.data.params import DataLoaderParams
+from helios.data.steps import Steps
 
 __all__ = [
     "COLLATE_FN_REGISTRY",
@@ -19,6 +22,9 @@ __all__ = [
     "DataLoaderParams",
     "DataModule",
     "DatasetSplit",
+    "Mixture",
+    "Packed",
+    "Steps",
     "create_collate_fn",
     "create_dataloader",
     "create_dataset",

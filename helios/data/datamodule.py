@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 from helios.data.loader import LoaderPair, build_loader
 from helios.data.multi_loader import check_names, check_some
 from helios.data.params import DataLoaderParams
+from helios.data.steps import Steps
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ class Dataset:
 Datasets: TypeAlias = Dataset | list[Dataset] | tuple[Dataset, ...] | Mapping[str, Dataset]
 """The data of an evaluation: one data set, or several that are used in order."""
 
+TrainingLoader: TypeAlias = LoaderPair | tuple[Steps, None]
+"""The training loader with its sampler; a ``Steps`` has none."""
+
 LoaderPairs: TypeAlias = LoaderPair | list[LoaderPair] | dict[str, LoaderPair]
 """A loader with its sampler, or a list or dict of such pairs."""
 
@@ -71,8 +75,8 @@ class DataModule(ABC):
     """The data of a run.
 
     ``setup`` assigns ``_train_dataset``, ``_valid_dataset``, ``_test_dataset`` and
-    ``_predict_dataset``, as needed, each created by :meth:`_create_dataset`. All but the first may
-    also be a list of data sets, or a dict of them by name.
+    ``_predict_dataset``, as needed, each created by :meth:`_create_dataset`. The first may also be
+    a :class:`Steps`; the others may be a list of data sets, or a dict of them by name.
 
     Attributes:
         unsaved: names of attributes that training changes, but that are not saved.
@@ -88,7 +92,7 @@ class DataModule(ABC):
     global_rank: int = 0
     local_rank: int = 0
 
-    _train_dataset: Dataset | None = None
+    _train_dataset: Dataset | Steps | None = None
     _valid_dataset: Datasets | None = None
     _test_dataset: Datasets | None = None
     _predict_dataset: Datasets | None = None
@@ -161,7 +165,7 @@ class DataModule(ABC):
     def teardown(self) -> None:
         """Release the resources of :meth:`setup`; always called at the end of a run."""
 
-    def train_dataloader(self) -> LoaderPair | None:
+    def train_dataloader(self) -> TrainingLoader | None:
         """Return a new loader and its sampler for training, or ``None`` without data."""
         pair = self._train_dataset
         if isinstance(pair, list | tuple | Mapping):
@@ -170,6 +174,8 @@ class DataModule(ABC):
                 f"{type(pair).__name__}. Join them (torch.utils.data.ConcatDataset), or use a "
                 "batch_sampler that mixes them."
             )
+        if isinstance(pair, Steps):
+            return pair, None
         return None if pair is None else _open_one(self, pair, "training data set")
 
     def valid_dataloader(self) -> LoaderPairs | None:
@@ -244,9 +250,9 @@ def _open_one(module: DataModule, pair: Dataset, name: str) -> LoaderPair:
     return build_loader(pair.dataset, params, name=name, num_replicas=module.num_replicas)
 
 
-def _dataset_of(pairs: Datasets | None) -> Any:
+def _dataset_of(pairs: Datasets | Steps | None) -> Any:
     if isinstance(pairs, Mapping):
         return {name: _dataset_of(pair) for name, pair in pairs.items()}
     if isinstance(pairs, list | tuple):
         return [_dataset_of(pair) for pair in pairs]
-    return None if pairs is None else pairs.dataset
+    return pairs.dataset if isinstance(pairs, Dataset) else pairs

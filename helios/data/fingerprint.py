@@ -7,6 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 
+from helios.data.mixture import Mixture
+
 _DEEPEST = 16
 
 
@@ -26,7 +28,7 @@ class _HasFingerprint(Protocol):
 
 def _inside(dataset: Any) -> list[Any]:
     """Return the data sets that a wrapper wraps."""
-    if isinstance(dataset, ConcatDataset):
+    if isinstance(dataset, ConcatDataset | Mixture):
         return list(dataset.datasets)
     if isinstance(dataset, Subset):
         return [dataset.dataset]

@@ -121,6 +121,11 @@ class Source(ABC):
         return ""
 
     @property
+    def is_endless(self) -> bool:
+        """Whether a pass is known to never end."""
+        return False
+
+    @property
     def ends_together(self) -> bool:
         """Whether the passes of all processes always end in the same iteration."""
         return True

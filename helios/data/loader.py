@@ -25,10 +25,12 @@ from helios.core import rng
 from helios.core.registry import Registry
 from helios.core.signal_watch import ignore_signals, noted_signals
 from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
+from helios.data.mixture import Mixture, check_mixture
 from helios.data.order import Order, Position, PositionalOrder
 from helios.data.params import DataLoaderParams
 from helios.data.replayed_sampler import ReplayedOrder
 from helios.data.samplers import (
+    MixtureSampler,
     ResumableDistributedSampler,
     ResumableRandomSampler,
     ResumableSamplerType,
@@ -280,6 +282,10 @@ def build_loader(
             f"The {name} must contain at least one sample, got an empty {type(dataset).__name__}. "
             "Check its path and filters."
         )
+    if isinstance(dataset, Mixture):
+        is_ordered = params.sampler is not None or params.batch_sampler is not None
+        is_by_rank = bool(params.is_distributed) and num_replicas is None
+        check_mixture(name, is_ordered=is_ordered, is_by_rank=is_by_rank)
     if params.batch_sampler is not None:
         batches = KeyedBatchSampler(ReplayedOrder(params.batch_sampler, yields_batches=True))
         return KeyedLoader(dataset, batches, params), None
@@ -307,6 +313,9 @@ def _choose_sampler(
             "Give it one, or pass a sampler or a batch_sampler."
         )
     batch_size = params.batch_size or 1
+    if isinstance(dataset, Mixture):
+        # Several replicas share its order like that of a user's sampler.
+        return MixtureSampler(dataset, params.random_seed, batch_size, shuffle=params.shuffle)
     if params.is_distributed:
         if num_replicas is None and not is_dist_active():
             raise ArgumentError(

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, final
 from helios.core import rng
 from helios.data.samplers import (
     HasEpoch,
+    MixtureSampler,
     PositionalSampler,
     ResumableDistributedSampler,
     ResumableRandomSampler,
@@ -26,7 +27,12 @@ from helios.data.samplers import (
 )
 from helios.errors import StateError
 
-_PURE = (ResumableRandomSampler, ResumableSequentialSampler, ResumableDistributedSampler)
+_PURE = (
+    ResumableRandomSampler,
+    ResumableSequentialSampler,
+    ResumableDistributedSampler,
+    MixtureSampler,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,13 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from itertools import chain, islice
-from typing import Any, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeGuard, cast, final, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DistributedSampler, Sampler
 
 from helios.core import rng
 from helios.core.registry import Registry
-from helios.data.permutation import Permutation
+from helios.data.mixture import BLOCK as MIXED_AT_ONCE
+from helios.data.mixture import Mixture
+from helios.data.permutation import Permutation, permute_under_keys
 from helios.errors import ArgumentError
 
 _BLOCK = 4_096
@@ -237,9 +241,75 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         return [head[place % self._length] for place in places]
 
 
+@final
+class MixtureSampler(ResumableSampler):
+    """The order of a :class:`Mixture`: a key shuffles the sources within each block of positions.
+
+    Args:
+        mixture: the mixture.
+        seed: seed of the order, in addition to that of the run.
+        batch_size: samples per batch.
+        shuffle: whether each source is shuffled; otherwise each is used in its own order.
+    """
+
+    def __init__(
+        self, mixture: Mixture, seed: int = 0, batch_size: int = 1, *, shuffle: bool = True
+    ) -> None:
+        super().__init__(batch_size)
+        self.mixture = mixture
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def __len__(self) -> int:
+        return len(self.mixture)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self.blocks(self.start_iter * self._batch_size))
+
+    def blocks(self, start: int = 0) -> Iterator[list[int]]:
+        """Iterate over the samples from a position of the epoch, in lists."""
+        length = len(self.mixture)
+        first = self.epoch * length
+        position, end = first + min(start, length), first + length
+        while position < end:
+            number, within = divmod(position, MIXED_AT_ONCE)
+            found = self._block(number)[within : within + end - position]
+            yield found
+            position += len(found)
+
+    def _block(self, number: int) -> list[int]:
+        """Return the samples of one block of positions, which are counted over all epochs."""
+        befores, afters = (self.mixture.count_before(each) for each in (number, number + 1))
+        key = rng.key("mixture", self.run_seed, self.seed, number)
+        block = np.arange(MIXED_AT_ONCE)
+        places = permute_under_keys(len(block), [key], np.zeros_like(block), block)
+        found = np.empty_like(block)
+        first = 0
+        for source, (before, after) in enumerate(zip(befores, afters, strict=True)):
+            if count := after - before:
+                # Sorted, because a source that is not shuffled is used in its own order.
+                found[np.sort(places[first : first + count])] = self._next(source, before, count)
+                first += count
+        return cast(list[int], found.tolist())
+
+    def _next(self, source: int, before: int, count: int) -> npt.NDArray[np.int64]:
+        """Return the samples of a source that follow a number of samples in all its epochs."""
+        mixture, length = self.mixture, self.mixture.lengths[source]
+        epoch, within = divmod(before, length)
+        rows, positions = np.divmod(np.arange(within, within + count), length)
+        if self.shuffle:
+            fields = ("order", self.run_seed, self.seed, "source", mixture.names[source])
+            keys = [rng.key(*fields, epoch + row) for row in range(int(rows[-1]) + 1)]
+            positions = permute_under_keys(length, keys, rows, positions)
+        return positions + mixture.offsets[source]
+
+
 ResumableSamplerType: TypeAlias = ResumableSampler | ResumableDistributedSampler
 PositionalSampler: TypeAlias = (
-    ResumableRandomSampler | ResumableSequentialSampler | ResumableDistributedSampler
+    ResumableRandomSampler
+    | ResumableSequentialSampler
+    | ResumableDistributedSampler
+    | MixtureSampler
 )
 
 

@@ -14,10 +14,12 @@ from helios.data.fetching import begin_pass
 from helios.data.fingerprint import count_samples, describe_class, find_fingerprint
 from helios.data.interfaces import BatchIterator, Source
 from helios.data.loader import KeyedLoader
+from helios.data.mixture import Mixture
 from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.shard import LONE, Shard
 from helios.data.sharding_plan import ShardingPlan, make_sharding_plan
+from helios.data.steps import Steps, StepsSource
 
 __all__ = ["BatchIterator", "KeyedSource", "Source", "open_source"]
 
@@ -45,6 +47,8 @@ def open_source(
     Raises:
         ArgumentError: if the replicas of the run cannot share the loader or sampler.
     """
+    if isinstance(loader, Steps):
+        return StepsSource(loader, share)
     if isinstance(loader, KeyedLoader):
         return KeyedSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
     return ExternalSource(
@@ -186,14 +190,19 @@ def _describe(loader: KeyedLoader, deal: ShardingPlan) -> dict[str, Any]:
     is_listed = params.batch_sampler is not None
     is_shared = deal.share.num_replicas > 1
     shared = {"is_distributed": deal.is_split or deal.is_own} if is_shared else {}
-    return shared | {
-        "length": count_samples(dataset),
-        "batch_size": None if is_listed else params.batch_size,
-        "shuffle": params.shuffle,
-        "drop_last": params.drop_last,
-        "seed": params.random_seed,
-        "sampler": type(sampler).__qualname__,
-        "dataset": describe_class(dataset),
-        "fingerprint": find_fingerprint(dataset),
-        "num_workers": params.num_workers,
-    }
+    mixed = {"mixture": dataset.describe()} if isinstance(dataset, Mixture) else {}
+    return (
+        shared
+        | mixed
+        | {
+            "length": count_samples(dataset),
+            "batch_size": None if is_listed else params.batch_size,
+            "shuffle": params.shuffle,
+            "drop_last": params.drop_last,
+            "seed": params.random_seed,
+            "sampler": type(sampler).__qualname__,
+            "dataset": describe_class(dataset),
+            "fingerprint": find_fingerprint(dataset),
+            "num_workers": params.num_workers,
+        }
+    )

@@ -44,6 +44,7 @@ class Elastic:
         batch_size: samples of a replica's batch.
         num_workers: loader workers of a process.
         options: further arguments of the trainer.
+        make_data: makes the data module; ``None``: that of :class:`Pictures`.
     """
 
     num_replicas: int | None = 4
@@ -55,6 +56,7 @@ class Elastic:
     batch_size: int = 2
     num_workers: int = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    make_data: Callable[[Elastic], helios.DataModule] | None = None
 
 
 class Pictures(Dataset):
@@ -98,6 +100,8 @@ class ElasticModel(helios.Model):
             self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=40)
 
     def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
+        if isinstance(batch, int):
+            batch = torch.tensor([2 * batch, 2 * batch + 1]), torch.rand(2, 1, SIDE, SIDE)
         ids, images = batch
         features = self.body(images + 0.01 * torch.rand(1))
         scores = self.head(features)
@@ -185,7 +189,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     trainer = make_trainer(folder, setting, *plugins, **more)
     model = ElasticModel(setting, folder)
-    trainer.fit(model, ElasticData(setting))
+    trainer.fit(model, (setting.make_data or ElasticData)(setting))
     return trainer, model
 
 

@@ -73,6 +73,7 @@ class Setting:
     seed: int = 5
     requests: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    make_data: Callable[[Setting], IndexModule] | None = None
 
 
 class Average:
@@ -138,6 +139,8 @@ class SmallModel(helios.Model):
             self.net[0].requires_grad_(True)
 
     def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor | None:
+        if isinstance(batch, int):
+            batch = torch.tensor([batch] * 4), torch.rand(4, WIDTH)
         ids, features = batch
         self.ids = ids.tolist()
         features = features + 0.1 * torch.rand(1) * random.random()
@@ -374,7 +377,7 @@ def _run(
         **setting.options,
     )
     model = SmallModel(setting)
-    data = IndexModule(setting)
+    data = (setting.make_data or IndexModule)(setting)
     result = act(trainer, model, data)
     return result, Outcome(
         records=model.records,

@@ -19,8 +19,7 @@ from helios.state import Cursor, TrainingState
 
 _LOGGER = logging.getLogger(__name__)
 
-_RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distributed")
-
+_RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distributed", "mixture")
 
 _UNCOUNTED = ("length", None)
 """Stored length of a loader with an unknown number of samples."""
@@ -33,7 +32,7 @@ _OF_DATA = (
     *("limit_batches", "is_distributed"),
 )
 
-ORDERING = (*_OF_DATA, "random_seed", "seeds")
+ORDERING = (*_OF_DATA, "mixture", "random_seed", "seeds")
 """Names of what the order of the samples, and their distribution over batches, depend on."""
 
 
@@ -42,7 +41,7 @@ def identity(
 ) -> dict[str, Any]:
     """Return what defines a run, in the names of ``allow_changes``.
 
-    Seeds of single sources are in it only if there are any.
+    Seeds of single sources, and the sources of a mixture, are in it only if there are any.
     """
     found = {name: description.get(name) for name in _OF_DATA} | {
         "random_seed": run.seed,
@@ -50,6 +49,8 @@ def identity(
         "accumulation_steps": schedule.accumulation_steps,
         "precision": engine.precision.value,
     }
+    if description.get("mixture"):
+        found["mixture"] = description["mixture"]
     return found | {"seeds": run.seeds} if run.seeds else found
 
 

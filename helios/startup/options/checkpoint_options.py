@@ -24,6 +24,7 @@ Change: TypeAlias = Literal[
     "accumulation_steps",
     "limit_batches",
     "is_distributed",
+    "mixture",
     "precision",
     "command",
     "program",

@@ -315,6 +315,11 @@ class FitRun(Run):
                 f"saved, so a checkpoint could not resume exactly. {source.remedy} Or omit "
                 "chkpt_frequency."
             )
+        if source.is_endless and self.options.schedule.is_by_epoch:
+            raise ArgumentError(
+                'Trainer(train_unit=...) must be "iteration" with Steps(), whose epoch never ends, '
+                'got "epoch". Pass the iterations of an epoch: Steps(n).'
+            )
         start = self._start
         start.rewinds, start.plans = settle(start.rewinds, start.plans, source)
         apply_rewinds(start.rewinds, source)

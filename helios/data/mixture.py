@@ -1,0 +1,161 @@
+"""Several map-style data sets, mixed by weight; :class:`MixtureSampler` is their order.
+
+Positions are counted over all epochs and divided into blocks. The weights decide how many samples
+of each source the blocks up to any number contain, so that a position is found without those
+before it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sized
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any, final
+
+from torch.utils.data import Dataset, IterableDataset
+
+from helios.errors import ArgumentError
+
+BLOCK = 256
+"""Positions that a key shuffles at once."""
+
+
+@final
+class Mixture(Dataset[Any]):
+    """Map-style data sets that are mixed in a fixed proportion.
+
+    Each source has epochs of its own: when all its samples were used, it begins again, in another
+    order if the data is shuffled. This continues over the epochs of the run, so no sample of a
+    source occurs again before all others of the source. After each 256 samples of a run, the number
+    of those from a source differs from what its weight says by less than the number of sources.
+
+    Samples are numbered source by source, as in ``torch.utils.data.ConcatDataset``. The lengths of
+    the sources are read once.
+
+    Args:
+        sources: data set and weight by name; the weights are positive, and need not sum to 1.
+        length: samples of an epoch; by default those of all sources together.
+
+    Attributes:
+        names: names of the sources.
+        datasets: the data sets.
+        weights: their weights, which sum to 1.
+        lengths: their numbers of samples.
+        offsets: the index of the first sample of each source.
+
+    Raises:
+        ArgumentError: if there is no source, a name is not a string, a source is not a data set of
+            map style or empty, a weight is not a positive finite number, or the length is invalid.
+
+    Example:
+        >>> mixture = Mixture({"a": ("xyz", 3), "b": (range(7), 1)})
+        >>> len(mixture), mixture[4], mixture.locate(4), mixture.weights
+        (10, 1, ('b', 1), (0.75, 0.25))
+    """
+
+    def __init__(
+        self, sources: Mapping[str, tuple[Any, float]], *, length: int | None = None
+    ) -> None:
+        _check_sources(sources)
+        self.names = tuple(sources)
+        self.datasets: tuple[Any, ...] = tuple(data for data, _ in sources.values())
+        parts = [Fraction(weight) for _, weight in sources.values()]
+        # What is left for a source and all after it: shares of that are exact for any position.
+        rests = list(accumulate(reversed(parts)))[::-1]
+        self.weights = tuple(float(part / rests[0]) for part in parts)
+        self._shares = tuple(part / rest for part, rest in zip(parts, rests, strict=True))
+        self.lengths = tuple(map(len, self.datasets))
+        self.offsets = (0, *accumulate(self.lengths[:-1]))
+        self._num_samples = sum(self.lengths)
+        if length is not None and (type(length) is not int or length < 1):
+            raise ArgumentError(
+                f"Mixture(length=...) must be a positive int or None, got {length!r}. Pass the "
+                "samples of an epoch."
+            )
+        self._length = self._num_samples if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        source, number = self._find(index)
+        return self.datasets[source][number]
+
+    def locate(self, index: int) -> tuple[str, int]:
+        """Return the name of a sample's source, and the sample's index in it.
+
+        Raises:
+            IndexError: if there is no such sample.
+        """
+        source, number = self._find(index)
+        return self.names[source], number
+
+    def _find(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"A mixture of {self._num_samples} samples has no index {index}.")
+        source = bisect_right(self.offsets, index) - 1
+        return source, index - self.offsets[source]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return name, weight and length of each source, in plain values."""
+        sources = zip(self.names, self.weights, self.lengths, strict=True)
+        return [{"name": n, "weight": weight, "length": size} for n, weight, size in sources]
+
+    def count_before(self, block: int) -> list[int]:
+        """Return how many samples of each source there are before a block of positions."""
+        left, found = block * BLOCK, []
+        for share in self._shares:
+            # Rounded down, so that no count is smaller before a later block.
+            count = left * share.numerator // share.denominator
+            found.append(count)
+            left -= count
+        return found
+
+
+def _check_sources(sources: Mapping[str, tuple[Any, float]]) -> None:
+    if not isinstance(sources, Mapping) or not sources:
+        raise ArgumentError(
+            "Mixture(sources=...) must be a dict {name: (data set, weight)} with at least one "
+            f"entry, got {sources!r}."
+        )
+    for name, pair in sources.items():
+        where = f"Mixture(sources={{{name!r}: ...}})"
+        if not isinstance(name, str) or not isinstance(pair, tuple) or len(pair) != 2:
+            raise ArgumentError(f"{where} must be name: (data set, weight), got {pair!r}.")
+        data, weight = pair
+        if isinstance(data, IterableDataset) or not isinstance(data, Sized) or not len(data):
+            raise ArgumentError(
+                f"{where} must be a data set with a length and at least one sample, got a "
+                f"{type(data).__name__}. A stream cannot be mixed by position."
+            )
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight) or weight <= 0:
+            raise ArgumentError(
+                f"{where} must have a positive, finite weight, got {weight!r}. Remove a source "
+                "that is not used."
+            )
+
+
+def check_mixture(name: str, *, is_ordered: bool, is_by_rank: bool) -> None:
+    """Check how the loader of a mixture is made.
+
+    Args:
+        name: name of the data set in messages.
+        is_ordered: whether there is a sampler or a batch sampler.
+        is_by_rank: whether each process is to load its own part, without a trainer.
+
+    Raises:
+        ArgumentError: if either is True.
+    """
+    if is_ordered:
+        raise ArgumentError(
+            f"The {name} is a Mixture, which determines the order of its samples, so it must not "
+            "have a sampler or batch_sampler. Remove it, or use torch.utils.data.ConcatDataset."
+        )
+    if is_by_rank:
+        raise ArgumentError(
+            f"The {name} is a Mixture, whose order only a Trainer can shard, so is_distributed "
+            "must be None or False without one, got True. Remove it."
+        )

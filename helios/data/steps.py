@@ -1,0 +1,165 @@
+"""Training without data: a batch is a number, and everything else comes from the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any, final
+
+from helios.data.interfaces import BatchIterator, Source
+from helios.data.shard import LONE, Shard
+from helios.errors import ArgumentError
+
+ENDLESS = "endless"
+"""The length of a pass that never ends, in the description of the data."""
+
+
+@final
+class Steps:
+    """Iterations without data, as in reinforcement learning or with random offsets into a file.
+
+    Assign it to ``_train_dataset`` of a data module. A batch is an ``int``: the number of the
+    training step of a replica, which no other replica, iteration or epoch of the run has:
+    ``(epoch * n + iteration) * num_replicas + replica``, all counted from 0. What ``train_step``
+    draws from ``torch``, ``random`` and Helios' NumPy generator depends on the seed, the iteration
+    and the replica, as with data.
+
+    Args:
+        n: iterations of an epoch; ``None`` for a single epoch that never ends. Then a run by
+            epochs is an error, and numbers are only repeated if a hook ends the epoch.
+
+    Raises:
+        ArgumentError: if ``n`` is neither a positive int nor ``None``.
+
+    Example:
+        >>> list(Steps(3))
+        [0, 1, 2]
+    """
+
+    def __init__(self, n: int | None = None) -> None:
+        if n is not None and (type(n) is not int or n < 1):
+            raise ArgumentError(
+                f"Steps(n=...) must be a positive int or None, got {n!r}. Pass the iterations of "
+                "an epoch, or omit it for a run that only counts steps."
+            )
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return count() if self.n is None else iter(range(self.n))
+
+
+@final
+class StepsSource(Source):
+    """The numbers of a :class:`Steps`.
+
+    Args:
+        steps: the number of iterations.
+        share: the part of this process.
+
+    Raises:
+        ArgumentError: if it is not for training.
+    """
+
+    loader: Steps
+
+    def __init__(self, steps: Steps, share: Shard = LONE) -> None:
+        if not share.pads:
+            raise ArgumentError(
+                "Steps must be training data, but an evaluation uses it. Evaluate on a map-style "
+                "data set, such as self._create_dataset(range(10), DataLoaderParams())."
+            )
+        self.loader = steps
+        self._share = share
+        self._skipped: dict[int, frozenset[int]] = {}
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The class and the iterations of an epoch."""
+        return {"dataset": "Steps", "length": ENDLESS if self.is_endless else self.loader.n}
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the only epoch never ends."""
+        return self.loader.n is None
+
+    @property
+    def can_resume(self) -> bool:
+        """Always True."""
+        return True
+
+    @property
+    def level(self) -> str:
+        """Always ``"exact"``."""
+        return "exact"
+
+    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+        """Start a pass at a batch."""
+        return _Numbers(self._share, self.loader.n, self._skipped.get(epoch), (epoch, batch))
+
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+        """Return the iterations of an epoch."""
+        return self.loader.n
+
+    def indices(self, epoch: int, *, batch: int = 0, sample: int = 0) -> list[Any] | None:
+        """Return the numbers of all replicas in an iteration; ``None`` after the epoch's end."""
+        if self.loader.n is not None and batch >= self.loader.n:
+            return None
+        everybody = Shard(self._share.num_replicas, range(self._share.num_replicas), pads=True)
+        return next(_Numbers(everybody, self.loader.n, None, (epoch, batch)))
+
+    def skip(self, places: Sequence[tuple[int, int]]) -> None:
+        """Skip batches; all others keep their numbers."""
+        self._skipped = {
+            each: frozenset(batch for epoch, batch in places if epoch == each) for each, _ in places
+        }
+
+    def count_skipped(self, epoch: int, stop: int | None = None) -> int:
+        """Return how many batches of an epoch are skipped, below a number."""
+        found = self._skipped.get(epoch, ())
+        return sum(stop is None or batch < stop for batch in found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the position is the whole state."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@final
+class _Numbers(BatchIterator):
+    """One pass."""
+
+    def __init__(
+        self, share: Shard, n: int | None, skipped: frozenset[int] | None, at: tuple[int, int]
+    ) -> None:
+        epoch, batch = at
+        self.num_samples = share.num_replicas
+        self._block = share.block
+        self._first = epoch * (n or 0)
+        numbers = count(batch) if n is None else range(batch, n)
+        left = iter(numbers) if skipped is None else (i for i in numbers if i not in skipped)
+        self._batches: Iterator[int] = left
+        self._before = batch
+        self._following = next(left, None)
+
+    def __next__(self) -> list[int]:
+        batch = self._following
+        if batch is None:
+            raise StopIteration
+        self._following = next(self._batches, None)
+        self.is_last = self._following is None
+        num_skipped = batch - self._before
+        self.skipped = (num_skipped, num_skipped * self.num_samples)
+        self._before = batch + 1
+        start = (self._first + batch) * self.num_samples
+        found = [start + replica for replica in self._block]
+        self.indices = found
+        return found
+
+    def close(self) -> None:
+        """End the pass."""
+        self._following = None

@@ -1,0 +1,227 @@
+"""Mixtures: every source in its own epochs, by weight, the same for everybody, from anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+
+from helios.data import Mixture, create_dataloader
+from helios.data.mixture import BLOCK
+from helios.data.samplers import MixtureSampler, ResumableSequentialSampler
+from helios.data.shard import LONE
+from helios.errors import ArgumentError
+from tests.data.datasets import Augmented
+from tests.data.shards import SPLITS, Run, dealt, opener, order_of
+
+LENGTHS = (7, 600, 70_000)
+"""Sources whose orders are computed differently; the first is used up within a block."""
+
+
+class Numbers(Sequence[int]):
+    """The numbers 0, 1, 2 … without memory."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+def mix(
+    lengths: Sequence[int] = LENGTHS, weights: Sequence[float] = (2, 1.5, 0.5), **more: Any
+) -> Mixture:
+    pairs = zip(map(Numbers, lengths), weights, strict=False)
+    return Mixture({f"s{n}": pair for n, pair in enumerate(pairs)}, **more)
+
+
+def start(
+    mixture: Mixture, position: int = 0, count: int = 3 * BLOCK, *, run_seed: int = 1, **more: Any
+) -> list[int]:
+    """Return samples from a position of the first epoch."""
+    sampler = MixtureSampler(mixture, **more)
+    sampler.run_seed = run_seed
+    return list(islice(chain.from_iterable(sampler.blocks(position)), count))
+
+
+def numbers_of(mixture: Mixture, samples: list[int], source: int) -> list[int]:
+    """Return the numbers, in their source, of the samples of one source, in order."""
+    found = map(mixture.locate, samples)
+    return [number for name, number in found if name == mixture.names[source]]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_source_is_used_up_before_it_begins_again(shuffle: bool) -> None:
+    mixture = mix((7, 600, 900), length=8_000)
+    samples = start(mixture, count=8_000, shuffle=shuffle)
+    for source, length in enumerate(mixture.lengths):
+        numbers = numbers_of(mixture, samples, source)
+        epochs = [numbers[i : i + length] for i in range(0, len(numbers) - length + 1, length)]
+        assert epochs
+        for epoch in epochs:
+            assert sorted(epoch) == list(range(length))
+        is_ordered = [epoch == sorted(epoch) for epoch in epochs]
+        assert sum(is_ordered) < 2 if shuffle else all(is_ordered)
+        assert len({tuple(epoch) for epoch in epochs}) > len(epochs) * 0.9 or not shuffle
+
+
+def test_the_sources_continue_over_the_epochs_of_a_run() -> None:
+    whole, short = mix(length=3_000), mix(length=1_000)
+    epochs = []
+    sampler = MixtureSampler(short)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        epochs += list(sampler)
+    assert epochs == start(whole, count=3_000, run_seed=0)
+
+
+@pytest.mark.parametrize("position", [0, 1, 255, 256, 700, 10**12, 10**12 + 77])
+def test_any_position_gives_the_tail_of_the_order(position: int) -> None:
+    mixture = mix(length=10**13)
+    base = position - position % BLOCK
+    assert (
+        start(mixture, position) == start(mixture, base, 4 * BLOCK)[position - base :][: 3 * BLOCK]
+    )
+    assert start(mixture, position, 9) != start(mixture, position, 9, run_seed=2)
+    assert start(mixture, position, 9) != start(mixture, position, 9, seed=2)
+
+
+@pytest.mark.parametrize(
+    "weights", [(1.0,), (0.7, 0.3), (1e-3, 1.0, 1e-3), (3, 2, 2, 1), (0.1,) * 10, (1, 1e-9)]
+)
+def test_after_each_block_shares_are_those_of_the_weights(weights: Sequence[float]) -> None:
+    mixture = mix([50] * len(weights), weights, length=4 * BLOCK)
+    assert math.isclose(sum(mixture.weights), 1)
+    before = [0] * len(weights)
+    for block in (*range(200), 10**10, 10**10 + 1):
+        counts = mixture.count_before(block)
+        assert sum(counts) == block * BLOCK
+        for count, weight in zip(counts, mixture.weights, strict=True):
+            assert abs(count - block * BLOCK * weight) < len(weights) + 1e-15 * block * BLOCK
+        assert all(now >= then for now, then in zip(counts, before, strict=True))
+        before = counts
+    samples = start(mixture, 3 * BLOCK, BLOCK)
+    expected = map(int.__sub__, mixture.count_before(4), mixture.count_before(3))
+    assert [len(numbers_of(mixture, samples, n)) for n in range(len(weights))] == list(expected)
+
+
+def test_shares_of_any_window_are_at_most_as_uneven_as_chance() -> None:
+    """Over all windows of some lengths; independent draws would exceed four deviations, too."""
+    mixture = mix((5_000, 5_000), (0.7, 0.3), length=60_000)
+    is_first = [sample < 5_000 for sample in start(mixture, count=60_000)]
+    sums = [0]
+    for is_one in is_first:
+        sums.append(sums[-1] + is_one)
+    for width in (16, 64, 200, 1_000, 5_000):
+        most = 4.5 * math.sqrt(width * 0.7 * 0.3)
+        worst = max(abs(b - a - 0.7 * width) for a, b in zip(sums, sums[width:], strict=False))
+        assert worst <= min(most, 4.5 * math.sqrt(2 * BLOCK * 0.7 * 0.3))
+
+
+def test_each_place_of_a_block_has_each_source_by_its_weight() -> None:
+    mixture, num_keys = mix((9, 9), (0.75, 0.25)), 800
+    counts = [0] * 8
+    for seed in range(num_keys):
+        for place, sample in enumerate(start(mixture, count=8, run_seed=seed)):
+            counts[place] += sample < 9
+    deviation = math.sqrt(num_keys * 0.75 * 0.25)
+    assert all(abs(count - 0.75 * num_keys) < 4 * deviation for count in counts)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_replicas_share_the_order_on_any_number_of_processes(drop_last: bool) -> None:
+    mixture = mix((20, 9, 30))
+    for epoch in (0, 2):
+        order = order_of_mixture(mixture, epoch)
+        for num_processes, num_replicas in SPLITS:
+            open_one = opener(
+                mixture,
+                batch_size=4,
+                shuffle=True,
+                drop_last=drop_last,
+                num_replicas=num_replicas,
+                is_distributed=num_replicas > 1,
+            )
+            run = Run(open_one, num_processes, num_replicas)
+            assert run.indices(epoch) == as_numbers(
+                mixture, dealt(order, num_replicas, 4, drop_last=drop_last)
+            )
+
+
+def order_of_mixture(mixture: Mixture, epoch: int) -> list[int]:
+    sampler = MixtureSampler(mixture, 6691)
+    sampler.run_seed = 6691
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+def as_numbers(mixture: Mixture, turns: list[list[Any]]) -> list[list[Any]]:
+    return [[[mixture[index] for index in batch] for batch in turn] for turn in turns]
+
+
+def test_indices_are_known_and_name_their_source() -> None:
+    mixture = mix((20, 9))
+    source = opener(mixture, batch_size=4, shuffle=True)(LONE)
+    found = source.indices(1, batch=2, sample=8)
+    assert found == order_of_mixture(mixture, 1)[8:12]
+    assert mixture.locate(0) == ("s0", 0)
+    assert mixture.locate(20) == ("s1", 0)
+    for index in (-1, 29):
+        with pytest.raises(IndexError, match="has no index"):
+            mixture.locate(index)
+
+
+def test_workers_change_nothing() -> None:
+    mixture = Mixture({"a": (Augmented(30), 2), "b": (Augmented(9), 1)})
+    found = [
+        Run(opener(mixture, batch_size=4, shuffle=True, num_workers=workers), 1, 1).indices(1)
+        for workers in (0, 2)
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_loop_of_ones_own_gets_the_order() -> None:
+    mixture = mix((20, 9))
+    loader, sampler = create_dataloader(mixture, batch_size=None, shuffle=True)
+    assert sampler is not None
+    sampler.run_seed = 6691
+    assert order_of(29) != list(loader)
+    assert [int(x) for x in loader] == [mixture[i] for i in order_of_mixture(mixture, 0)]
+
+
+@pytest.mark.parametrize(
+    ("sources", "rule"),
+    [
+        ({}, "at least one entry"),
+        ([("a", 1)], "must be a dict"),
+        ({"a": (range(3), 0)}, "a positive, finite weight"),
+        ({"a": (range(3), math.nan)}, "a positive, finite weight"),
+        ({"a": (range(3), math.inf)}, "a positive, finite weight"),
+        ({"a": (range(3), True)}, "a positive, finite weight"),
+        ({"a": (range(0), 1)}, "at least one sample"),
+        ({"a": (iter([1]), 1)}, "A stream cannot be mixed"),
+        ({"a": range(3)}, "must be name: "),
+        ({1: (range(3), 1)}, "must be name: "),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(sources: Any, rule: str) -> None:
+    with pytest.raises(ArgumentError, match=rule):
+        Mixture(sources)
+
+
+def test_options_that_a_mixture_cannot_have_are_refused() -> None:
+    for length in (0, 1.5, True):
+        with pytest.raises(ArgumentError, match=r"Mixture\(length"):
+            mix(length=length)
+    with pytest.raises(ArgumentError, match="must not have a sampler"):
+        create_dataloader(mix(), sampler=ResumableSequentialSampler(range(3)))
+    with pytest.raises(ArgumentError, match="must not have a sampler"):
+        create_dataloader(mix(), batch_sampler=[[0, 1]])
+    with pytest.raises(ArgumentError, match="only a Trainer can shard"):
+        create_dataloader(mix(), is_distributed=True)

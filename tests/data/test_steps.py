@@ -1,0 +1,85 @@
+"""Training without data: batches are numbers that follow from the position."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import pytest
+
+import helios
+from helios.data import Steps
+from helios.data.shard import LONE, Shard
+from helios.data.source import Source, open_source
+from helios.data.truncated import TruncatedSource
+from helios.errors import ArgumentError, ArgumentTypeError
+from tests.data.datasets import FETCH, join, walk
+from tests.data.shards import SPLITS, Run
+
+
+def open_steps(share: Shard = LONE, n: int | None = 5) -> Source:
+    return open_source(Steps(n), run_seed=4, purpose=FETCH, share=share)
+
+
+@pytest.mark.parametrize(("num_processes", "num_replicas"), SPLITS)
+def test_each_step_of_each_replica_has_a_number_of_its_own(
+    num_processes: int, num_replicas: int
+) -> None:
+    run = Run(partial(open_steps), num_processes, num_replicas)
+    numbers = join(run.walk(0) + run.walk(1))
+    assert numbers == list(range(10 * num_replicas))
+    assert run.told == [(num_replicas, i == 4) for i in range(5)]
+    assert run.walk(1, batch=3) == run.walk(1)[3:]
+
+
+def test_an_endless_pass_continues_anywhere() -> None:
+    share = Shard(num_replicas=3, block=range(1, 3), pads=True)
+    batches = open_steps(share, None).batches(0, batch=10**12)
+    assert next(batches) == [3 * 10**12 + 1, 3 * 10**12 + 2]
+    assert not batches.is_last
+    assert open_steps(share, None).num_batches() is None
+    assert walk(TruncatedSource(open_steps(LONE, None), 2), 0) == [0, 1]
+
+
+def test_indices_are_the_numbers_of_all_replicas() -> None:
+    source = open_steps(Shard(num_replicas=3, block=range(1), pads=True))
+    assert source.indices(1, batch=2) == [21, 22, 23]
+    assert source.indices(1, batch=5) is None
+
+
+def test_skipped_steps_leave_the_numbers_of_all_others() -> None:
+    source = open_steps()
+    source.skip([(0, 1), (0, 4), (2, 0)])
+    batches = source.batches(0)
+    told = [(next(batches), batches.skipped, batches.is_last) for _ in range(3)]
+    assert told == [([0], (0, 0), False), ([2], (1, 1), False), ([3], (0, 0), True)]
+    assert [walk(source, epoch) for epoch in (1, 2)] == [[5, 6, 7, 8, 9], [11, 12, 13, 14]]
+    assert source.measure(0, batch=3, sample=3) == (3, 2)
+
+
+def test_a_loop_of_ones_own_counts() -> None:
+    assert list(Steps(3)) == [0, 1, 2]
+    assert list(islice(Steps(), 4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, True, "3"])
+def test_a_number_that_is_none_is_refused(n: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"Steps\(n=\.\.\.\) must be a positive int or None"):
+        Steps(n)
+
+
+class _Data(helios.DataModule):
+    def setup(self) -> None:
+        self._train_dataset = Steps(3)
+        self._valid_dataset = Steps(3)  # type: ignore[assignment]
+
+
+def test_steps_are_for_training() -> None:
+    data = _Data()
+    data.setup()
+    assert data.train_dataset is data.train_dataloader()[0]  # type: ignore[index]
+    with pytest.raises(ArgumentTypeError, match="validation data set of _Data must be created by"):
+        data.valid_dataloader()
+    with pytest.raises(ArgumentError, match=r"Steps must be training data.*range\(10\)"):
+        open_steps(Shard(num_replicas=1, block=range(1), pads=False))

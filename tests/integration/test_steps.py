@@ -1,0 +1,81 @@
+"""Runs without training data: resumed anywhere, with validation data, and what defines them."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import helios
+from helios.data import Steps
+from helios.errors import ArgumentError, RunMismatchError
+from helios.ledger import verify
+from tests.support.resume import resume_everywhere
+from tests.support.runs import IndexModule, Outcome, Setting, train
+
+
+class StepsModule(IndexModule):
+    """Validation data, and a number of training steps."""
+
+    def __init__(self, setting: Setting, n: int | None = None) -> None:
+        super().__init__(setting)
+        self.n = n
+
+    def setup(self) -> None:
+        super().setup()
+        self._train_dataset = Steps(self.n)
+
+
+def make_setting(n: int | None = None, **more: object) -> Setting:
+    options = {"total_steps": 9, "make_data": partial(StepsModule, n=n), **more}
+    return Setting(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [None, 4])
+def test_a_run_without_data_resumes_everywhere(tmp_path: Path, n: int | None) -> None:
+    setting = make_setting(n, accumulation=2)
+
+    def run(folder: Path) -> Outcome:
+        return train(folder, setting)
+
+    whole = resume_everywhere(run, tmp_path)
+    assert [ids for ids, _ in whole.records.values()] == [[i] * 4 for i in range(18)]
+    assert ("on_validation_end", 0) in whole.events
+    assert verify(tmp_path / "whole" / "small").is_good
+
+
+def test_epochs_of_steps_resume_everywhere(tmp_path: Path) -> None:
+    setting = make_setting(4, unit="epoch", total_steps=4, accumulation=3, valid_frequency=2)
+    resume_everywhere(lambda folder: train(folder, setting), tmp_path)
+
+
+def test_nothing_of_a_loader_defines_a_run_without_data(tmp_path: Path) -> None:
+    outcome = train(tmp_path, make_setting(total_steps=3))
+    assert outcome.cursor is not None
+    assert (outcome.cursor.epoch, outcome.cursor.batch) == (0, 3)
+    newest = helios.find_last_checkpoint(tmp_path / "small")
+    assert newest is not None
+    options = helios.load_checkpoint(newest)["options"]
+    of_data = ("batch_size", "shuffle", "drop_last", "seed", "sampler", "limit_batches")
+    assert [options[name] for name in of_data] == [None] * 6
+    assert (options["dataset"], options["length"]) == ("Steps", "endless")
+
+
+def test_a_run_by_epochs_needs_their_length(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r'must be "iteration" with Steps\(\).*Steps\(n\)'):
+        train(tmp_path, make_setting(unit="epoch"))
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, 4), (4, None), (4, 5)])
+def test_another_length_of_epochs_is_refused_until_it_is_allowed(
+    tmp_path: Path, before: int | None, now: int | None
+) -> None:
+    setting = make_setting(before, total_steps=3)
+    train(tmp_path, setting)
+    other = dataclasses.replace(make_setting(now), total_steps=6)
+    with pytest.raises(RunMismatchError, match="length: "):
+        train(tmp_path, other)
+    other.options["allow_changes"] = ("length",)
+    assert sorted(train(tmp_path, other).records) == [4, 5, 6]
