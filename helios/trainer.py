@@ -12,6 +12,7 @@ from helios.checkpoint.schema_upgrades import (
     register_trainer_types_for_safe_load,
 )
 from helios.checkpoint.store import CheckpointStore
+from helios.core.tracebacks import with_short_traceback
 from helios.data.datamodule import DataModule
 from helios.engines.engine import Engine
 from helios.engines.precision import Precision
@@ -321,6 +322,7 @@ class Trainer:
             )
         return self._session
 
+    @with_short_traceback
     def fit(self, model: Model, datamodule: DataModule) -> bool:
         """Train a model from the start, or from the newest checkpoint of its run.
 
@@ -417,6 +419,7 @@ class Trainer:
         self._runtime.fitted_model = model
         return is_finished
 
+    @with_short_traceback
     def validate(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None) -> bool:
         """Validate a checkpoint once; the scores are in ``model.metrics``.
 
@@ -447,6 +450,7 @@ class Trainer:
         self._call(Phase.VALIDATION, model, datamodule, checkpoint=checkpoint)
         return True
 
+    @with_short_traceback
     def test(self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None) -> bool:
         """Test a checkpoint; the scores are in ``model.test_scores``.
 
@@ -461,6 +465,7 @@ class Trainer:
         self._call(Phase.TESTING, model, datamodule, checkpoint=checkpoint)
         return True
 
+    @with_short_traceback
     def predict(
         self, model: Model, datamodule: DataModule, *, checkpoint: Choice = None
     ) -> list[Any]:
@@ -475,6 +480,7 @@ class Trainer:
         predictions: list[Any] | None = found
         return [] if predictions is None else predictions
 
+    @with_short_traceback
     def replay(
         self,
         model: Model,

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from helios.core.tracebacks import fold_traceback, shows_all_frames
 from helios.distributed.process_groups import DistributedInfo, is_lost_peer, join_group, leave_group
 from helios.launch.ipc import Job, LaunchChannel, RankQueue, pack, unpack
 
@@ -78,6 +79,8 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         """Return the report of an error that was just caught."""
+        if not shows_all_frames():
+            fold_traceback(error)
         return cls(
             rank=rank,
             moment=time.monotonic_ns(),

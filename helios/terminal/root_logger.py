@@ -7,6 +7,7 @@ The ``*_default_loggers`` functions manage the pair that a training uses.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import warnings
@@ -25,10 +26,18 @@ _LOGGER = logging.getLogger(__name__)
 _FORMAT = "%(asctime)s - %(levelname)s - {place}%(message)s"
 
 
+RAISED: Mapping[str, bool] = {"is_raised": True}
+"""Argument ``extra`` for an error that will be raised: the screen does not show its traceback."""
+
+
 class _ScreenHandler(logging.Handler):
     """Writes to the terminal, above progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "is_raised", False):
+            # The record itself is for the log file, too.
+            record = copy.copy(record)
+            record.exc_info = record.exc_text = None
         try:
             write_line(self.format(record))
         except Exception:

@@ -175,8 +175,9 @@ class Run(ABC):
             _LOGGER.error("%s ends because another process has ended.", self.verb)
             _LOGGER.debug("This process noticed it as follows.", exc_info=error)
         else:
-            text = f"{self.verb} ended with an error. {self._describe_rescue()}".rstrip()
-            _LOGGER.error("%s", text, exc_info=error)
+            text = f"{self.verb} ended with an error ({type(error).__name__}). "
+            text = f"{text}{self._describe_rescue()}".rstrip()
+            _LOGGER.error("%s", text, exc_info=error, extra=log.RAISED)
 
     def _describe_rescue(self) -> str:
         return ""
