@@ -54,22 +54,28 @@ class LegacyWatch:
         """Record the state."""
         digest = rng.legacy_numpy_digest()
         for each in self._open:
-            each._look(digest)
+            each.look(digest)
         self._digest = digest
         self._open.add(self)
 
-    def _look(self, digest: bytes) -> None:
-        self._has_changed |= digest != self._digest
+    def look(self, digest: bytes, *, is_own: bool = True) -> None:
+        """Note the state, and whether this pass has changed it since the last look.
+
+        Args:
+            digest: hash of the state.
+            is_own: whether a change is one of this pass, not of one within it.
+        """
+        self._has_changed |= is_own and digest != self._digest
         self._digest = digest
 
     def end(self) -> None:
         """Warn if the state has changed, in this process or in a worker."""
         digest = rng.legacy_numpy_digest()
         if self in self._open:
-            self._look(digest)
             self._open.discard(self)
+            self.look(digest)
         for each in self._open:
-            each._digest = digest
+            each.look(digest, is_own=False)
         in_worker = self._flag is not None and bool(self._flag.item())
         if (in_worker or self._has_changed) and not self._has_warned:
             self._has_warned = True

@@ -34,7 +34,7 @@ _CODE = "code"
 _TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o100644 << 16
 _UNIX = 3
-_PART = re.compile(r"\w[\w-]*")
+_PART = re.compile(r"\w[\w. -]*")
 _LARGE = 1 << 31
 
 

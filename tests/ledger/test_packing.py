@@ -17,8 +17,9 @@ import torch
 
 from helios.cli import main
 from helios.errors import LedgerError
-from helios.ledger import verify
+from helios.ledger import lineage, verify
 from helios.ledger.anonymizing import Anonymizer, make_anonymizer
+from helios.ledger.lineage import Lineage
 from helios.ledger.manifest.manifest_file import Manifest, Section, read_manifest
 from helios.ledger.packing import Pack, check_names
 from helios.ledger.summary.checklist import command_text
@@ -63,6 +64,9 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 if not name.startswith("tests.support"):
                     modules.delitem(sys.modules, name)
             train(home / "runs", Setting(total_steps=4, chkpt_frequency=2))
+        text = "0.5 on rank 0 (wolke7, cpu), then 0.25 on rank 1 (rosenhain, cpu)"
+        lines = Lineage(home / "runs" / "small")
+        lines.add(lineage.MISMATCH, cause=text, hosts=["wolke7", "rosenhain"])
         yield home / "runs" / "small"
 
 
@@ -119,7 +123,7 @@ def test_an_anonymous_archive_names_nobody_and_can_be_verified(named: Path, tmp_
     found = _pack(named, tmp_path / "a.zip", "--anonymous")
     home = str(named.parents[1])
     secrets = [HOST, "wolke7", USER, AUTHOR, home, REMOTE, "secret-group"]
-    secrets += ["paper-of-ada", "lovelace", "my project", "harvest of 1843"]
+    secrets += ["paper-of-ada", "lovelace", "my project", "harvest of 1843", "rosenhain"]
     manifest = read_manifest(named)
     assert manifest is not None
     secrets.append(manifest.sections[0].facts["git"]["commit"])
@@ -185,6 +189,14 @@ def test_secrets_in_source_files_are_replaced(
     assert note in found["README.md"].decode()
     assert note in capsys.readouterr().out
     assert "code/plain.py: what" not in found["README.md"].decode()
+
+
+@pytest.mark.parametrize("script", ["train-1.2.py", "my script.py"])
+def test_a_script_may_have_any_name(script: str, tmp_path: Path) -> None:
+    run = _write_project(tmp_path, {"__main__": "x = 1\n"}, script=script)
+    found = _pack(run, tmp_path / "a.zip")
+    assert found[f"code/{script}"] == b"x = 1\n"
+    assert f"code/{script}" in found["README.md"].decode()
 
 
 def test_source_files_are_found_after_a_change_of_the_folder(tmp_path: Path) -> None:
