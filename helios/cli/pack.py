@@ -12,7 +12,7 @@ from helios.checkpoint.status import Depth, look_into
 from helios.cli import output
 from helios.cli.report import find_target
 from helios.core.sizes import size_text
-from helios.errors import CheckpointError, LedgerError, UsageError
+from helios.errors import CheckpointError
 from helios.ledger.anonymizing import make_anonymizer
 from helios.ledger.lineage import read_lineage
 from helios.ledger.packing import Pack, check_names, gather, write_archive
@@ -50,15 +50,12 @@ def run(namespace: argparse.Namespace) -> int:
     """Pack; 0 when the archive is on the disk.
 
     Raises:
-        UsageError: if there is no run, if its files cannot be read, or if it cannot be anonymous.
+        LedgerError: if there is no run, if its files cannot be read, or if it cannot be anonymous.
         ArgumentError: for an unsuitable name of the file.
     """
-    try:
-        facts = read_run(namespace.folder)
-        target = find_target(namespace.out, facts.folder, facts.name, suffixes=(".zip",))
-        pack = _pack(facts, target, is_anonymous=namespace.anonymous)
-    except LedgerError as error:
-        raise UsageError(str(error)) from error
+    facts = read_run(namespace.folder)
+    target = find_target(namespace.out, facts.folder, facts.name, suffixes=(".zip",))
+    pack = _pack(facts, target, is_anonymous=namespace.anonymous)
     if namespace.json:
         document = {"path": str(target), "name": pack.name, "digests": pack.digests}
         output.print_json(document | {"notes": pack.notes})
