@@ -17,7 +17,7 @@ import torch
 
 from helios.cli import main
 from helios.errors import LedgerError
-from helios.ledger import lineage, verify
+from helios.ledger import lineage, pack, verify
 from helios.ledger.anonymizing import Anonymizer, make_anonymizer
 from helios.ledger.lineage import Lineage
 from helios.ledger.manifest.manifest_file import Manifest, Section, read_manifest
@@ -108,6 +108,17 @@ def test_the_weights_are_those_of_the_newest_checkpoint(named: Path, tmp_path: P
     expected = torch.load(checkpoint, weights_only=True)["model"]["objects"]["net"]
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_function_packs_what_the_command_does(named: Path, tmp_path: Path) -> None:
+    expected = _pack(named, tmp_path / "a.zip", "--anonymous")
+    weights = tmp_path / "w.pt"
+    weights.write_bytes(expected["weights.pt"])
+    notes = [line[2:] for line in expected["README.md"].decode().splitlines() if "- The w" in line]
+    pack(named, tmp_path / "b.zip", weights=weights, notes=notes, is_anonymous=True)
+    assert (tmp_path / "b.zip").read_bytes() == (tmp_path / "a.zip").read_bytes()
+    found = pack(named, tmp_path / "c.zip")
+    assert found.digests.keys() == {*expected, "patch.diff"} - {"weights.pt", "SHA256SUMS"}
 
 
 @pytest.mark.parametrize("options", [[], ["--anonymous"]], ids=str)
