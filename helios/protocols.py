@@ -132,6 +132,10 @@ class Recorder(Protocol):
         """Log the scores of a validation, by name."""
         ...
 
+    def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
+        """Record what an audit has found, and on which hosts."""
+        ...
+
     def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
         """Write scalars of an iteration, by name."""
         ...

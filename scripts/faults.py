@@ -2405,8 +2405,8 @@ FAULTS = (
     Fault(
         "a bucket of a curve forgets its largest number",
         "helios/ledger/summary/curves.py",
-        "    return [min(lows), sum(sums), max(highs), sum(counts)]",
-        "    return [min(lows), sum(sums), highs[0], sum(counts)]",
+        "sums.sum(1), highs.max(1), counts.sum(1)])",
+        "sums.sum(1), highs[:, 0], counts.sum(1)])",
         "tests/ledger/test_reports.py::test_a_curve_keeps_the_least_and_the_largest_number",
     ),
     Fault(

@@ -222,8 +222,8 @@ class StepAudit:
         if own.inputs and not own.reason and not session.replicas.is_whole:
             self._parcel = own.pack()
         sizes = tuple(part.numel() for part in self._parcel or ())
-        place = f"{platform.node()}, {session.engine.device}"
-        return TurnNote(sorted(own.changed), own.reason, own.before is not None, sizes, place)
+        is_kept, device = own.before is not None, str(session.engine.device)
+        return TurnNote(sorted(own.changed), own.reason, is_kept, sizes, platform.node(), device)
 
     def _settle(self, notes: list[TurnNote]) -> AuditTurn | None:
         """Return who audits whom; ``None`` if this step cannot be audited, which is said once."""
@@ -282,12 +282,15 @@ class StepAudit:
             places=places,
             verdict=judge(turn, (first, found.digest), third, places),
         )
-        self._report(text)
+        ranks = (turn.owner, turn.auditor, turn.third)
+        self._report(text, [notes[rank].host for rank in ranks if rank is not None])
 
-    def _report(self, text: str) -> None:
-        mismatches = self._session.mismatches
+    def _report(self, text: str, hosts: Sequence[str]) -> None:
+        mismatches, recorder = self._session.mismatches, self._session.recorder
         if len(mismatches) < _MAX_KEPT:
             mismatches.append(text)
+            if recorder is not None:
+                recorder.note_mismatch(text, hosts)
         if self._is_strict:
             raise AuditError(
                 f"{text} Check the hardware that is named. If the arithmetic is not deterministic "

@@ -75,11 +75,18 @@ class TurnNote:
         reason: likewise.
         is_kept: whether this process can put back what its step has changed.
         sizes: bytes of the rows of its parcel.
-        place: host and device.
+        host: the name of its machine.
+        device: its device.
     """
 
     changed: list[str]
     reason: str
     is_kept: bool
     sizes: tuple[int, ...]
-    place: str
+    host: str
+    device: str
+
+    @property
+    def place(self) -> str:
+        """Host and device, for messages."""
+        return f"{self.host}, {self.device}"

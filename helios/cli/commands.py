@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from helios.cli import compare, diff, export, inspect, ls, migrate, pack, replay, report, verify
-from helios.errors import ArgumentError, HeliosError, UsageError
+from helios.errors import ArgumentError, HeliosError, LedgerError, UsageError
 from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The interpreter flushes again when it exits, and would report an error there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
-    except (ArgumentError, UsageError) as error:
+    except (ArgumentError, UsageError, LedgerError) as error:
         return _fail(namespace, str(error), WRONG_USAGE)
     except (HeliosError, OSError) as error:
         return _fail(namespace, str(error), FAILED)

@@ -9,7 +9,6 @@ from pathlib import Path
 from helios.cli import output
 from helios.cli.output import Column
 from helios.cli.report import find_target
-from helios.errors import LedgerError, UsageError
 from helios.ledger import compare
 from helios.ledger.run_comparison import RunComparison
 from helios.ledger.summary.comparison_page import (
@@ -57,15 +56,12 @@ def run(namespace: argparse.Namespace) -> int:
     """Compare; 0 if the runs could be read.
 
     Raises:
-        UsageError: if a run has no evidence, or if its files cannot be read.
+        LedgerError: if a run has no evidence, or if its files cannot be read.
     """
     target = None
     if namespace.html is not None:
         target = find_target(namespace.html, Path(), NAME, suffixes=(".html", ".htm"))
-    try:
-        found = compare(*namespace.folders, by=namespace.by)
-    except LedgerError as error:
-        raise UsageError(str(error)) from error
+    found = compare(*namespace.folders, by=namespace.by)
     if target is not None:
         files.write_text_durably(target, write_comparison(found))
     if namespace.json:

@@ -8,7 +8,7 @@ from pathlib import Path
 from helios.checkpoint import file_names
 from helios.checkpoint.comparison import CheckpointDifference, compare
 from helios.cli import output
-from helios.errors import DamagedCheckpointError, LedgerError, UsageError
+from helios.errors import DamagedCheckpointError, UsageError
 from helios.ledger.differences import Difference, diff
 from helios.ledger.manifest.manifest_changes import Effect, ManifestChange
 
@@ -39,7 +39,8 @@ def run(namespace: argparse.Namespace) -> int:
     """Compare; 0 if both are equal, 1 if they differ.
 
     Raises:
-        UsageError: if one of them cannot be read.
+        UsageError: if a checkpoint cannot be read.
+        LedgerError: if the ledger of a run cannot be read.
     """
     paths = [Path(namespace.first), Path(namespace.second)]
     are_checkpoints = [path.suffix == file_names.SUFFIX for path in paths]
@@ -50,7 +51,7 @@ def run(namespace: argparse.Namespace) -> int:
         )
     try:
         found = compare(*map(_existing, paths)) if all(are_checkpoints) else diff(*paths)
-    except (LedgerError, DamagedCheckpointError) as error:
+    except DamagedCheckpointError as error:
         raise UsageError(str(error)) from error
     if namespace.json:
         output.print_json(found.as_dict())

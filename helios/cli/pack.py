@@ -12,11 +12,9 @@ from helios.checkpoint.status import Depth, look_into
 from helios.cli import output
 from helios.cli.report import find_target
 from helios.core.sizes import size_text
-from helios.errors import CheckpointError, LedgerError, UsageError
-from helios.ledger.anonymizing import make_anonymizer
-from helios.ledger.lineage import read_lineage
-from helios.ledger.packing import Pack, check_names, gather, write_archive
-from helios.ledger.summary.run_facts import RunFacts, read_run
+from helios.errors import CheckpointError
+from helios.ledger import pack
+from helios.ledger.summary.run_facts import find_run
 
 NAME = "pack"
 SUMMARY = "pack the evidence of a run into one archive, for reviewers"
@@ -35,8 +33,6 @@ The default file is <run>.zip in the folder of the run; it is overwritten.
 Exit code 0: the file is written. 2: wrong usage, or the run has no evidence.
 """
 
-_WEIGHTS = "weights.pt"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
@@ -50,42 +46,33 @@ def run(namespace: argparse.Namespace) -> int:
     """Pack; 0 when the archive is on the disk.
 
     Raises:
-        UsageError: if there is no run, if its files cannot be read, or if it cannot be anonymous.
+        LedgerError: if there is no run, if its files cannot be read, or if it cannot be anonymous.
         ArgumentError: for an unsuitable name of the file.
     """
-    try:
-        facts = read_run(namespace.folder)
-        target = find_target(namespace.out, facts.folder, facts.name, suffixes=(".zip",))
-        pack = _pack(facts, target, is_anonymous=namespace.anonymous)
-    except LedgerError as error:
-        raise UsageError(str(error)) from error
+    folder = find_run(namespace.folder)
+    target = find_target(namespace.out, folder, folder.resolve().name, suffixes=(".zip",))
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        weights = Path(scratch, "weights.pt")
+        notes = _write_weights(folder, weights)
+        found = pack(
+            folder,
+            target,
+            weights=weights if weights.exists() else None,
+            notes=notes,
+            is_anonymous=namespace.anonymous,
+        )
     if namespace.json:
-        document = {"path": str(target), "name": pack.name, "digests": pack.digests}
-        output.print_json(document | {"notes": pack.notes})
+        document = {"path": str(target), "name": found.name, "digests": found.digests}
+        output.print_json(document | {"notes": found.notes})
     else:
         size = size_text(target.stat().st_size)
-        output.print_lines(f"Wrote {len(pack.digests) + 1} files, {size}, to {target}.")
-        output.print_lines(*(f"note: {note}" for note in pack.notes))
+        output.print_lines(f"Wrote {len(found.digests) + 1} files, {size}, to {target}.")
+        output.print_lines(*(f"note: {note}" for note in found.notes))
     return 0
 
 
-def _pack(facts: RunFacts, target: Path, *, is_anonymous: bool) -> Pack:
-    anonymizer = None
-    if is_anonymous:
-        events = [*read_lineage(facts.folder), *facts.times.starts]
-        anonymizer = make_anonymizer(facts.manifest, events)
-    pack = gather(facts, anonymizer)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        notes = _add_weights(pack, facts.folder, Path(scratch))
-        pack.notes += notes if anonymizer is None else map(anonymizer.replace, notes)
-        if anonymizer is not None:
-            check_names(pack, anonymizer)
-        write_archive(target, pack, facts, anonymizer)
-    return pack
-
-
-def _add_weights(pack: Pack, folder: Path, scratch: Path) -> list[str]:
-    """Add the weights of the newest good checkpoint; returns what there is to say of it."""
+def _write_weights(folder: Path, target: Path) -> list[str]:
+    """Write the weights of the newest good checkpoint; returns what there is to say of them."""
     notes = []
     for path in reversed(file_names.find_checkpoints(folder)):
         status, tree = look_into(path, Depth.BYTES)
@@ -96,8 +83,7 @@ def _add_weights(pack: Pack, folder: Path, scratch: Path) -> list[str]:
             weights = select_weights(tree)
         except CheckpointError as error:
             return [*notes, str(error)]
-        write_weights(scratch / _WEIGHTS, weights, kind="pt", metadata={})
-        pack.paths[_WEIGHTS] = scratch / _WEIGHTS
+        write_weights(target, weights, kind="pt", metadata={})
         digest = status.sidecar.digest if status.sidecar is not None else ""
         return [*notes, f"The weights are those of {path.name} ({digest or 'without a digest'})."]
     return [*notes, "There is no checkpoint, so there are no weights."]

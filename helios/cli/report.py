@@ -8,7 +8,7 @@ from typing import Any
 
 from helios.checkpoint.status import Condition, Status, examine_folder
 from helios.cli import output
-from helios.errors import ArgumentError, LedgerError, UsageError
+from helios.errors import ArgumentError
 from helios.ledger import report
 from helios.ledger.summary.run_facts import find_run
 from helios.storage import files
@@ -42,15 +42,12 @@ def run(namespace: argparse.Namespace) -> int:
     """Write the report; 0 when the file is on the disk.
 
     Raises:
-        UsageError: if there is no run, or if its files cannot be read.
+        LedgerError: if there is no run, or if its files cannot be read.
         ArgumentError: for an unsuitable name of the file.
     """
-    try:
-        folder = find_run(namespace.folder)
-        target = find_target(namespace.out, folder, "report", suffixes=_SUFFIXES[namespace.md])
-        found = report(folder, list_checkpoints(folder))
-    except LedgerError as error:
-        raise UsageError(str(error)) from error
+    folder = find_run(namespace.folder)
+    target = find_target(namespace.out, folder, "report", suffixes=_SUFFIXES[namespace.md])
+    found = report(folder, list_checkpoints(folder))
     files.write_text_durably(target, found.markdown if namespace.md else found.html)
     if namespace.json:
         output.print_json({"path": str(target), **found.as_dict()})

@@ -58,23 +58,24 @@ class LegacyWatch:
         self._digest = digest
         self._open.add(self)
 
-    def look(self, digest: bytes) -> None:
-        """Note whether the state has changed since the last look."""
-        self._has_changed |= digest != self._digest
-        self.skip(digest)
+    def look(self, digest: bytes, *, is_own: bool = True) -> None:
+        """Note the state, and whether this pass has changed it since the last look.
 
-    def skip(self, digest: bytes) -> None:
-        """Do not count what has changed since the last look."""
+        Args:
+            digest: hash of the state.
+            is_own: whether a change is one of this pass, not of one within it.
+        """
+        self._has_changed |= is_own and digest != self._digest
         self._digest = digest
 
     def end(self) -> None:
         """Warn if the state has changed, in this process or in a worker."""
         digest = rng.legacy_numpy_digest()
         if self in self._open:
-            self.look(digest)
             self._open.discard(self)
+            self.look(digest)
         for each in self._open:
-            each.skip(digest)
+            each.look(digest, is_own=False)
         in_worker = self._flag is not None and bool(self._flag.item())
         if (in_worker or self._has_changed) and not self._has_warned:
             self._has_warned = True

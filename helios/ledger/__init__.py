@@ -11,10 +11,11 @@ from helios.ledger.replaying import Replay
 from helios.ledger.verification import LedgerStatus, verify
 
 if TYPE_CHECKING:
+    from helios.ledger.packing import Pack
     from helios.ledger.reports import RunReport
     from helios.ledger.run_comparison import RunComparison
 
-__all__ = ["Difference", "LedgerStatus", "Replay", "compare", "diff", "report", "verify"]
+__all__ = ["Difference", "LedgerStatus", "Replay", "compare", "diff", "pack", "report", "verify"]
 
 
 def report(run: str | Path, checkpoints: Sequence[Mapping[str, Any]] | None = None) -> RunReport:
@@ -51,3 +52,31 @@ def compare(*runs: str | Path, by: str | None = None) -> RunComparison:
     from helios.ledger.run_comparison import compare_runs
 
     return compare_runs(runs, by=by)
+
+
+def pack(
+    run: str | Path,
+    target: str | Path,
+    *,
+    weights: Path | None = None,
+    notes: Sequence[str] = (),
+    is_anonymous: bool = False,
+) -> Pack:
+    """Pack the evidence of a run into one archive, with the commands that check it.
+
+    Args:
+        run: the folder of the run, or its ledger.
+        target: the zip file; an old one is replaced.
+        weights: a file of weights to add, such as one that ``helios export`` has written.
+        notes: sentences for the README of the archive.
+        is_anonymous: whether to remove names of hosts and users, absolute paths, and the remote,
+            branch, commit and author of the git repository.
+
+    Raises:
+        LedgerError: if there is no run, if its files cannot be read, or if the archive would not be
+            anonymous.
+        OSError: if the disk fails; an old archive stays.
+    """
+    from helios.ledger.packing import pack_run
+
+    return pack_run(run, target, weights=weights, notes=notes, is_anonymous=is_anonymous)

@@ -126,7 +126,9 @@ def make_anonymizer(manifest: Manifest | None, events: Iterable[Mapping[str, Any
         manifest: the manifest of the run.
         events: lines of its files that may name hosts.
     """
-    hosts = {socket.gethostname(), *(str(each["host"]) for each in events if "host" in each)}
+    hosts = {socket.gethostname()}
+    for each in events:
+        hosts.update(map(str, (each.get("host", ""), *each.get("hosts", ()))))
     folders = {str(Path.home()), str(Path.cwd())}
     users, places = set(_find_users()), {Path.cwd()}
     for section in [] if manifest is None else manifest.sections:

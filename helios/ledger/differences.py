@@ -201,17 +201,34 @@ def describe(found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, 
     """
     left, right = (_parse(*each, found.num_equal) for each in (one, other))
     found.iteration = left["at"][1]
+    try:
+        _compare(found, left, right)
+    except (TypeError, ValueError, AttributeError, LookupError, struct.error) as error:
+        raise LedgerError(
+            f"{one[1]} or {other[1]} has a damaged entry in iteration {found.iteration}. `helios "
+            "verify` names its line."
+        ) from error
+    if not found.what:
+        raise LedgerError(
+            f"{one[1]} and {other[1]} differ in iteration {found.iteration} in nothing that a "
+            "ledger holds. `helios verify` names lines that were changed."
+        )
+    found.causes = causes_of(found, shows_first="initial" in left)
+
+
+def _compare(found: LineComparison, left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
+    """Note in what two lines differ; raises ``TypeError`` and the like if one is damaged."""
     data = [[*line.get("data", ()), None, None, None][:3] for line in (left, right)]
     if data[0][0] != data[1][0]:
         found.what.append(ORDER)
     if data[0][1:] != data[1][1:]:
         found.what.append(CONTENT)
-    found.tensors = _read_tensors("batch", left, right)
+    found.tensors = _name_tensors("batch", left, right)
     for what, keys in _KEYS:
         changed = [key for key in keys if left.get(key) != right.get(key)]
         for key in changed:
             if key in _TENSORS:
-                found.tensors += _read_tensors(key, left, right)
+                found.tensors += _name_tensors(key, left, right)
             else:
                 found.details[key] = (_read(key, left), _read(key, right))
         if changed:
@@ -219,12 +236,6 @@ def describe(found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, 
     if left["at"] != right["at"]:
         found.what = found.what or [COUNTERS]
         found.details["at"] = (left["at"], right["at"])
-    if not found.what:
-        raise LedgerError(
-            f"{one[1]} and {other[1]} differ in iteration {found.iteration} in nothing that a "
-            "ledger holds. `helios verify` names lines that were changed."
-        )
-    found.causes = causes_of(found, shows_first="initial" in left)
 
 
 def causes_of(found: LineComparison, *, shows_first: bool = False) -> list[str]:
@@ -245,20 +256,6 @@ def _without_tensors(data: bytes) -> bytes:
     return body + data[-TAIL_BYTES:] if mark else data
 
 
-def _read_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the tensors that differ in an entry of two lines.
-
-    Raises:
-        LedgerError: if an entry is none.
-    """
-    try:
-        return _name_tensors(key, one, other)
-    except (TypeError, AttributeError, LookupError) as error:
-        raise LedgerError(
-            f"A ledger has a damaged entry {key}. `helios verify` names its line."
-        ) from error
-
-
 def _name_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the tensors that differ in an entry of two lines, in the order of the lines."""
     found = []
@@ -276,23 +273,14 @@ def _name_tensors(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) ->
 
 
 def _read(key: str, line: Mapping[str, Any]) -> Any:
-    """Return an entry of a line, with numbers instead of their bits.
-
-    Raises:
-        LedgerError: if they are none.
-    """
+    """Return an entry of a line, with numbers instead of their bits."""
     value = line.get(key)
-    try:
-        if key == "norm":
-            return _number(value)
-        if isinstance(value, dict):
-            return {name: _number(digits) for name, digits in value.items()}
-        if isinstance(value, list):
-            return [_number(digits) for digits in value]
-    except (ValueError, TypeError, struct.error) as error:
-        raise LedgerError(
-            f"A ledger has the damaged entry {key}: {value!r}. `helios verify` names its line."
-        ) from error
+    if key == "norm":
+        return _number(value)
+    if isinstance(value, dict):
+        return {name: _number(digits) for name, digits in value.items()}
+    if isinstance(value, list):
+        return [_number(digits) for digits in value]
     return value
 
 

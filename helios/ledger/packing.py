@@ -17,14 +17,14 @@ from typing import Any, BinaryIO
 
 from helios.errors import LedgerError
 from helios.ledger import book, lineage, timing
-from helios.ledger.anonymizing import Anonymizer
+from helios.ledger.anonymizing import Anonymizer, make_anonymizer
 from helios.ledger.event_file import read_event_file
 from helios.ledger.line import stated_hash
 from helios.ledger.manifest import manifest_file
 from helios.ledger.manifest.scrubbing import scrub
 from helios.ledger.summary.checklist import command_text, git_text
 from helios.ledger.summary.curves import read_last_line
-from helios.ledger.summary.run_facts import RunFacts
+from helios.ledger.summary.run_facts import RunFacts, read_run
 from helios.storage import files
 from helios.storage.digest import digest_file
 from helios.version import __version__
@@ -34,7 +34,7 @@ _CODE = "code"
 _TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o100644 << 16
 _UNIX = 3
-_PART = re.compile(r"\w[\w-]*")
+_PART = re.compile(r"\w[\w. -]*")
 _LARGE = 1 << 31
 
 
@@ -55,6 +55,29 @@ class Pack:
     paths: dict[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
+
+
+def pack_run(
+    run: str | Path,
+    target: str | Path,
+    *,
+    weights: Path | None,
+    notes: Sequence[str],
+    is_anonymous: bool,
+) -> Pack:
+    """Pack the evidence of a run; see ``helios.ledger.pack``."""
+    facts, anonymizer = read_run(run), None
+    if is_anonymous:
+        events = [*lineage.read_lineage(facts.folder), *facts.times.starts]
+        anonymizer = make_anonymizer(facts.manifest, events)
+    pack = gather(facts, anonymizer)
+    pack.notes += notes if anonymizer is None else map(anonymizer.replace, notes)
+    if weights is not None:
+        pack.paths[f"weights{weights.suffix}"] = weights
+    if anonymizer is not None:
+        check_names(pack, anonymizer)
+    write_archive(Path(target), pack, facts, anonymizer)
+    return pack
 
 
 def gather(run: RunFacts, anonymizer: Anonymizer | None = None) -> Pack:

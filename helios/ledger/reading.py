@@ -38,35 +38,23 @@ def find_ledger(place: str | Path) -> Path:
     raise LedgerError(f"{path} holds several runs: {names}. Pass the folder of one.")
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
+def read_lines(path: Path, mark: Mapping[str, Any] | None = None) -> Iterator[bytes]:
     """Yield the lines of a ledger, with their ends.
-
-    Raises:
-        LedgerError: if the file cannot be read.
-    """
-    try:
-        with path.open("rb") as handle:
-            yield from handle
-    except OSError as error:
-        raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error
-
-
-def read_after(path: Path, mark: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the lines of a ledger after those of a checkpoint.
 
     Args:
         path: the ledger.
-        mark: its size and hash in the checkpoint.
+        mark: its size and hash in a checkpoint, after which to begin; ``None`` for all lines.
 
     Raises:
         LedgerError: if the ledger cannot be read, or does not match the checkpoint.
     """
-    tail = end_of(mark["hash"])
     try:
         with path.open("rb") as handle:
-            handle.seek(max(0, mark["size"] - len(tail)))
-            if handle.read(len(tail)) != tail:
-                raise LedgerError(f"The ledger {path} does not match the checkpoint.")
+            if mark is not None:
+                tail = end_of(mark["hash"])
+                handle.seek(max(0, mark["size"] - len(tail)))
+                if handle.read(len(tail)) != tail:
+                    raise LedgerError(f"The ledger {path} does not match the checkpoint.")
             yield from handle
     except OSError as error:
         raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error

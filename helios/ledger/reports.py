@@ -23,7 +23,7 @@ from helios.ledger.summary.tables import (
     show_options,
     show_saves,
 )
-from helios.ledger.verification import LedgerStatus, verify
+from helios.ledger.verification import LedgerStatus
 
 MOST_BYTES = 2_000_000
 """The largest size of a report."""
@@ -82,7 +82,7 @@ class _Maker:
         self._curves: LedgerCurves | None = None
         self._status: LedgerStatus | None = None
         if run.ledger is not None:
-            self._curves, self._status = read_curves(run.ledger), verify(run.ledger)
+            self._curves, self._status = read_curves(run.ledger)
 
     def make(self, points: int) -> Document:
         """Return the document, with at most so many points in each line of a chart."""
@@ -122,9 +122,8 @@ class _Maker:
         yield Facts(cut_rows(rows))
         for text in run.missing.values():
             yield Text(text)
-        if self._curves is not None and self._curves.num_damaged:
-            count = self._curves.num_damaged
-            yield Text(f"{count:,} lines of the ledger are damaged, and missing in the charts.")
+        if self._status is not None and not self._status.is_good:
+            yield Text("Lines of the ledger that are not good are missing in the charts.")
 
 
 def _summarize_ledger(curves: LedgerCurves, status: LedgerStatus) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def verify(
     *,
     digests: Mapping[str, str] | None = None,
     ended_at: Mapping[str, Any] | None = None,
+    watch: Callable[[dict[str, Any]], None] | None = None,
 ) -> LedgerStatus:
     """Verify the ledger of a run.
 
@@ -59,6 +61,7 @@ def verify(
         digests: the digest of each checkpoint, by file name: if the lineage names the checkpoint,
             it must name this digest.
         ended_at: the entry of the checkpoint with which the run is known to have ended.
+        watch: called with each line that follows from the one before it, except for the header.
 
     Returns:
         The status, with a finding for every line that was changed, removed, repeated or moved.
@@ -68,7 +71,7 @@ def verify(
     """
     path = find_ledger(run)
     status = LedgerStatus(path)
-    reader = _Reader(status)
+    reader = _Reader(status, watch)
     missing = {name: (mark["size"], mark["hash"]) for name, mark in (marks or {}).items()}
     places, size = set(missing.values()), 0
     for number, data in enumerate(read_lines(path), 1):
@@ -103,9 +106,12 @@ def _check_digests(folder: Path, digests: Mapping[str, str]) -> Iterator[str]:
 class _Reader:
     """Reads line by line, and adds what is wrong to the status."""
 
-    def __init__(self, status: LedgerStatus) -> None:
+    def __init__(
+        self, status: LedgerStatus, watch: Callable[[dict[str, Any]], None] | None
+    ) -> None:
         self.chain = ""
         self._status = status
+        self._watch = watch
         self._iteration = 0
 
     def read(self, number: int, data: bytes) -> None:
@@ -114,8 +120,9 @@ class _Reader:
             status.findings.append(f"line {number} follows the end of the run")
         try:
             content, self.chain = unseal(data, self.chain)
-        except LedgerError as error:
-            status.findings.append(f"line {number}, {self._describe_place()}, {error}")
+        except (LedgerError, ValueError) as error:
+            what = error if isinstance(error, LedgerError) else "is not JSON"
+            status.findings.append(f"line {number}, {self._describe_place()}, {what}")
             self.chain = stated_hash(data)
             self._count(data)
             return
@@ -125,10 +132,21 @@ class _Reader:
             status.begins_after = self._iteration
             if header.get("lost"):
                 status.findings.append(f"the lines up to iteration {self._iteration} are missing")
-        elif "end" in content:
-            status.has_ended = True
+            return
+        try:
+            self._take(number, content)
+        except (ValueError, LookupError, TypeError, AttributeError, struct.error):
+            status.findings.append(
+                f"line {number}, {self._describe_place()}, lacks what a line of a ledger has"
+            )
+
+    def _take(self, number: int, content: dict[str, Any]) -> None:
+        if "end" in content:
+            self._status.has_ended = True
         else:
             self._follow(number, content["at"][1])
+        if self._watch is not None:
+            self._watch(content)
 
     def _describe_place(self) -> str:
         return f"after iteration {self._iteration}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
+import platform
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.cli import main
 from helios.core import rng
 from helios.errors import ArgumentError, AuditError
+from helios.ledger import lineage
+from helios.ledger.lineage import read_lineage
 from helios.loops import YieldLoop
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -430,6 +433,8 @@ def test_a_mismatch_lowers_the_level_of_all_later_checkpoints(
     assert sidecar.level == "order"
     (text,) = sidecar.mismatches
     assert NAME in text
+    (event,) = [x for x in read_lineage(path.parent) if x["event"] == lineage.MISMATCH]
+    assert (event["cause"], event["hosts"]) == (text, [platform.node()])
     fit(tmp_path, setting, total_steps=4)
     path, sidecar = newest()
     assert (sidecar.level, sidecar.mismatches) == ("order", [text])

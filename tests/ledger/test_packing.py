@@ -17,8 +17,9 @@ import torch
 
 from helios.cli import main
 from helios.errors import LedgerError
-from helios.ledger import verify
+from helios.ledger import lineage, pack, verify
 from helios.ledger.anonymizing import Anonymizer, make_anonymizer
+from helios.ledger.lineage import Lineage
 from helios.ledger.manifest.manifest_file import Manifest, Section, read_manifest
 from helios.ledger.packing import Pack, check_names
 from helios.ledger.summary.checklist import command_text
@@ -63,6 +64,9 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 if not name.startswith("tests.support"):
                     modules.delitem(sys.modules, name)
             train(home / "runs", Setting(total_steps=4, chkpt_frequency=2))
+        text = "0.5 on rank 0 (wolke7, cpu), then 0.25 on rank 1 (rosenhain, cpu)"
+        lines = Lineage(home / "runs" / "small")
+        lines.add(lineage.MISMATCH, cause=text, hosts=["wolke7", "rosenhain"])
         yield home / "runs" / "small"
 
 
@@ -106,6 +110,17 @@ def test_the_weights_are_those_of_the_newest_checkpoint(named: Path, tmp_path: P
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_the_function_packs_what_the_command_does(named: Path, tmp_path: Path) -> None:
+    expected = _pack(named, tmp_path / "a.zip", "--anonymous")
+    weights = tmp_path / "w.pt"
+    weights.write_bytes(expected["weights.pt"])
+    notes = [line[2:] for line in expected["README.md"].decode().splitlines() if "- The w" in line]
+    pack(named, tmp_path / "b.zip", weights=weights, notes=notes, is_anonymous=True)
+    assert (tmp_path / "b.zip").read_bytes() == (tmp_path / "a.zip").read_bytes()
+    found = pack(named, tmp_path / "c.zip")
+    assert found.digests.keys() == {*expected, "patch.diff"} - {"weights.pt", "SHA256SUMS"}
+
+
 @pytest.mark.parametrize("options", [[], ["--anonymous"]], ids=str)
 def test_packing_twice_gives_the_same_bytes(
     options: list[str], named: Path, tmp_path: Path
@@ -119,7 +134,7 @@ def test_an_anonymous_archive_names_nobody_and_can_be_verified(named: Path, tmp_
     found = _pack(named, tmp_path / "a.zip", "--anonymous")
     home = str(named.parents[1])
     secrets = [HOST, "wolke7", USER, AUTHOR, home, REMOTE, "secret-group"]
-    secrets += ["paper-of-ada", "lovelace", "my project", "harvest of 1843"]
+    secrets += ["paper-of-ada", "lovelace", "my project", "harvest of 1843", "rosenhain"]
     manifest = read_manifest(named)
     assert manifest is not None
     secrets.append(manifest.sections[0].facts["git"]["commit"])
@@ -185,6 +200,14 @@ def test_secrets_in_source_files_are_replaced(
     assert note in found["README.md"].decode()
     assert note in capsys.readouterr().out
     assert "code/plain.py: what" not in found["README.md"].decode()
+
+
+@pytest.mark.parametrize("script", ["train-1.2.py", "my script.py"])
+def test_a_script_may_have_any_name(script: str, tmp_path: Path) -> None:
+    run = _write_project(tmp_path, {"__main__": "x = 1\n"}, script=script)
+    found = _pack(run, tmp_path / "a.zip")
+    assert found[f"code/{script}"] == b"x = 1\n"
+    assert f"code/{script}" in found["README.md"].decode()
 
 
 def test_source_files_are_found_after_a_change_of_the_folder(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import pytest
 from helios.cli import main
 from helios.errors import LedgerError
 from helios.ledger import report, reports, verify
+from helios.ledger.line import write_float
 from helios.ledger.manifest.manifest_file import FILE_NAME as MANIFEST
 from helios.ledger.reports import MOST_BYTES, RunReport
-from helios.ledger.summary.curves import Curve
+from helios.ledger.summary.curves import Curve, read_curves
 from helios.ledger.summary.run_facts import read_run
 from helios.ledger.timing import FILE_NAME as TIMES
 from tests.support.runs import Setting, train
@@ -271,7 +272,7 @@ def test_many_losses_make_no_large_file(tmp_path: Path) -> None:
 
 
 def test_a_curve_keeps_the_least_and_the_largest_number() -> None:
-    curve = Curve(1)
+    curve = Curve()
     numbers = [math.sin(n * 0.37) for n in range(5_000)]
     numbers[3_210] = 7.0
     numbers[17] = math.nan
@@ -288,6 +289,18 @@ def test_a_curve_keeps_the_least_and_the_largest_number() -> None:
     assert curve.last == (5_000, numbers[-1])
 
 
+def test_lines_that_are_not_good_are_in_no_chart(tmp_path: Path) -> None:
+    write_ledger(tmp_path, [1.0, 2.0, 4.0])
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(path.read_bytes().replace(write_float(2.0).encode(), b"4" * 16))
+    html = report(tmp_path).html
+    assert "1 findings, the first: line 3, after iteration 1" in html
+    assert "Lines of the ledger that are not good are missing in the charts." in html
+    curves, status = read_curves(path)
+    assert [part.high for part in curves.losses["loss"].shrink(10)] == [1.0, 4.0]
+    assert len(status.findings) == 1
+
+
 @pytest.mark.parametrize(
     "losses",
     [
@@ -298,6 +311,7 @@ def test_a_curve_keeps_the_least_and_the_largest_number() -> None:
         [1e-300, 1e300],
         [math.inf, math.nan],
         [5e-324, 1e-310],
+        [1.7e308, 1.7e308, -1.7e308, -1.7e308] * 600,
     ],
     ids=lambda losses: str(losses[:2]),
 )

@@ -8,6 +8,7 @@ import pytest
 
 from helios.errors import LedgerError
 from helios.ledger.book import FILE_NAME, Book
+from helios.ledger.line import seal, stated_hash
 from helios.ledger.verification import verify
 
 
@@ -130,3 +131,21 @@ def test_no_ledger_and_two_runs_are_wrong_usage(tmp_path: Path) -> None:
         (tmp_path / name / FILE_NAME).write_text("")
     with pytest.raises(LedgerError, match="holds several runs: a, b"):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ('{"x":1', "lacks what a line of a ledger has"),
+        ('{"at":[1]', "lacks what a line of a ledger has"),
+        ('{"at":null', "lacks what a line of a ledger has"),
+        ("at", "is not JSON"),
+    ],
+)
+def test_a_line_of_another_kind_is_named_though_its_hash_is_right(
+    body: str, what: str, ledger: Path
+) -> None:
+    lines = ledger.read_bytes().splitlines(keepends=True)[:3]
+    lines.append(seal(body, stated_hash(lines[-1]))[0])
+    ledger.write_bytes(b"".join(lines))
+    assert verify(ledger).findings == [f"line 4, after iteration 2, {what}"]

@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import numpy as np
+
 from helios.errors import LedgerError
 from helios.ledger.line import read_float
 from helios.ledger.reading import parse_header, read_lines
+from helios.ledger.verification import LedgerStatus, verify
 
-_MOST = 1_024
+_MOST, _CHUNK = 1_024, 4_096
+# Sums of very large numbers stay finite.
+_SCALE = 2.0**-64
 _TAIL = 1 << 18
 
 
@@ -39,43 +43,53 @@ class CurvePart(NamedTuple):
 class Curve:
     """Numbers by iteration, of which only a few buckets are kept.
 
-    Args:
-        begin: the first iteration.
-
     Attributes:
         last: the newest iteration with its number; ``None`` without one.
         num_infinite: how many numbers are not finite.
         first_infinite: the iteration of the first of them.
     """
 
-    def __init__(self, begin: int) -> None:
+    def __init__(self) -> None:
         self.last: tuple[int, float] | None = None
         self.num_infinite = 0
         self.first_infinite: int | None = None
-        self._begin = begin
+        self._begin: int | None = None
         self._width = 1
-        # Least, sum, largest and count; a count of zero for a bucket without a number.
-        self._buckets: list[list[float]] = []
+        self._size = 0
+        self._buckets = _make_buckets(_MOST)
+        self._waiting: list[tuple[int, float]] = []
 
     def add(self, iteration: int, number: float) -> None:
-        """Add the number of an iteration; iterations must not decrease."""
+        """Add the number of an iteration; none may be before the first one."""
         self.last = (iteration, number)
         if not math.isfinite(number):
             self.num_infinite += 1
             self.first_infinite = self.first_infinite or iteration
             return
-        while (place := (iteration - self._begin) // self._width) >= _MOST:
-            self._buckets, self._width = _halve(self._buckets), 2 * self._width
-        buckets = self._buckets
-        while len(buckets) <= place:
-            buckets.append([math.inf, 0.0, -math.inf, 0])
-        bucket = buckets[place]
-        if number < bucket[0]:
-            bucket[0] = number
-        if number > bucket[2]:
-            bucket[2] = number
-        bucket[1] += number
-        bucket[3] += 1
+        self._waiting.append(self.last)
+        if len(self._waiting) == _CHUNK:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Put the numbers that wait into buckets."""
+        if not self._waiting:
+            return
+        iterations, numbers = np.array(self._waiting).T
+        self._waiting = []
+        if self._begin is None:
+            self._begin = int(iterations[0])
+        distances = iterations.astype(np.int64) - self._begin
+        while distances.max() // self._width >= _MOST:
+            halves = _halve(self._buckets)
+            self._buckets = np.hstack([halves, _make_buckets(_MOST - halves.shape[1])])
+            self._width *= 2
+        places = distances // self._width
+        lows, sums, highs, counts = self._buckets
+        np.minimum.at(lows, places, numbers)
+        np.add.at(sums, places, numbers * _SCALE)
+        np.maximum.at(highs, places, numbers)
+        np.add.at(counts, places, 1.0)
+        self._size = int(counts.nonzero()[0][-1]) + 1
 
     def shrink(self, most: int) -> list[CurvePart]:
         """Return the curve in at most so many buckets, those without a number left out.
@@ -83,31 +97,34 @@ class Curve:
         Args:
             most: the number of buckets; 0 for none.
         """
-        if not most:
+        self._gather()
+        if not most or self._begin is None:
             return []
-        buckets, width = self._buckets, self._width
-        while len(buckets) > most:
+        buckets, width = self._buckets[:, : self._size], self._width
+        while buckets.shape[1] > most:
             buckets, width = _halve(buckets), 2 * width
         return [
             CurvePart(
                 self._begin + (number + 0.5) * width - 0.5,
                 low,
-                # The sum of very large numbers may be infinite, and their mean is not.
-                min(max(total / count, low), high),
+                min(max(total / count / _SCALE, low), high),
                 high,
             )
-            for number, (low, total, high, count) in enumerate(buckets)
+            for number, (low, total, high, count) in enumerate(buckets.T.tolist())
             if count
         ]
 
 
-def _halve(buckets: list[list[float]]) -> list[list[float]]:
-    return [_join(buckets[place : place + 2]) for place in range(0, len(buckets), 2)]
+def _make_buckets(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return rows of least, scaled sum, largest and count, for buckets without a number."""
+    return np.repeat([[math.inf], [0.0], [-math.inf], [0.0]], count, axis=1)
 
 
-def _join(pair: list[list[float]]) -> list[float]:
-    lows, sums, highs, counts = zip(*pair, strict=True)
-    return [min(lows), sum(sums), max(highs), sum(counts)]
+def _halve(buckets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Join each two buckets."""
+    whole = np.hstack([buckets, _make_buckets(buckets.shape[1] % 2)])
+    lows, sums, highs, counts = whole.reshape(4, -1, 2)
+    return np.stack([lows.min(1), sums.sum(1), highs.max(1), counts.sum(1)])
 
 
 @dataclass
@@ -122,7 +139,6 @@ class LedgerCurves:
         norm: the norm of the gradients; ``None`` if none was computed.
         num_skipped: iterations that left an update out.
         digests: iteration, hash of the weights and of the optimizers in the newest line with them.
-        num_damaged: lines that cannot be read.
     """
 
     begin: int = 1
@@ -134,24 +150,23 @@ class LedgerCurves:
     norm: Curve | None = None
     num_skipped: int = 0
     digests: tuple[int, str, str] | None = None
-    num_damaged: int = 0
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a line of the ledger; raises ``ValueError`` and the like if it is damaged."""
+        """Add a line of the ledger; raises ``ValueError`` and the like for another one."""
         self.epoch, iteration, self.step = line["at"]
         self.end = iteration
         if "weights" in line:
             self.digests = (iteration, line["weights"], line["optimizer"])
         for name, digits in line.get("loss", {}).items():
             if name not in self.losses:
-                self.losses[name] = Curve(self.begin)
+                self.losses[name] = Curve()
             _add(self.losses[name], iteration, digits)
         for number, digits in enumerate(line.get("lr", ())):
             if number == len(self.rates):
-                self.rates.append(Curve(self.begin))
+                self.rates.append(Curve())
             _add(self.rates[number], iteration, digits)
         if "norm" in line:
-            self.norm = self.norm or Curve(self.begin)
+            self.norm = self.norm or Curve()
             _add(self.norm, iteration, line["norm"])
         self.num_skipped += "skipped" in line
 
@@ -161,29 +176,15 @@ def _add(curve: Curve, iteration: int, digits: str | None) -> None:
         curve.add(iteration, read_float(digits))
 
 
-def read_curves(path: Path) -> LedgerCurves:
-    """Read the curves of a ledger; lines that are damaged are counted, and left out.
+def read_curves(path: Path) -> tuple[LedgerCurves, LedgerStatus]:
+    """Read the curves of a ledger, and verify it; lines that are not good are left out.
 
     Raises:
         LedgerError: if it cannot be read, or is none.
     """
-    lines = read_lines(path)
-    header = parse_header(next(lines, b""), path)
-    found = LedgerCurves(begin=header["after"] + 1, end=header["after"])
-    for line in _parse(lines, found):
-        try:
-            found.add(line)
-        except (ValueError, LookupError, TypeError, AttributeError, struct.error):
-            found.num_damaged += 1
-    return found
-
-
-def _parse(lines: Iterable[bytes], found: LedgerCurves) -> Iterator[dict[str, Any]]:
-    for data in lines:
-        try:
-            yield json.loads(data)
-        except ValueError:
-            found.num_damaged += 1
+    after = parse_header(next(read_lines(path), b""), path)["after"]
+    found = LedgerCurves(begin=after + 1, end=after)
+    return found, verify(path, watch=found.add)
 
 
 def read_last_losses(path: Path) -> dict[str, float]:

@@ -112,7 +112,7 @@ class Figures:
         if not lines:
             yield Text("There are no times, so the throughput is unknown.")
             return
-        curve = Curve(0)
+        curve = Curve()
         for line in lines:
             curve.add(line["iteration"], line["iterations"] / line["seconds"])
         total = sum(line["iterations"] for line in lines)
@@ -149,7 +149,7 @@ class Figures:
         else:
             yield Text("The best one is the last for which have_metrics_improved returned True.")
         for name, values in list(scores.items())[:_MOST_CHARTS]:
-            curve = Curve(0)
+            curve = Curve()
             for iteration, score in values:
                 curve.add(iteration, score)
             yield self._draw_points(name, curve)

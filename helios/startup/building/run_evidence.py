@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,10 @@ class RunEvidence:
         """Add the scores of a validation to the times."""
         if self._timing is not None:
             self._timing.add_scores(iteration, scores, has_improved=has_improved)
+
+    def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
+        """Add what an audit has found to the lineage."""
+        self._add(lineage.MISMATCH, cause=scrub(text), hosts=sorted({*hosts}))
 
     def note_error(self, error: BaseException) -> None:
         """Add an error that ends the training to the lineage; a start that is refused adds none."""

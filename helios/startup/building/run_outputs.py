@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -324,6 +324,11 @@ class FitRecorder:
         if self._evidence is not None:
             iteration = state.global_iteration
             self._evidence.note_scores(iteration, scores, has_improved=has_improved)
+
+    def note_mismatch(self, text: str, hosts: Sequence[str]) -> None:
+        """Add what an audit has found to the lineage."""
+        if self._evidence is not None:
+            self._evidence.note_mismatch(text, hosts)
 
     def log_scalars(self, scalars: Mapping[str, float], state: TrainingState) -> None:
         """Write numbers to the event files, by name.

@@ -19,7 +19,7 @@ from helios.checkpoint.store import Loaded, RunFolder
 from helios.data.source import Source
 from helios.errors import ArgumentError, CheckpointError, LedgerError, RunMismatchError
 from helios.ledger import book
-from helios.ledger.reading import read_after
+from helios.ledger.reading import read_lines
 from helios.startup.checkpoint_search.rewind_plan import (
     FILE_NAME,
     Rewind,
@@ -201,7 +201,7 @@ def _find_places(
 
 def _read_epochs(path: Path, mark: dict[str, Any], *, after: int, stop: int) -> Iterable[int]:
     """Yield the epoch, from 0, of each iteration between a checkpoint and ``stop``."""
-    for line in read_after(path, mark):
+    for line in read_lines(path, mark):
         if after >= stop or b',"end":1' in line or not line.endswith(b"\n"):
             return
         after += 1
