@@ -11,6 +11,7 @@ import torch
 
 from helios.ledger.book import FILE_NAME, Book
 from helios.ledger.line import read_float
+from helios.ledger.seen_batches import describe_batches
 from helios.ledger.writer import LedgerWriter
 from helios.state import TrainingState
 
@@ -129,6 +130,16 @@ def test_the_sum_over_replicas_does_not_depend_on_who_runs_them(tmp_path: Path) 
         book.close()
         found.add((tmp_path / FILE_NAME).read_bytes())
     assert len(found) == 1
+
+
+def test_a_line_does_not_follow_from_whether_processes_have_exchanged_it(tmp_path: Path) -> None:
+    batches = [torch.full((2,), n) for n in range(40)]
+    for indices in ([[n] for n in range(40)], None):
+        writer, book = _make(tmp_path, Holder(), range(40))
+        seen = writer.see([*batches[1:], object()], indices, None)
+        assert len(seen) == len([*seen])
+        assert describe_batches(seen) == describe_batches([*seen])
+        book.close()
 
 
 def test_a_batch_that_cannot_be_read_stops_nobody(
