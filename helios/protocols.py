@@ -42,8 +42,18 @@ class Meter(Protocol):
 class Ledger(Protocol):
     """Notes what each iteration was; see :mod:`helios.ledger.writer`."""
 
-    def see(self, batches: Sequence[Any], indices: Sequence[Any] | None) -> list[float]:
-        """Hash the batches of an iteration; returns numbers to add over all processes."""
+    @property
+    def is_full(self) -> bool:
+        """Whether generators and gradients are noted, too."""
+        ...
+
+    def see(
+        self,
+        batches: Sequence[Any],
+        indices: Sequence[Any] | None,
+        contents: Sequence[Any] | None,
+    ) -> Sequence[float]:
+        """Note the batches of an iteration; returns numbers to add over all processes."""
         ...
 
     def begin_turn(self, iteration: int) -> None:

@@ -2283,9 +2283,9 @@ FAULTS = (
     ),
     Fault(
         "the replica does not enter the hash of its order",
-        "helios/ledger/writer.py",
-        "hash_indices(indices[number], replica)",
-        "hash_indices(indices[number])",
+        "helios/ledger/seen_batches.py",
+        "[*map(hash_bytes, self._indices or (), self._block)],",
+        "[*map(hash_bytes, self._indices or ())],",
         "tests/ledger/test_writer.py::test_replicas_that_exchange_their_batches_are_seen",
     ),
     Fault(
@@ -2361,10 +2361,53 @@ FAULTS = (
         "tests/ledger/test_writer.py::test_numbers_of_an_accelerator_are_read_late_and_as_they_were",
     ),
     Fault(
+        "a ledger rounds mean losses to float32",
+        "helios/loops/epoch.py",
+        "self._ledger.take_losses(session.turns.means or session.model.loss_items)",
+        "self._ledger.take_losses(session.model.loss_items)",
+        "tests/ledger/test_runs.py::test_losses_are_means_in_float64",
+    ),
+    Fault(
+        "batches of workers are read in the training process",
+        "helios/data/noted_batches.py",
+        "        if not self._dataset.is_noted:",
+        "        if True:",
+        "tests/ledger/test_runs.py::test_workers_read_the_batches",
+    ),
+    Fault(
+        "a user's own loop gets what a worker has read",
+        "helios/data/noted_batches.py",
+        "        if not self._dataset.is_noted:",
+        "        if False:",
+        "tests/data/test_source.py::test_only_a_run_that_asks_gets_what_was_read",
+    ),
+    Fault(
+        "a flat batch of tensors is hashed without its elements",
+        "helios/storage/content_hash.py",
+        "crc32(each.numpy())) for each in members",
+        "0) for each in members",
+        "tests/storage/test_content_hash.py::test_a_fingerprint_stays_what_it_is_in_ledgers",
+    ),
+    Fault(
+        "a line depends on whether processes have exchanged hashes",
+        "helios/ledger/seen_batches.py",
+        "            num_unseen += each.num_unseen\n",
+        "            num_unseen = each.num_unseen\n",
+        "tests/ledger/test_writer.py::"
+        "test_a_line_does_not_follow_from_whether_processes_have_exchanged_it",
+    ),
+    Fault(
+        "evidence is gathered during the first iteration",
+        "helios/startup/building/run_manifest.py",
+        "        while not self._has_stepped() and not self._hurries.wait(_PAUSE):",
+        "        while False:",
+        "tests/ledger/test_starts.py::test_the_first_iteration_waits_for_no_evidence",
+    ),
+    Fault(
         "rates of an optimizer that was replaced are written",
         "helios/ledger/writer.py",
-        "            attributes.get(name) is not holder or not",
-        "            not",
+        "            is_same = is_same and attributes.get(name) is holder",
+        "            pass",
         "tests/ledger/test_writer.py::test_an_optimizer_that_is_replaced_is_found_in_the_next_line",
     ),
     Fault(

@@ -118,7 +118,9 @@ class ExternalSource(Source):
         """Whether each process has its own loader, and the loader has a state."""
         return not self.ends_together and self.can_resume
 
-    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+    def batches(
+        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
+    ) -> BatchIterator:
         """Start a pass; the loader decides where, ``batch`` only numbers the batches."""
         self.release_state()
         for listener in self._listeners:

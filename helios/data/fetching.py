@@ -16,18 +16,25 @@ from helios.core import rng
 from helios.data.interfaces import BatchIterator, make_cut_error, run_on_one_thread
 from helios.data.keyed import BatchedDataset
 from helios.data.loader import KeyedLoader, end_workers
+from helios.data.noted_batches import NotedBatch
 from helios.data.numpy_global_rng import LegacyWatch
 from helios.data.order import Position
 from helios.data.shard import NO_BATCH
 from helios.data.sharding_plan import ReplicaIndices, ShardedIteration, ShardingPlan
+from helios.storage.content_hash import look_safely
 
 
 def begin_pass(
-    loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
+    loader: KeyedLoader,
+    deal: ShardingPlan,
+    position: Position,
+    watch: LegacyWatch,
+    *,
+    is_noted: bool,
 ) -> BatchIterator:
     """Start a pass; each iteration returns a list with an entry per replica of the process."""
     kind = _WorkerBatches if loader.num_workers else _LocalBatches
-    return kind(loader, deal, position, watch)
+    return kind(loader, deal, position, watch, is_noted=is_noted)
 
 
 def _is_pure(loader: KeyedLoader) -> bool:
@@ -45,16 +52,7 @@ def _is_pure(loader: KeyedLoader) -> bool:
 def _make_fetch(loader: KeyedLoader) -> Callable[[Any], Any]:
     """Return a function that fetches and collates a batch in this process, without seeding."""
     dataset, collate = loader.keyed_dataset.dataset, loader.collate_fn
-    if loader.pin_memory:
-        fetch = _make_unpinned_fetch(dataset, collate, is_batched=loader.batches.is_batched)
-        return lambda indices: pin(fetch(indices))  # type: ignore[no-untyped-call]
-    return _make_unpinned_fetch(dataset, collate, is_batched=loader.batches.is_batched)
-
-
-def _make_unpinned_fetch(
-    dataset: Any, collate: Callable[[Any], Any], *, is_batched: bool
-) -> Callable[[Any], Any]:
-    if not is_batched:
+    if not loader.batches.is_batched:
         return lambda index: collate(dataset[index])
     if isinstance(dataset, BatchedDataset):
         # A copy, because the data set may change the list.
@@ -100,11 +98,19 @@ class _LocalBatches(_DealtBatches):
     """A pass that the training process fetches, without PyTorch's iterator (10 µs faster)."""
 
     def __init__(
-        self, loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
+        self,
+        loader: KeyedLoader,
+        deal: ShardingPlan,
+        position: Position,
+        watch: LegacyWatch,
+        *,
+        is_noted: bool,
     ) -> None:
         super().__init__(deal, position, watch)
+        self._is_noted = is_noted
         self._fetch = _make_fetch(loader)
         self._is_pure = _is_pure(loader)
+        self._is_pinned = loader.pin_memory
         self._keys = [
             replace(position, replica=replica).fetch_keys() for replica in deal.share.block
         ]
@@ -136,6 +142,10 @@ class _LocalBatches(_DealtBatches):
                     found.append(run_on_one_thread(self._fetch, indices))
         except StopIteration as error:
             raise make_cut_error(number) from error
+        if self._is_noted:
+            self.contents = [*map(look_safely, found)]
+        if self._is_pinned:
+            found = [*map(pin, found)]
         return found if len(found) == len(self._keys) else self._fill(found)
 
 
@@ -144,13 +154,21 @@ class _WorkerBatches(_DealtBatches):
     """A pass that PyTorch's workers prefetch."""
 
     def __init__(
-        self, loader: KeyedLoader, deal: ShardingPlan, position: Position, watch: LegacyWatch
+        self,
+        loader: KeyedLoader,
+        deal: ShardingPlan,
+        position: Position,
+        watch: LegacyWatch,
+        *,
+        is_noted: bool,
     ) -> None:
         super().__init__(deal, position, watch)
+        self._is_noted = is_noted
         self._lives_on = loader.persistent_workers
         self._under_way: deque[ShardedIteration] = deque()
         self._batches: Iterator[Any] = iter(())
-        self._batches = loader.start(position, partial(deal.walk, position, self._under_way))
+        walk = partial(deal.walk, position, self._under_way, is_noted=is_noted)
+        self._batches = loader.start(position, walk)
         # PyTorch reads ahead by at least one batch, so an empty list always means the end.
         self._is_done = not self._under_way
 
@@ -163,6 +181,10 @@ class _WorkerBatches(_DealtBatches):
             found = [next(self._batches) for _ in self.indices]
         except StopIteration as error:
             raise make_cut_error(self._batch + self.skipped[0]) from error
+        # Persistent workers that a user's own loop has started read no content.
+        if self._is_noted and all(type(each) is NotedBatch for each in found):
+            self.contents = [each.content for each in found]
+            found = [each.batch for each in found]
         self.is_last = self._is_done = is_last
         self._batch += self.skipped[0] + 1
         self._sample += self.skipped[1] + self.num_samples

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 
 from helios.errors import ArgumentError, UsageError
+from helios.storage.content_hash import Content
 
 
 class BatchIterator(ABC):
@@ -25,6 +26,8 @@ class BatchIterator(ABC):
         is_last: whether the last iteration ends the pass.
         indices: those of the samples of the last iteration, a list for each replica of the process
             with a batch (a single index if batches are not collated); ``None`` if unknown.
+        contents: what was read of each batch of the last iteration where it was fetched; ``None``
+            if nothing was.
         skipped: how many batches were skipped right before the last iteration, and positions of
             the order in them.
     """
@@ -32,6 +35,7 @@ class BatchIterator(ABC):
     num_samples: int = 0
     is_last: bool = False
     indices: Sequence[Any] | None = None
+    contents: Sequence[Content] | None = None
     skipped: tuple[int, int] = (0, 0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -136,7 +140,9 @@ class Source(ABC):
         return False
 
     @abstractmethod
-    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+    def batches(
+        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
+    ) -> BatchIterator:
         """Start a pass.
 
         Args:
@@ -144,6 +150,7 @@ class Source(ABC):
             batch: number of the first batch.
             sample: position of its first sample in the order of the epoch; a multiple of the
                 number of replicas.
+            is_noted: whether to read the content of each batch where it is fetched, if possible.
         """
 
     @abstractmethod

@@ -28,10 +28,12 @@ class Keyed(NamedTuple):
     Attributes:
         key: the key to seed from.
         indices: the indices of a batch; a single index if batches are not collated.
+        is_noted: whether the content of the batch is read in the process that fetches it.
     """
 
     key: int
     indices: Any
+    is_noted: bool = False
 
 
 @runtime_checkable
@@ -51,11 +53,16 @@ class KeyedDataset(Dataset[Any]):
         dataset: the user's data set; also available as an attribute.
         flag: one byte that workers set if NumPy's global generator was used; ``None`` without
             workers.
+
+    Attributes:
+        dataset: as given.
+        is_noted: whether the content of the batch that was fetched last is read by its worker.
     """
 
     def __init__(self, dataset: Any, flag: torch.Tensor | None = None) -> None:
         self.dataset = dataset
         self._getitems = dataset.__getitems__ if isinstance(dataset, BatchedDataset) else None
+        self.is_noted = False
         self._flag = flag
         self._watch: WorkerWatch | None = None
 
@@ -70,6 +77,7 @@ class KeyedDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, Keyed):
             return self.dataset[index]
+        self.is_noted = index.is_noted
         rng.reseed(index.key)
         sample = self.dataset[index.indices]
         self._count()
@@ -77,6 +85,7 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Any) -> Any:
         if isinstance(indices, Keyed):
+            self.is_noted = indices.is_noted
             rng.reseed(indices.key)
             indices = indices.indices
         if self._getitems is not None:

@@ -26,6 +26,7 @@ from helios.core.registry import Registry
 from helios.core.signal_watch import ignore_signals, noted_signals
 from helios.data.keyed import KeyedBatchSampler, KeyedDataset, Walk
 from helios.data.mixture import Mixture, check_mixture
+from helios.data.noted_batches import NotingCollate
 from helios.data.order import Order, Position, PositionalOrder
 from helios.data.params import DataLoaderParams
 from helios.data.replayed_sampler import ReplayedOrder
@@ -152,10 +153,13 @@ class KeyedLoader(DataLoader[Any]):
         if self.generator is not None:
             self.generator.manual_seed(position.worker_key())
         self.batches.seek(walk)
+        collate = self.collate_fn
+        self.collate_fn = NotingCollate(collate, self.keyed_dataset)
         try:
             return super().__iter__()
         finally:
             self.batches.seek(None)
+            self.collate_fn = collate
 
     def end_workers(self) -> None:
         """End persistent workers; the next iteration starts new ones."""

@@ -115,7 +115,9 @@ class ShardingPlan:
             num_items = sum(map(len, window)) if self._is_listed else len(window)
             yield ReplicaIndices(self._hand_out(window, replicas), num_items * self._weight)
 
-    def walk(self, position: Position, under_way: deque[ShardedIteration]) -> Iterator[Keyed]:
+    def walk(
+        self, position: Position, under_way: deque[ShardedIteration], *, is_noted: bool = False
+    ) -> Iterator[Keyed]:
         """Iterate over the batches of this process, iteration by iteration, each with its key.
 
         An iteration without a batch for this process is only listed as under way, by the step that
@@ -124,6 +126,7 @@ class ShardingPlan:
         Args:
             position: where the pass starts.
             under_way: gets each iteration before its batches.
+            is_noted: whether the content of the batches is read where they are fetched.
         """
         keys = [replace(position, replica=replica).fetch_keys() for replica in self.share.block]
         turns, batch = self.turns(position), position.batch
@@ -133,7 +136,7 @@ class ShardingPlan:
             under_way.append(ShardedIteration(turn, following is None))
             batch += turn.skipped[0]
             for series, indices in zip(keys, turn.hands, strict=False):
-                yield Keyed(series.at(batch), indices)
+                yield Keyed(series.at(batch), indices, is_noted)
             batch += 1
 
     def leave(self, position: Position) -> None:

@@ -123,12 +123,14 @@ class KeyedSource(Source):
         """Whether a user's sampler that splits the data by rank has a state."""
         return self._deal.is_own and self.loader.batches.order.has_state
 
-    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+    def batches(
+        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
+    ) -> BatchIterator:
         """Start a pass; nothing before its position is fetched."""
         position = self._place(epoch, batch, sample)
         self._pass_length = self.length
         self._watch.begin()
-        return begin_pass(self.loader, self._deal, position, self._watch)
+        return begin_pass(self.loader, self._deal, position, self._watch, is_noted=is_noted)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
         """Return the batches of a whole pass that continues at a position."""

@@ -92,7 +92,9 @@ class StepsSource(Source):
         """Always ``"exact"``."""
         return "exact"
 
-    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+    def batches(
+        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
+    ) -> BatchIterator:
         """Start a pass at a batch."""
         return _Numbers(self._share, self.loader.n, self._skipped.get(epoch), (epoch, batch))
 

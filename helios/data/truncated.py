@@ -78,9 +78,11 @@ class TruncatedSource(Source):
         """As without a limit."""
         return self._source.state_is_per_process
 
-    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> BatchIterator:
+    def batches(
+        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
+    ) -> BatchIterator:
         """Start a pass; it is empty if it starts at or after the limit."""
-        batches = self._source.batches(epoch, batch=batch, sample=sample)
+        batches = self._source.batches(epoch, batch=batch, sample=sample, is_noted=is_noted)
         whole = self._source.num_batches(batch=batch, sample=sample)
         if whole is not None and whole <= self._limit:
             return batches
@@ -138,7 +140,7 @@ class _LimitedBatches(BatchIterator):
         batch = next(self._batches)
         self._num_left -= 1
         self.num_samples, self.indices = self._batches.num_samples, self._batches.indices
-        self.skipped = self._batches.skipped
+        self.skipped, self.contents = self._batches.skipped, self._batches.contents
         self.is_last = self._batches.is_last or self._num_left == 0
         return batch
 

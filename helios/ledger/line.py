@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -50,6 +50,15 @@ _FLOAT = struct.Struct(">d")
 def write_float(number: float) -> str:
     """Return the bits of a number as 16 hexadecimal digits."""
     return _FLOAT.pack(number).hex()
+
+
+def write_floats(numbers: Sequence[Any]) -> list[str]:
+    """Return the bits of several numbers.
+
+    Raises:
+        struct.error: if one of them is no number.
+    """
+    return struct.pack(f">{len(numbers)}d", *numbers).hex(",", 8).split(",")
 
 
 def read_float(digits: str) -> float:

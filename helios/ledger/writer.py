@@ -1,7 +1,6 @@
 """Writes a line of the ledger for each iteration of a run.
 
-Each process hashes the batches of its replicas. The hashes are added over all replicas with the
-losses, exactly, so that their sum does not depend on the number of processes.
+During an iteration its numbers are only noted; lines are composed later, many at a time.
 """
 
 from __future__ import annotations
@@ -9,29 +8,29 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, final
+from operator import attrgetter
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.ledger.line import write_float, write_hash
+from helios.ledger.line import write_float, write_floats, write_hash
+from helios.ledger.seen_batches import SeenBatches, describe_batches
 from helios.ledger.tensor_digests import TensorDigests
 from helios.ledger.timing import Timing
 from helios.state import TrainingState
-from helios.storage.content_hash import Fingerprint, fingerprint, hash_indices
+from helios.storage.content_hash import Content, fingerprint, look_safely, pack_indices
 
 _LOGGER = logging.getLogger(__name__)
-_LOW = 0xFFFF_FFFF
-_MODULUS = 1 << 64
 # Lines are composed many at a time, which is faster, once numbers of an accelerator have arrived.
 _FEWEST, _MOST = 32, 96
 _NOTHING = "null"
-
-
-def _join(high: float, low: float) -> str:
-    return write_hash(((int(high) << 32) + int(low)) % _MODULUS)
+_DIGITS = '"%s"'
+# Names and values of losses, learning rates and norm; values are floats, or tensors to come.
+_Numbers: TypeAlias = tuple[Sequence[Any], list[Any], list[Any], Any]
 
 
 def _quote(number: Any) -> str:
@@ -54,18 +53,6 @@ class LineReceiver(Protocol):
     def append(self, body: str) -> None:
         """Take a line, given as a JSON object without its closing brace."""
         ...
-
-
-class _Iteration(NamedTuple):
-    """What a line will say, before it is composed; the numbers are floats, or tensors to come."""
-
-    place: tuple[int, int, int]
-    totals: Sequence[float]
-    losses: list[tuple[Any, Any]]
-    rates: list[Any]
-    norm: Any
-    rest: str
-    moment: Any
 
 
 @final
@@ -100,38 +87,53 @@ class LedgerWriter:
         self._find_optimizers = find_optimizers
         self._attributes = attributes
         self._timing = timing
-        self._holders: dict[str, Any] = {}
+        self._holders: list[tuple[str, Any]] = []
+        self._is_nested = True
         self._optimizers: list[Optimizer] = []
-        self._losses: list[tuple[Any, Any]] = []
-        self._iterations: list[_Iteration] = []
+        self._names: Sequence[Any] = ()
+        self._losses: list[Any] = []
+        # Epoch, iteration and step, batches, numbers, the rest of the line, and when they arrive.
+        self._iterations: list[tuple[int, int, int, Sequence[float], _Numbers, str, Any]] = []
         self._is_far = False
-        self._names: dict[Any, str] = {}
+        self._forms: dict[tuple[Sequence[Any], int, bool], str] = {}
         self._has_warned = False
 
-    def see(self, batches: Sequence[Any], indices: Sequence[Any] | None) -> list[float]:
-        """Hash the batches of an iteration, before anybody can change them.
+    @property
+    def is_full(self) -> bool:
+        """Whether generators and gradients are noted, too."""
+        return self._tensors is not None
+
+    @property
+    def has_noted(self) -> bool:
+        """Whether an iteration was noted, whose line was not yet composed."""
+        return bool(self._iterations)
+
+    def see(
+        self,
+        batches: Sequence[Any],
+        indices: Sequence[Any] | None,
+        contents: Sequence[Content] | None,
+    ) -> SeenBatches:
+        """Note the batches of an iteration, before anybody can change them.
 
         Args:
             batches: the batch of each replica of this process.
             indices: those of the samples of each; ``None`` if unknown.
+            contents: what was read of each batch where it was fetched; ``None`` to read it here.
 
         Returns:
             Whole numbers that must be added over all processes: the argument of :meth:`write`.
         """
-        totals = [0.0] * 6
-        for number, (replica, batch) in enumerate(zip(self._block, batches, strict=False)):
-            content = self._look(batch, replica)
-            order = 0 if indices is None else hash_indices(indices[number], replica)
-            totals[0] += order >> 32
-            totals[1] += order & _LOW
-            totals[2] += content.value >> 32
-            totals[3] += content.value & _LOW
-            totals[4] += content.num_unseen
-            totals[5] += indices is None
+        if contents is None:
+            contents = [*map(look_safely, batches)]
+        for content in contents:
+            if content.failure:
+                self._warn("batches", content.failure)
         if self._tensors is not None:
             with self._guard("batches"):
                 self._tensors.see(batches)
-        return totals
+        packed = None if indices is None else [*map(pack_indices, indices)]
+        return SeenBatches(self._block, contents, packed)
 
     def open(self) -> None:
         """Begin to watch the steps of optimizers, if the ledger is full."""
@@ -160,29 +162,18 @@ class LedgerWriter:
             with self._guard("gradients"):
                 self._tensors.take_gradients(optimizer)
 
-    def _look(self, batch: Any, replica: int) -> Fingerprint:
-        try:
-            return fingerprint(batch, replica)
-        except Exception as error:
-            # A tensor of a user's class may fail here; that is no reason to stop.
-            self._warn("batches", error)
-            return Fingerprint(0, num_unseen=1)
-
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._warn(what, error)
+            self._warn(what, f"{type(error).__name__}: {error}")
 
-    def _warn(self, what: str, error: Exception) -> None:
+    def _warn(self, what: str, error: str) -> None:
         if not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
-                "The ledger cannot read the %s (%s: %s), so its lines lack them.",
-                what,
-                type(error).__name__,
-                error,
+                "The ledger cannot read the %s (%s), so its lines lack them.", what, error
             )
 
     def take_losses(self, losses: Mapping[str, Any]) -> None:
@@ -192,7 +183,8 @@ class LedgerWriter:
             losses: numbers or tensors of one element, as means over replicas.
         """
         if self._book is not None:
-            self._losses = [(name, self._read(loss)) for name, loss in losses.items()]
+            self._names = (*losses,)
+            self._losses = [*map(self._read, losses.values())]
 
     def write(
         self, state: TrainingState, totals: Sequence[float], *, norm: Tensor | None = None
@@ -218,12 +210,21 @@ class LedgerWriter:
         if self._tensors is not None:
             with self._guard("weights"):
                 rest += self._tensors.describe(state)
-        rates = self._rates()
         norm = None if norm is None else self._read(norm)
+        numbers = self._names, self._losses, self._rates(), norm
         moment = _mark_time() if self._is_far else None
-        place = (state.global_epoch, state.global_iteration, state.global_step)
         iterations = self._iterations
-        iterations.append(_Iteration(place, totals, self._losses, rates, norm, rest, moment))
+        iterations.append(
+            (
+                state.global_epoch,
+                state.global_iteration,
+                state.global_step,
+                totals,
+                numbers,
+                rest,
+                moment,
+            )
+        )
         if len(iterations) >= _MOST:
             self._compose(_FEWEST)
 
@@ -244,71 +245,77 @@ class LedgerWriter:
         Args:
             most: how many of the newest ones wait longer.
         """
-        book, names = self._book, self._names
+        book = self._book
         if book is None:
             return
         count = max(0, len(self._iterations) - most)
         due, self._iterations = self._iterations[:count], self._iterations[count:]
-        for place, totals, losses, rates, norm, rest, moment in due:
+        for epoch, iteration, step, totals, numbers, rest, moment in due:
             if moment is not None:
                 moment.synchronize()
-            parts = []
-            for name, loss in losses:
-                if name not in names:
-                    names[name] = json.dumps(str(name))
-                parts.append(f"{names[name]}:{_quote(loss)}")
-            epoch, iteration, step = place
-            body = f'{{"at":[{epoch},{iteration},{step}],{_data(totals)}'
-            if parts:
-                body += f',"loss":{{{",".join(parts)}}}'
-            if rates:
-                body += f',"lr":[{",".join(map(_quote, rates))}]'
-            if norm is not None:
-                body += f',"norm":{_quote(norm)}'
-            book.append(body + rest)
+            data, text = describe_batches(totals), self._describe_numbers(*numbers)
+            book.append(f'{{"at":[{epoch},{iteration},{step}],{data}{text}{rest}')
         if due and self._timing is not None:
-            self._timing.note(due[-1].place[1])
+            self._timing.note(due[-1][1])
 
-    @staticmethod
-    def _waits(tensor: Tensor) -> bool:
-        """Whether to read a number would wait for an accelerator."""
-        return not tensor.is_cpu
+    def _describe_numbers(
+        self, names: Sequence[Any], losses: list[Any], rates: list[Any], norm: Any
+    ) -> str:
+        """Return the losses, the learning rates and the norm of a line."""
+        has_norm = norm is not None
+        key = (names, len(rates), has_norm)
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = _make_form(names, len(rates), has_norm=has_norm)
+        numbers = [*losses, *rates, norm] if has_norm else losses + rates
+        try:
+            return form % (*write_floats(numbers),) if numbers else ""
+        except (struct.error, OverflowError):
+            return form.replace(_DIGITS, "%s") % (*map(_quote, numbers),)
+
+    # Whether a tensor can be read without waiting for an accelerator.
+    _is_near = staticmethod(attrgetter("is_cpu"))
 
     def _read(self, number: Any) -> Any:
         """Return a number as it is now; one of an accelerator arrives later."""
-        if isinstance(number, Tensor):
-            number = number.detach()
-            if self._waits(number):
-                self._is_far = True
-                return number.to("cpu", non_blocking=number.is_cuda, copy=True)
-            return number.item() if number.numel() == 1 else None
-        if type(number) not in (float, int, type(None)):
-            # A number of the user's own may change until the line is composed.
-            with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        kind = type(number)
+        if kind is float or kind is int or number is None:
+            return number
+        # A number of the user's own may change until the line is composed.
+        try:
+            if not isinstance(number, Tensor):
                 return float(number)
+            if self._is_near(number):
+                return number.item()
+            self._is_far = True
+            return number.detach().to("cpu", non_blocking=number.is_cuda, copy=True)
+        except Exception:
             return None
-        return number
 
     def _rates(self) -> list[Any]:
         attributes = self._attributes
-        if not self._holders or any(
-            attributes.get(name) is not holder or not isinstance(holder, Optimizer)
-            for name, holder in self._holders.items()
-        ):
+        is_same = not self._is_nested
+        for name, holder in self._holders:
+            is_same = is_same and attributes.get(name) is holder
+        if not is_same:
             self.find_optimizers()
-        return [
-            self._read(group["lr"])
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            if "lr" in group
-        ]
+        rates = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if "lr" in group:
+                    rate = group["lr"]
+                    rates.append(rate if type(rate) is float else self._read(rate))
+        return rates
 
     def find_optimizers(self) -> None:
         """Search for the optimizers: at the start of an epoch, or if one may be another now."""
         found = self._find_optimizers()
         self._optimizers = list(found.values())
         names = {path.partition(".")[0].partition("[")[0] for path in found}
-        self._holders = {name: self._attributes.get(name) for name in names}
+        self._holders = [(name, self._attributes.get(name)) for name in names]
+        # One inside of a container may be replaced without a trace in the model.
+        direct = [isinstance(holder, Optimizer) for _, holder in self._holders]
+        self._is_nested = not all(direct) or not direct
 
     def _digests(self) -> str:
         try:
@@ -317,7 +324,7 @@ class LedgerWriter:
             state = {path: _state_of(each, names) for path, each in self._find_optimizers().items()}
             hashes = [write_hash(fingerprint(value).value) for value in (weights, state)]
         except Exception as error:
-            self._warn("weights", error)
+            self._warn("weights", f"{type(error).__name__}: {error}")
             return ""
         return f',"weights":"{hashes[0]}","optimizer":"{hashes[1]}"'
 
@@ -331,11 +338,13 @@ def _mark_time() -> Any:
     return event
 
 
-def _data(totals: Sequence[float]) -> str:
-    *_, num_unseen, num_unknown = totals
-    order = _NOTHING if num_unknown else f'"{_join(totals[0], totals[1])}"'
-    unseen = f",{int(num_unseen)}" if num_unseen else ""
-    return f'"data":[{order},"{_join(totals[2], totals[3])}"{unseen}]'
+def _make_form(names: Sequence[Any], num_rates: int, *, has_norm: bool) -> str:
+    """Return the text of losses, rates and norm, with a place for the digits of each number."""
+    losses = [json.dumps(str(name)).replace("%", "%%") + f":{_DIGITS}" for name in names]
+    form = f',"loss":{{{",".join(losses)}}}' if losses else ""
+    if num_rates:
+        form += f',"lr":[{",".join([_DIGITS] * num_rates)}]'
+    return form + f',"norm":{_DIGITS}' * has_norm
 
 
 def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ class EpochLoop(Loop):
     """The default epoch loop."""
 
     _internals: ClassVar[str] = (
-        "_batches _boundary _has_left _is_complete _is_over _kind _ledger _num_done _timer "
-        "batch_loop val_loop"
+        "_batches _boundary _has_left _is_complete _is_over _kind _ledger _num_done "
+        "_tensors _timer batch_loop val_loop"
     )
 
     roles = ("batch_loop", "val_loop")
@@ -39,6 +39,8 @@ class EpochLoop(Loop):
         self._kind = STEP
         self._timer = AverageTimer()
         self._ledger: Ledger | None = None
+        # The same if it notes generators, too.
+        self._tensors: Ledger | None = None
         self._is_over = False
         self._is_complete = False
         self._has_left = False
@@ -75,13 +77,16 @@ class EpochLoop(Loop):
         self._kind = WINDOW if session.schedule.is_by_epoch else STEP
         self._is_complete = total == done
         session.num_skipped_batches = cursor.batch - done
-        self._batches = source.batches(cursor.epoch, batch=cursor.batch, sample=cursor.sample)
+        self._ledger = ledger = None if session.recorder is None else session.recorder.ledger
+        self._tensors = ledger if ledger is not None and ledger.is_full else None
+        self._batches = source.batches(
+            cursor.epoch, batch=cursor.batch, sample=cursor.sample, is_noted=ledger is not None
+        )
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
         session.turns.begin_epoch()
-        self._ledger = None if session.recorder is None else session.recorder.ledger
-        if self._ledger is not None:
-            self._ledger.find_optimizers()
+        if ledger is not None:
+            ledger.find_optimizers()
         session.display.start_epoch(cursor.epoch, total, done)
         self._timer.start()
 
@@ -104,7 +109,8 @@ class EpochLoop(Loop):
         if batches.skipped[0]:
             self._jump(*batches.skipped)
         if self._ledger is not None:
-            turns.add_with_losses(self._ledger.see(found, batches.indices))
+            seen = self._ledger.see(found, batches.indices, batches.contents)
+            turns.add_with_losses(seen)
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         train = (self.batch_loop or require(self.batch_loop)).enter
         try:
@@ -112,8 +118,8 @@ class EpochLoop(Loop):
                 turns.begin(replica, opens_window=opens_window)
                 if not turns.is_first:
                     context.batch = context.raw_batch = batch
-                if self._ledger is not None:
-                    self._ledger.begin_turn(state.global_iteration)
+                if self._tensors is not None:
+                    self._tensors.begin_turn(state.global_iteration)
                 train(batch)
                 turns.end(ends_window=state.is_step_boundary)
             self._end_iteration(batches.num_samples)
@@ -287,7 +293,7 @@ class EpochLoop(Loop):
         if state.is_step_boundary:
             session.context.close_window()
         if self._ledger is not None:
-            self._ledger.take_losses(session.model.loss_items)
+            self._ledger.take_losses(session.turns.means or session.model.loss_items)
         should_log = session.schedule.logs and due.is_log_due(session.schedule, state)
         if "on_training_batch_end" in hooks.active:
             session.context.batch = session.context.raw_batch

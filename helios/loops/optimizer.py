@@ -191,7 +191,8 @@ class OptimizerLoop(Loop):
     def _begin(self, *, is_manual: bool) -> None:
         session = self._session
         self._has_begun = True
-        self._ledger = None if session.recorder is None else session.recorder.ledger
+        ledger = None if session.recorder is None else session.recorder.ledger
+        self._ledger = ledger if ledger is not None and ledger.is_full else None
         if session.is_manual is None:
             session.is_manual = is_manual
             session.state.is_step_boundary |= is_manual and session.schedule.is_by_epoch

@@ -32,7 +32,7 @@ class EvenBatches(BatchIterator):
             self.close()
             raise StopIteration
         self.num_samples, self.is_last = self._batches.num_samples, is_last
-        self.indices = self._batches.indices
+        self.indices, self.contents = self._batches.indices, self._batches.contents
         return batch
 
     def close(self) -> None:

@@ -44,13 +44,6 @@ def _as_scores(tables: Sequence[Mapping[str, Any]]) -> list[_Scores]:
     return scores
 
 
-def _means(sums: _Scores) -> dict[str, Tensor]:
-    dtype, means = torch.get_default_dtype(), {}
-    for name, (total, weight) in sums.items():
-        means[name] = torch.tensor(total / weight, dtype=dtype)
-    return means
-
-
 class NumberReducer:
     """Adds a few numbers of each replica, by name, in the order of the tree.
 
@@ -68,6 +61,7 @@ class NumberReducer:
         numbers: whole numbers of this process that are added over all processes, exactly, with the
             next losses; as many on all processes.
         totals: their sums, after the losses were added.
+        means: the last mean losses, before they were rounded to torch's default type.
 
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
@@ -89,6 +83,7 @@ class NumberReducer:
         self._names: list[str] = []
         self.numbers: Sequence[float] = ()
         self.totals: Sequence[float] = ()
+        self.means: Mapping[str, float] = {}
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all replicas in order, exactly.
@@ -141,7 +136,7 @@ class NumberReducer:
         Returns:
             Tensors without dimensions, of torch's default type, summed in float64.
         """
-        return _means(_add_up(self._exchange(_as_scores(tables))))
+        return self._take_means(self._exchange(_as_scores(tables)))
 
     def write_losses(self, tables: Sequence[Mapping[str, Any]]) -> Tensor:
         """Return losses as a row of numbers for a message, of the same length on all processes.
@@ -159,7 +154,14 @@ class NumberReducer:
             rows: the row of each process, in the order of ranks.
         """
         parts = rows.view(len(self._sizes), max(self._sizes), -1)
-        return _means(_add_up(self._read(_as_scores(tables), self._cut(parts))))
+        return self._take_means(self._read(_as_scores(tables), self._cut(parts)))
+
+    def _take_means(self, tables: list[_Scores]) -> dict[str, Tensor]:
+        sums, dtype, rounded = _add_up(tables), torch.get_default_dtype(), {}
+        self.means = means = {name: total / weight for name, (total, weight) in sums.items()}
+        for name, mean in means.items():
+            rounded[name] = torch.tensor(mean, dtype=dtype)
+        return rounded
 
     def _exchange(self, tables: list[_Scores]) -> list[_Scores]:
         """Return the tables of all replicas in order.

@@ -36,6 +36,8 @@ class Turns(ABC):
         is_over: whether the last of several replicas has finished this iteration.
         has_message: whether a message is pending that :meth:`receive` reads.
         totals: the numbers of the iteration, added over all processes, after its last turn.
+        means: the losses of the iteration as float64 means over replicas, after its last turn;
+            ``None`` with one replica, whose table holds its losses as they are.
     """
 
     replica: int = 0
@@ -45,6 +47,7 @@ class Turns(ABC):
     is_over: bool = False
     has_message: bool = False
     totals: Sequence[float] = ()
+    means: Mapping[str, float] | None = None
 
     def add_with_losses(self, numbers: Sequence[float]) -> None:
         """Add whole numbers over all processes, together with the losses of this iteration.
@@ -304,7 +307,7 @@ class SharedTurns(Turns):
             self.receive()
         self._watch.report()
         means = self._exchange.take_means(table)
-        self.totals = self._replicas.totals
+        self.totals, self.means = self._replicas.added
         table.clear()
         table.update(means)
 

@@ -199,9 +199,9 @@ class Replicas:
         self._losses.numbers = numbers
 
     @property
-    def totals(self) -> Sequence[float]:
-        """The sums of :meth:`add_with_losses`, after the mean losses are known."""
-        return self._losses.totals
+    def added(self) -> tuple[Sequence[float], Mapping[str, float]]:
+        """The sums of :meth:`add_with_losses`, and the last mean losses as float64."""
+        return self._losses.totals, self._losses.means
 
     def mean_losses(self, tables: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the mean of each loss over the replicas that have it, by name.

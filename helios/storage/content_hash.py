@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, final
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from helios.storage.checksums import array_sum, tensor_sum
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _ARRAYS = (np.ndarray, np.generic)
+_FLAT = frozenset((list, tuple, dict))
+_TENSOR, _TEXT = {Tensor}, {str}
 _MOST_NESTED = 100
 _MANY = 16
 _NUMBER = struct.Struct("<Q")
@@ -41,40 +44,127 @@ class Fingerprint(NamedTuple):
     num_unseen: int = 0
 
 
+class Content(NamedTuple):
+    """What was read of a value, so that the value may change before it is hashed.
+
+    Attributes:
+        data: the bytes to hash; or the kind of a container of tensors, a list of names for a
+            dictionary, with type, shape and checksum of each tensor.
+        num_unseen: parts whose content could not be read.
+        failure: why nothing could be read; empty if something was.
+    """
+
+    data: bytes | tuple[str | list[str], list[tuple[torch.dtype, torch.Size, int]]]
+    num_unseen: int = 0
+    failure: str = ""
+
+
+def look(value: Any) -> Content:
+    """Read a value now; :func:`hash_content` hashes it later, and costs most for small tensors."""
+    kind = type(value)
+    if kind in _FLAT:
+        is_named = kind is dict
+        members = value.values() if is_named else value
+        # One pass for what most batches are.
+        if {*map(type, members)} == _TENSOR and not (is_named and {*map(type, value)} != _TEXT):
+            try:
+                found = [(each.dtype, each.shape, crc32(each.numpy())) for each in members]
+                return Content(([*value] if is_named else kind.__name__, found))
+            except (TypeError, RuntimeError, ValueError, BufferError):
+                pass
+    reader = _Reader()
+    return Content(reader.read(value), reader.num_unseen)
+
+
+def look_safely(value: Any) -> Content:
+    """Read a value now, as :func:`look`; one that fails counts as unseen."""
+    try:
+        return look(value)
+    except Exception as error:
+        # A tensor of a user's class may fail here; that is no reason to stop.
+        return Content(b"", 1, f"{type(error).__name__}: {error}")
+
+
+def bytes_of(content: Content) -> bytes:
+    """Return the bytes to hash."""
+    data = content.data
+    if isinstance(data, bytes):
+        return data
+    kind, leaves = data
+    parts = [_token_of_form(dtype, shape) + _NUMBER.pack(sum_) for dtype, shape, sum_ in leaves]
+    if isinstance(kind, list):
+        names = [_token(f"str {name!r}") for name in kind]
+        parts = sorted(name + part for name, part in zip(names, parts, strict=True))
+        kind = "mapping"
+    return _token_of_kind(kind, len(parts)) + _digest_of(parts)
+
+
+def hash_content(content: Content, *salt: int) -> int:
+    """Return 64 bits over what was read of a value; zero if nothing could be read.
+
+    Args:
+        content: what was read.
+        salt: numbers that enter, too, so that equal values in different places differ.
+    """
+    return 0 if content.failure else hash_bytes(bytes_of(content), *salt)
+
+
 def fingerprint(value: Any, *salt: int) -> Fingerprint:
     """Return the fingerprint of a value.
 
     Args:
         value: tensors, arrays, plain values, and containers of these.
-        salt: numbers that enter it, too, so that equal values in different places differ.
+        salt: as in :func:`hash_content`.
     """
-    reader = _Reader()
-    head = struct.pack(f"<{len(salt)}q", *salt)
-    return Fingerprint(_number_of(head + reader.read(value)), reader.num_unseen)
+    content = look(value)
+    return Fingerprint(hash_content(content, *salt), content.num_unseen)
 
 
-def hash_indices(indices: Any, *salt: int) -> int:
-    """Return 64 bits over the indices of the samples of a batch, of any type, in order.
+def pack_indices(indices: Any) -> bytes:
+    """Return the indices of the samples of a batch, of any type, in order, for a hash.
 
     Args:
         indices: a list of them; a single one if batches are not collated.
-        salt: as in :func:`fingerprint`.
     """
     numbers = indices if isinstance(indices, list) else [indices]
     try:
-        data = struct.pack(f"<{len(salt) + len(numbers)}q", *salt, *numbers)
+        return _struct_of(len(numbers)).pack(*numbers)
     except (struct.error, TypeError):
-        return fingerprint(indices, *salt).value
-    return _number_of(data)
+        return _Reader().read(indices)
 
 
-def _number_of(data: bytes) -> int:
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+def hash_bytes(data: bytes, *salt: int) -> int:
+    """Return 64 bits over bytes.
+
+    Args:
+        data: the bytes.
+        salt: as in :func:`hash_content`.
+    """
+    return int.from_bytes(blake2b(_head_of(*salt) + data, digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=64)
+def _struct_of(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}q")
+
+
+@lru_cache(maxsize=1024)
+def _head_of(*salt: int) -> bytes:
+    return _struct_of(len(salt)).pack(*salt)
+
+
+def _digest_of(parts: list[bytes]) -> bytes:
+    return blake2b(b"".join(parts), digest_size=8).digest()
 
 
 def _token(text: str) -> bytes:
     data = text.encode("utf-8", "surrogatepass")
     return struct.pack("<I", len(data)) + data
+
+
+@lru_cache(maxsize=64)
+def _token_of_kind(kind: str, count: int) -> bytes:
+    return _token(f"{kind} {count}")
 
 
 @lru_cache(maxsize=256)
@@ -134,12 +224,12 @@ class _Reader:
             text = f"{type(value).__qualname__} {names}"
         else:
             return self._name_unseen(value)
-        return _token(text) + blake2b(b"".join(parts), digest_size=8).digest()
+        return _token(text) + _digest_of(parts)
 
     def _read_sequence(self, members: list[Any]) -> list[bytes]:
         if len(members) > _MANY and all(type(member) is int for member in members):
             with contextlib.suppress(struct.error):  # a number of more than 64 bits
-                return [struct.pack(f"<{len(members)}q", *members)]
+                return [_struct_of(len(members)).pack(*members)]
         return [
             self._read_tensor(member) if type(member) is Tensor else self.read(member)
             for member in members

@@ -11,8 +11,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from helios.core import rng
 from helios.data import create_dataloader
+from helios.data.shard import Shard
 from helios.data.source import Source, open_source
 from helios.errors import UsageError
+from helios.storage.content_hash import fingerprint, hash_content
 from tests.data.datasets import (
     FETCH,
     Augmented,
@@ -335,3 +337,51 @@ def test_a_fetch_is_seeded_unless_it_cannot_draw(
     next(batches)
     batches.close()
     assert bool(seeds) is is_seeded
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_batches_are_read_where_they_are_fetched_with_equal_results(num_replicas: int) -> None:
+    found = []
+    for num_workers in (0, 2):
+        loader, sampler = create_dataloader(
+            Augmented(LENGTH), batch_size=2, shuffle=True, num_workers=num_workers
+        )
+        share = Shard(num_replicas, range(num_replicas), pads=True)
+        source = open_source(loader, sampler, run_seed=3, purpose=FETCH, share=share)
+        batches = source.batches(0, is_noted=True)
+        hashes = []
+        for batch in batches:
+            contents = batches.contents
+            assert contents is not None
+            hashes.append([hash_content(each, 5) for each in contents])
+            assert hashes[-1] == [fingerprint(each, 5).value for each in batch]
+        found.append(hashes)
+    assert found[0] == found[1]
+    assert len({str(each) for each in found[0]}) == len(found[0]) > 1
+
+
+def test_only_a_run_that_asks_gets_what_was_read() -> None:
+    options = {"batch_size": 2, "num_workers": 1, "persistent_workers": True}
+    loader, sampler = create_dataloader(Indices(4), **options)
+    source = open_source(loader, sampler, run_seed=3, purpose=FETCH)
+    try:
+        for is_noted in (True, False, True):
+            batches = source.batches(0, is_noted=is_noted)
+            assert [each[0].tolist() for each in batches] == [[0, 1], [2, 3]]
+            assert (batches.contents is not None) is is_noted
+            assert [each.tolist() for each in loader] == [[0, 1], [2, 3]]
+    finally:
+        source.close()
+
+
+def test_workers_that_a_users_own_loop_has_started_leave_reading_to_the_run() -> None:
+    options = {"batch_size": 2, "num_workers": 1, "persistent_workers": True}
+    loader, sampler = create_dataloader(Indices(4), **options)
+    assert [each.tolist() for each in loader] == [[0, 1], [2, 3]]
+    source = open_source(loader, sampler, run_seed=3, purpose=FETCH)
+    try:
+        batches = source.batches(0, is_noted=True)
+        assert [each[0].tolist() for each in batches] == [[0, 1], [2, 3]]
+        assert batches.contents is None
+    finally:
+        source.close()

@@ -18,6 +18,7 @@ from helios.errors import LedgerError
 from helios.ledger.manifest.environment import (
     describe_environment,
     describe_switches,
+    describe_variables,
     find_distributions,
     find_imported,
 )
@@ -186,7 +187,8 @@ def _import(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> dict[str,
     module = types.ModuleType("a_module_of_the_test")
     module.__file__ = str(path)
     monkeypatch.setitem(sys.modules, "a_module_of_the_test", module)
-    return hash_sources(sys.modules.copy(), lambda seconds: None)["a_module_of_the_test"]
+    found = hash_sources(sys.modules.copy(), lambda: None, lambda seconds: None)
+    return found["a_module_of_the_test"]
 
 
 def test_comments_and_docstrings_change_the_text_only(
@@ -258,7 +260,7 @@ def test_settings_by_their_new_names_stop_nothing(setting: str) -> None:
 
 
 def test_installed_packages_and_the_standard_library_are_no_sources() -> None:
-    found = hash_sources(sys.modules.copy(), lambda seconds: None)
+    found = hash_sources(sys.modules.copy(), lambda: None, lambda seconds: None)
     assert __name__ in found
     assert not {"torch", "numpy", "json", "helios", "helios.trainer"} & set(found)
 
@@ -291,7 +293,7 @@ def test_only_variables_that_may_change_numbers_are_recorded(
 ) -> None:
     for name in ("MKL_CBWR", "HF_TOKEN", "CUDA_HOME", "TORCH_NCCL_KEY", "PYTHONHASHSEED"):
         monkeypatch.setenv(name, "1")
-    found = describe_environment(sys.modules.copy())["environment"]
+    found = describe_variables()
     assert {"MKL_CBWR", "PYTHONHASHSEED"} <= set(found)
     assert not {"HF_TOKEN", "CUDA_HOME", "TORCH_NCCL_KEY", "PATH"} & set(found)
 

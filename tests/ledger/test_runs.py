@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import helios
+from helios.data import fetching, noted_batches
 from helios.errors import ArgumentError, RunMismatchError
-from helios.ledger import diff, verify
+from helios.ledger import diff, verify, writer
 from helios.ledger.book import FILE_NAME
+from helios.ledger.line import read_float
 from helios.plugins import Plugin
 from helios.state import Phase, TrainingState
-from helios.storage import files
+from helios.storage import content_hash, files
+from helios.storage.content_hash import Content
 from tests.support.resume import assert_equal_ledgers
 from tests.support.runs import Setting, train
 
@@ -209,3 +213,65 @@ def test_hooks_behind_the_losses_change_no_line(whole: Path, tmp_path: Path) -> 
 def test_an_unknown_ledger_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"ledger.*\"steps\", \"full\" or \"off\""):
         helios.Trainer(total_steps=1, ledger="all")  # type: ignore[arg-type]
+
+
+class _Rounded(helios.Model):
+    """Has a loss on each replica whose mean over two no float32 holds."""
+
+    def __init__(self) -> None:
+        super().__init__("rounded")
+        self.means: list[float] = []
+
+    unsaved = ("means",)
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+
+    def train_step(self, batch: Any, state: TrainingState) -> torch.Tensor:
+        return self.net(batch[0]).sum() * 0 + batch[0].sum()
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self.means.append(float(self.loss_items["loss"]))
+
+
+class _Two(helios.DataModule):
+    def setup(self) -> None:
+        samples = torch.utils.data.TensorDataset(torch.tensor([[1.0], [1 + 2**-23]]))
+        self._train_dataset = self._create_dataset(samples, helios.DataLoaderParams(batch_size=1))
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_losses_are_means_in_float64(accumulation_steps: int, tmp_path: Path) -> None:
+    model = _Rounded()
+    helios.Trainer(
+        train_unit="iteration",
+        total_steps=2,
+        num_replicas=2,
+        accumulation_steps=accumulation_steps,
+        use_cpu=True,
+        chkpt_root=tmp_path,
+        chkpt_frequency=2,
+        print_banner=False,
+    ).fit(model, _Two())
+    found = [read_float(line["loss"]["loss"]) for line in _lines(tmp_path) if "loss" in line]
+    assert found == [1 + 2**-24] * 2 * accumulation_steps
+    assert set(model.means) == {1.0}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_workers_read_the_batches(
+    num_workers: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    def note(batch: Any) -> Content:
+        read.append(batch)
+        return content_hash.look_safely(batch)
+
+    for place in (fetching, noted_batches, writer):
+        monkeypatch.setattr(place, "look_safely", note)
+    train(tmp_path, dataclasses.replace(SETTING, num_workers=num_workers))
+    assert len(read) == (0 if num_workers else 14)
+    assert_equal_ledgers(tmp_path, whole)

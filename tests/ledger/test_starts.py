@@ -406,7 +406,7 @@ def test_a_strict_start_needs_something_to_compare_with(
     elif harm == "damaged":
         path.write_text("{")
     else:
-        monkeypatch.setattr(run_manifest, "hash_sources", lambda modules, rest: 1 / 0)
+        monkeypatch.setattr(run_manifest, "hash_sources", lambda *given: 1 / 0)
     with pytest.raises(RunMismatchError, match=r'cannot compare.*"warn" once'):
         train(tmp_path, _strict(LONGER))
     train(tmp_path, LONGER)
@@ -450,3 +450,25 @@ def test_an_error_without_a_text_stays_the_error_of_the_run(tmp_path: Path) -> N
         train(tmp_path, SETTING, Leave(2, SilentError()))
     (cause,) = [each["cause"] for each in read_lineage(tmp_path / "small") if "cause" in each]
     assert cause == "SilentError"
+
+
+def test_the_first_iteration_waits_for_no_evidence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, seen = threading.Event(), []
+
+    class Look(Plugin):
+        def setup(self) -> None:
+            """Nothing to prepare."""
+
+        def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+            seen.append(begun.wait(0.2 if state.global_iteration == 1 else 20))
+
+    def describe(folder: Path) -> dict[str, Any]:
+        begun.set()
+        return {"commit": "abc"}
+
+    monkeypatch.setattr(run_manifest, "_describe_git", describe)
+    train(tmp_path, dataclasses.replace(SETTING, chkpt_frequency=100), Look("look"))
+    assert seen == [False, True, True, True]
+    assert _manifest(tmp_path).sections[0].facts["git"] == {"commit": "abc"}

@@ -125,7 +125,9 @@ class ListSource(Source):
         self.knows_end = knows_end
         self.loader = None
 
-    def batches(self, epoch: int, *, batch: int = 0, sample: int = 0) -> ListBatches:
+    def batches(
+        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
+    ) -> ListBatches:
         return ListBatches(self.items[batch:], self.num_samples, knows_end=self.knows_end)
 
     def num_batches(self, *, batch: int = 0, sample: int = 0) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from helios.storage.content_hash import fingerprint, hash_indices
+from helios.storage.content_hash import fingerprint, hash_bytes, hash_content, look, pack_indices
 
 Pair = namedtuple("Pair", "left right")
 
@@ -104,7 +104,7 @@ def test_a_place_makes_a_difference() -> None:
         len({fingerprint(batch).value, fingerprint(batch, 0).value, fingerprint(batch, 1).value})
         == 3
     )
-    assert hash_indices([1, 2], 0) != hash_indices([1, 2], 1)
+    assert hash_bytes(pack_indices([1, 2]), 0) != hash_bytes(pack_indices([1, 2]), 1)
 
 
 def test_containers_are_entered() -> None:
@@ -181,8 +181,58 @@ def test_methods_of_a_list_of_the_users_own_are_not_called() -> None:
 
 
 def test_indices_may_be_of_any_type() -> None:
-    assert hash_indices([3, 1]) == hash_indices([np.int64(3), 1])
-    assert hash_indices([3, 1]) != hash_indices([1, 3])
+    assert hash_bytes(pack_indices([3, 1])) == hash_bytes(pack_indices([np.int64(3), 1]))
+    assert hash_bytes(pack_indices([3, 1])) != hash_bytes(pack_indices([1, 3]))
     kinds = [[3], 3.5, ["a"], [("a", 1)], [1 << 70]]
-    assert len({hash_indices(each) for each in kinds}) == len(kinds)
-    assert hash_indices(3) == hash_indices([3])
+    assert len({hash_bytes(pack_indices(each)) for each in kinds}) == len(kinds)
+    assert hash_bytes(pack_indices(3)) == hash_bytes(pack_indices([3]))
+
+
+_X, _N = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.tensor([3, 1])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([_X, _N], 8637285595334867531),
+        ((_X, _N), 1994918334460049525),
+        ([], 2886672781414374799),
+        (_X, 17471035118155458055),
+        ([_X, 1], 11588059872159585690),
+        ([[_X], _N], 17321557199407119104),
+        ([_X.T, _N], 17112707939740375755),
+        ([_X.clone().requires_grad_(), _N], 8637285595334867531),
+        ([_X.bfloat16()], 10501749929154179179),
+        ([_N > 2, torch.tensor(1.5)], 12166528355089025376),
+        ({"x": _X, "y": _N}, 5121733222641005290),
+        ({"y": _N, "x": _X}, 5121733222641005290),
+        ([_X.numpy()], 7443165633543843503),
+        ([_X.to_sparse(), _N], 5858335459145362241),
+        (list(range(40)), 9248586822348283460),
+    ],
+)
+def test_a_fingerprint_stays_what_it_is_in_ledgers(value: Any, expected: int) -> None:
+    assert fingerprint(value, 3).value == expected
+
+
+def test_what_was_read_does_not_follow_later_changes() -> None:
+    x, y = torch.ones(3), torch.zeros(2)
+    for batch in ([x, y], (x, y), {"x": x, "y": y}, [x, [y]]):
+        before, content = fingerprint(batch, 1), look(batch)
+        x += 1
+        assert hash_content(content, 1) == before.value != fingerprint(batch, 1).value
+
+
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [
+        ([4, 2], 12265578280899649975),
+        (7, 11537534773456767528),
+        ([np.int64(5)], 2714434441749549130),
+        (["a", 1], 11296218970111189015),
+        ([1.5], 8091397392959833349),
+        ([], 10610619027356026955),
+    ],
+)
+def test_a_hash_of_indices_stays_what_it_is_in_ledgers(indices: Any, expected: int) -> None:
+    assert hash_bytes(pack_indices(indices), 2) == expected

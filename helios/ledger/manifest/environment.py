@@ -36,7 +36,7 @@ _DISTRIBUTION = re.compile(r"(.+?)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info")
 
 
 def describe_environment(modules: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that can be read without a training, by topic.
+    """Return by topic what can be read without a training, and stays as it is meanwhile.
 
     Args:
         modules: the imported modules by name.
@@ -48,7 +48,6 @@ def describe_environment(modules: Mapping[str, Any]) -> dict[str, Any]:
         "imported": find_imported(folders, modules),
         "system": _describe_system(),
         "gpu": _describe_gpus(),
-        "environment": _describe_variables(),
     }
 
 
@@ -216,7 +215,8 @@ def _find_gpu_versions() -> Iterator[tuple[str, str]]:
         return
 
 
-def _describe_variables() -> dict[str, str]:
+def describe_variables() -> dict[str, str]:
+    """Return the environment variables that may change numbers, as they are now."""
     return {
         name: value
         for name, value in sorted(os.environ.items())

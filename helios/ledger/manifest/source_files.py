@@ -21,25 +21,31 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
 def hash_sources(
-    modules: Mapping[str, Any], rest: Callable[[float], None]
+    modules: Mapping[str, Any], wait: Callable[[], None], rest: Callable[[float], None]
 ) -> dict[str, dict[str, str]]:
     """Return hashes of the source files of imported modules outside of installed packages.
 
     Args:
         modules: the imported modules by name.
-        rest: called after each file with the seconds that it took; may sleep, so that a training
-            continues meanwhile.
+        wait: called once all texts are hashed; may wait until there is time for parsing, which
+            holds the interpreter.
+        rest: called after each file that was parsed with the seconds that it took; may sleep, so
+            that a training continues meanwhile.
 
     Returns:
         For each module its ``file``, the hash of its ``text``, and that of its ``code``: of the
         syntax tree without comments and docstrings, if the file has at most 200 kB.
     """
     found: dict[str, dict[str, str]] = {}
-    for name, path in sorted(_list_sources(modules)):
+    paths = dict(sorted(_list_sources(modules)))
+    for name, path in paths.items():
+        text = _hash_present(path)
+        if text is not None:
+            found[name] = {"file": _shorten(path), "text": text}
+    wait()
+    for name, entry in found.items():
         begin = time.perf_counter()
-        hashes = _hash_present(path)
-        if hashes is not None:
-            found[name] = {"file": _shorten(path), **hashes}
+        entry |= _hash_code(paths[name], entry["text"])
         rest(time.perf_counter() - begin)
     return found
 
@@ -58,16 +64,17 @@ def hash_absent(
         if name not in present:
             path = Path(entry["file"])
             path = path.expanduser() if path.parts[:1] == ("~",) else find_script_folder() / path
-            hashes = _hash_present(str(path))
-            if hashes is not None:
-                found[name] = {"file": entry["file"], **hashes}
+            text = _hash_present(str(path))
+            if text is not None:
+                code = _hash_code(str(path), text)
+                found[name] = {"file": entry["file"], "text": text, **code}
     return found
 
 
-def _hash_present(path: str) -> dict[str, str] | None:
+def _hash_present(path: str) -> str | None:
     try:
         status = Path(path).stat()
-        return _hash_file(path, status.st_mtime_ns, status.st_size)
+        return _hash_text(path, status.st_mtime_ns, status.st_size)
     except OSError:
         return None
 
@@ -116,19 +123,27 @@ def _shorten(path: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _hash_file(path: str, _changed_at: int, _size: int) -> dict[str, str]:
-    data = Path(path).read_bytes()
-    found = {"text": hashlib.sha256(data).hexdigest()[:16]}
-    # Parsing holds the interpreter, and would delay the first steps.
-    if len(data) > _MOST_PARSED:
-        return found
+def _hash_text(path: str, _changed_at: int, _size: int) -> str:
+    return _hash_bytes(Path(path).read_bytes())
+
+
+def _hash_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=4096)
+def _hash_code(path: str, text: str) -> dict[str, str]:
+    """Return the hash of the syntax tree; nothing if the file is not the one of the text now."""
     try:
+        data = Path(path).read_bytes()
+        if len(data) > _MOST_PARSED or _hash_bytes(data) != text:
+            return {}
         tree = ast.parse(data)
         _drop_docstrings(tree)
-        text = ast.dump(tree)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return found
-    return found | {"code": hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]}
+        code = ast.dump(tree).encode("utf-8", "replace")
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
+    return {"code": _hash_bytes(code)}
 
 
 def _drop_docstrings(tree: ast.Module) -> None:

@@ -219,6 +219,7 @@ def make_evidence(
             describe,
             after=after,
             allowed=options.allow_changes,
+            has_stepped=lambda: ledger.writer.has_noted,
             is_strict=options.reproducibility == "strict",
         )
     return RunEvidence(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.errors import LedgerError, RunMismatchError
-from helios.ledger.manifest.environment import describe_environment
+from helios.ledger.manifest.environment import describe_environment, describe_variables
 from helios.ledger.manifest.git_state import describe_git
 from helios.ledger.manifest.manifest_changes import Effect, ManifestChange, compare_facts
 from helios.ledger.manifest.manifest_file import (
@@ -28,6 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 _MOST_NAMED = 8
 # The training has the processor for most of the time while files are parsed.
 _REST = 4.0
+_PAUSE = 0.05
 _PATIENCE = 60.0
 
 
@@ -46,6 +47,7 @@ class RunManifest:
         describe: returns what is known of this start, by topic; the thread adds what takes time.
         after: the iteration of the checkpoint that the run continues from; ``None`` for a new run.
         allowed: topics and options that may differ.
+        has_stepped: returns whether the first iteration has ended, which nothing must delay.
         is_strict: whether a difference that may change the training refuses the start.
     """
 
@@ -57,6 +59,7 @@ class RunManifest:
         *,
         after: int | None,
         allowed: Sequence[str],
+        has_stepped: Callable[[], bool],
         is_strict: bool,
     ) -> None:
         self.changes: list[ManifestChange] = []
@@ -66,11 +69,14 @@ class RunManifest:
         self._start: dict[str, Any] = {}
         self._after = after
         self._allowed = frozenset(allowed)
+        self._has_stepped = has_stepped
         self._is_strict = is_strict
         self._manifest: Manifest | None = None
         self._is_damaged = False
         self._failures: list[str] = []
         self._add(describe)
+        # The training may change them.
+        self._add(lambda: {"environment": describe_variables()})
         # What is imported later is no fact of the start.
         self._modules = sys.modules.copy()
         self._hurries = threading.Event()
@@ -149,9 +155,9 @@ class RunManifest:
     def _gather(self) -> None:
         if self._after is not None:
             self._add(self._read)
-        self._add(lambda: describe_environment(self._modules))
+        self._add(lambda: {"code": hash_sources(self._modules, self._wait, self._rest)})
         self._add(self._describe_git)
-        self._add(lambda: {"code": hash_sources(self._modules, self._rest)})
+        self._add(lambda: describe_environment(self._modules))
         self._add(self._compare)
 
     def _describe_git(self) -> dict[str, Any]:
@@ -171,6 +177,14 @@ class RunManifest:
         self._facts["code"] = code
         self.changes = compare_facts(before, self._facts)
         return {}
+
+    def _wait(self) -> None:
+        """Wait for the end of the first iteration, or until somebody waits for this thread.
+
+        What follows needs the interpreter for long, so that the iteration would wait for it.
+        """
+        while not self._has_stepped() and not self._hurries.wait(_PAUSE):
+            pass
 
     def _rest(self, seconds: float) -> None:
         self._hurries.wait(_REST * seconds)
