@@ -2198,6 +2198,42 @@ FAULTS = (
         f"{MIGRATIONS}::test_an_old_file_that_was_put_back_is_unmigrated_and_not_damaged",
     ),
     Fault(
+        "a start that is refused has cut event files back",
+        "helios/startup/building/run_outputs.py",
+        "            cuts=False,\n",
+        "            cuts=True,\n",
+        f"{REWINDS}::test_a_start_that_is_refused_late_cuts_no_events",
+    ),
+    Fault(
+        "variables with a key are no secrets of a command",
+        "helios/ledger/manifest/scrubbing.py",
+        "(?:KEY|TOKEN|SECRET|PASSWORD))",
+        "(?:TOKEN|SECRET|PASSWORD))",
+        "tests/ledger/test_scrubbing.py::test_a_secret_word_of_a_command_is_hidden",
+    ),
+    Fault(
+        "what a validation draws is taken for a draw of the training",
+        "helios/data/numpy_global_rng.py",
+        "each.look(digest, is_own=False)",
+        "each.look(digest)",
+        "tests/data/test_numpy_global_rng.py::test_a_validation_within_a_pass_is_named_itself",
+    ),
+    Fault(
+        "the lineage lacks what an audit has found",
+        "helios/audit/step_audit.py",
+        "                recorder.note_mismatch(text, hosts)\n",
+        "                pass\n",
+        f"{AUDITS}::test_a_mismatch_lowers_the_level_of_all_later_checkpoints",
+    ),
+    Fault(
+        "several processes begin with lazy layers",
+        "helios/run_state/consistency.py",
+        "    refuse_lazy_layers(discovery)\n",
+        "",
+        "tests/loops/test_replicas.py"
+        "::test_layers_that_get_their_weights_in_the_first_step_are_refused",
+    ),
+    Fault(
         "a checkpoint is committed without its lines of the ledger",
         "helios/checkpoint/saver.py",
         "                self._watcher.before_commit()\n",

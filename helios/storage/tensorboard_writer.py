@@ -95,13 +95,14 @@ class TensorboardWriter:
             cuts: whether to truncate and remove files now, or in :meth:`cut_back`.
         """
         self._suffix = "" if marks is None else _SUFFIX
-        # An open writer would continue to write after the truncated end.
-        self.close()
+        uncut = None
         if marks is not None and get_global_rank() == 0:
-            self._uncut = (run_path, marks, _event_files(run_path))
+            uncut = (run_path, marks, _event_files(run_path))
+        # An open writer would continue to write after the truncated end.
+        self.setup(run_path)
+        self._uncut = uncut
         if cuts:
             self.cut_back()
-        self.setup(run_path)
 
     def cut_back(self) -> None:
         """Truncate and remove files after ``restore(cuts=False)``, once."""
@@ -125,6 +126,7 @@ class TensorboardWriter:
 
     def close(self) -> None:
         """Close the files; a second call does nothing."""
+        self._uncut = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -293,7 +293,9 @@ def test_only_variables_that_may_change_numbers_are_recorded(
 ) -> None:
     for name in ("MKL_CBWR", "HF_TOKEN", "CUDA_HOME", "TORCH_NCCL_KEY", "PYTHONHASHSEED"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TORCH_MIRROR", "https://me:horse@example.com")
     found = describe_variables()
+    assert found["TORCH_MIRROR"] == "https://***@example.com"
     assert {"MKL_CBWR", "PYTHONHASHSEED"} <= set(found)
     assert not {"HF_TOKEN", "CUDA_HOME", "TORCH_NCCL_KEY", "PATH"} & set(found)
 

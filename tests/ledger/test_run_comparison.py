@@ -17,7 +17,12 @@ import scipy.stats
 from helios.cli import main
 from helios.errors import ArgumentError, LedgerError
 from helios.ledger import compare
-from helios.ledger.summary.estimates import split_variance
+from helios.ledger.summary.curves import (
+    read_last_iteration,
+    read_last_line,
+    read_last_losses,
+)
+from helios.ledger.summary.estimates import find_crossing_fault, split_variance
 from helios.ledger.summary.student import find_quantile
 from tests.ledger.test_reports import Page
 from tests.support.synthetic_run import write_ledger, write_run
@@ -141,6 +146,29 @@ def test_the_parts_are_those_of_a_worked_example() -> None:
     assert found.rest == pytest.approx(rest)
     square = 3 * 2 * ((2 + 0.4 / 3) / 2) ** 2
     assert found.variances["a"] == pytest.approx((square - rest) / 3)
+
+
+def test_many_factors_take_little_time() -> None:
+    """Four factors that differ in each of 300 runs have eight billion combinations."""
+    fault = find_crossing_fault([(n, n, n, n) for n in range(300)])
+    assert fault is not None
+    assert "300 runs have 300 of 8100000000 combinations" in fault
+    whole = [*itertools.product((1, 2), (3, 4, 5))]
+    assert find_crossing_fault(whole) is None
+    assert find_crossing_fault(whole[1:]) is not None
+    assert find_crossing_fault([*whole, whole[0]]) is not None
+
+
+def test_lines_of_any_length_have_a_last_loss(tmp_path: Path) -> None:
+    """A line of a full ledger names each tensor."""
+    name = "loss" * 200_000
+    write_ledger(tmp_path, [0.5, 0.25], names=[name])
+    path = tmp_path / "ledger.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert read_last_losses(path) == {name: 0.25}
+    assert (read_last_iteration(path), read_last_line(path)) == (2, lines[-1])
+    path.write_bytes(b"".join(lines[:-1]))
+    assert read_last_line(path) == lines[-2]
 
 
 def test_what_makes_groups_is_found_by_its_name(grid: list[Path]) -> None:

@@ -131,6 +131,22 @@ def test_what_a_mark_covers_survives_a_kill(writer: TensorboardWriter, tmp_path:
     assert read_points(run_path) == Counter({(".", "loss", n, float(n)): 1 for n in range(300)})
 
 
+def test_what_was_not_cut_back_is_not_cut_back_by_another_run(
+    writer: TensorboardWriter, tmp_path: Path
+) -> None:
+    writer.setup(tmp_path / "one")
+    writer.add_scalar("loss", 1.0, 1)
+    writer.close()
+    before = {path: path.read_bytes() for path in (tmp_path / "one").rglob("*tfevents*")}
+    writer.restore(tmp_path / "one", {}, cuts=False)
+    writer.setup(tmp_path / "two")
+    writer.cut_back()
+    assert {path: path.read_bytes() for path in before} == before
+    writer.restore(tmp_path / "one", {}, cuts=False)
+    writer.cut_back()
+    assert not any(path.exists() for path in before)
+
+
 def test_event_files_of_others_are_left_alone(writer: TensorboardWriter, tmp_path: Path) -> None:
     writer.setup(tmp_path)
     marks = writer.mark()

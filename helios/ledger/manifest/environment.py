@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils import deterministic
 
+from helios.ledger.manifest.scrubbing import scrub
 from helios.ledger.manifest.source_files import hash_package
 from helios.version import __version__
 
@@ -218,7 +219,7 @@ def _find_gpu_versions() -> Iterator[tuple[str, str]]:
 def describe_variables() -> dict[str, str]:
     """Return the environment variables that may change numbers, as they are now."""
     return {
-        name: value
+        name: scrub(value)
         for name, value in sorted(os.environ.items())
         if name in _NAMES or (name.startswith(_PREFIXES) and not _ADDRESSES.search(name))
     }

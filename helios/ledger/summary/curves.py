@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -22,7 +24,7 @@ from helios.ledger.verification import LedgerStatus, verify
 _MOST, _CHUNK = 1_024, 4_096
 # Sums of very large numbers stay finite.
 _SCALE = 2.0**-64
-_TAIL = 1 << 18
+_BLOCK = 1 << 18
 
 
 class CurvePart(NamedTuple):
@@ -193,7 +195,7 @@ def read_last_losses(path: Path) -> dict[str, float]:
     Raises:
         LedgerError: if the file cannot be read.
     """
-    for data in reversed(_read_tail(path)):
+    for data in islice(_read_backwards(path), _MOST):
         try:
             losses = json.loads(data).get("loss")
             if losses:
@@ -209,7 +211,7 @@ def read_last_iteration(path: Path) -> int | None:
     Raises:
         LedgerError: if the file cannot be read.
     """
-    for data in reversed(_read_tail(path)):
+    for data in islice(_read_backwards(path), _MOST):
         try:
             return int(json.loads(data)["at"][1])
         except (ValueError, LookupError, TypeError):
@@ -223,15 +225,22 @@ def read_last_line(path: Path) -> bytes:
     Raises:
         LedgerError: if the file cannot be read.
     """
-    lines = _read_tail(path)
-    return lines[-1] if lines else b""
+    return next(_read_backwards(path), b"")
 
 
-def _read_tail(path: Path) -> list[bytes]:
+def _read_backwards(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a ledger from the last to the first."""
     try:
         with path.open("rb") as handle:
-            size = handle.seek(0, 2)
-            handle.seek(max(0, size - _TAIL))
-            return handle.read().splitlines(keepends=True)
+            place, data = handle.seek(0, 2), b""
+            while place > 0:
+                begin = max(0, place - _BLOCK)
+                handle.seek(begin)
+                # The first line may begin in the block before.
+                data, *lines = (handle.read(place - begin) + data).splitlines(keepends=True)
+                place = begin
+                yield from reversed(lines)
     except OSError as error:
         raise LedgerError(f"The ledger {path} cannot be read: {error}.") from error
+    if data:
+        yield data

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,15 +95,14 @@ def find_crossing_fault(levels: Sequence[tuple[Hashable, ...]]) -> str | None:
     Args:
         levels: for each run, the level of each factor.
     """
-    columns = [sorted(set(column), key=repr) for column in zip(*levels, strict=True)]
-    counts = {cell: levels.count(cell) for cell in itertools.product(*columns)}
-    if len(set(counts.values())) > 1:
-        cells = sum(count > 0 for count in counts.values())
+    sizes = [len(set(column)) for column in zip(*levels, strict=True)]
+    counts, num_cells = Counter(levels), math.prod(sizes)
+    if len(counts) < num_cells or len(set(counts.values())) > 1:
         return (
-            f"the design is not crossed: {len(levels)} runs have {cells} of {len(counts)} "
+            f"the design is not crossed: {len(levels)} runs have {len(counts)} of {num_cells} "
             "combinations, or some more often than others"
         )
-    freedom = len(levels) - 1 - sum(len(column) - 1 for column in columns)
+    freedom = len(levels) - 1 - sum(size - 1 for size in sizes)
     return None if freedom > 0 else "there are too few runs"
 
 
