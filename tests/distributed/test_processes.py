@@ -121,7 +121,7 @@ def test_torchrun_resumes_what_a_script_has_begun_and_the_other_way_round(tmp_pa
     (last,), log = start_well(f"--folder={folder}", "--steps=12", variables=variables)
     assert last == expected | {"items": []}
     assert "processes: 1 process, 4 replicas" in log
-    sidecars = sorted((folder / "net").glob("*.json"))
+    sidecars = sorted((folder / "net").glob("net_*.json"))
     levels = {json.loads(path.read_text())["level"] for path in sidecars}
     assert (len(sidecars), levels) == (6, {"elastic"})
     # Rank 0 writes: one log file for each start, all of the run in the first.
