@@ -223,7 +223,19 @@ def test_code_of_a_notebook_is_refused_for_several_processes() -> None:
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "in a notebook, train in one process (nproc=1)" in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert "Own is defined here. Move your classes and functions to a file, and import" in last
+    assert "or train in one process (nproc=1)" in last
+
+
+@slow
+def test_a_notebook_trains_on_several_processes_what_it_imports() -> None:
+    code = "from tests.distributed.train_script import main\n"
+    code += "main(['--nproc=2', '--replicas=2', '--steps=2'])\n"
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "processes: 2 processes, 2 replicas" in done.stderr
 
 
 def train_in_group(rank: int, *line: str) -> dict[str, Any]:
