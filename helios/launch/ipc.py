@@ -303,8 +303,8 @@ def _check_main(names: list[str]) -> None:
         raise UsageError(
             "Several processes must be started from a script in a file, because each of them "
             "imports it, but this is a notebook, an interactive session, python -c or a script "
-            f"from standard input{found}. Move the code to a file, and run or import that file; in "
-            "a notebook, train in one process (nproc=1)."
+            f"from standard input{found}. Move your classes and functions to a file, and import "
+            "them here; or train in one process (nproc=1)."
         )
 
 

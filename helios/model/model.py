@@ -18,6 +18,7 @@ from helios.core.registry import Registry
 from helios.engines.device import move_to_device
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, StateError, UsageError
+from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
 from helios.hooks.interface import Hooks
 from helios.model.processor import BatchProcessor, Processed
@@ -75,8 +76,8 @@ class Model(Hooks, ABC):
 
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_losses _test_scores _save_name is_distributed map_loc "
-        "_device _engine _trainer _discovery _modes_before_eval unsaved scheduler_interval "
-        "global_rank rank"
+        "_context _device _engine _trainer _discovery _modes_before_eval unsaved global_rank rank "
+        "scheduler_interval"
     )
 
     unsaved: tuple[str, ...] = ()
@@ -93,6 +94,7 @@ class Model(Hooks, ABC):
         self._save_name = save_name
         self.is_distributed = False
         self.map_loc: str | dict[str, str] = ""
+        self._context: Context | None = None
         self._device: torch.device | None = None
         self._engine: Engine | None = None
         self.global_rank = 0
@@ -159,6 +161,32 @@ class Model(Hooks, ABC):
     @trainer.setter
     def trainer(self, value: Trainer) -> None:
         self._trainer = value
+
+    @property
+    def context(self) -> Context:
+        """The run as hooks see it, as in plugins: counters, phase, and ``context.log``.
+
+        Raises:
+            UsageError: before ``setup`` has ended, and after the end of the run; also if it is
+                assigned.
+        """
+        if self._context is None:
+            raise UsageError(
+                f"{type(self).__name__} has no context yet: a run sets it after setup(). Use it in "
+                "steps and events, such as train_step or on_fit_start."
+            )
+        return self._context
+
+    @context.setter
+    def context(self, value: object) -> None:
+        raise UsageError(
+            f"{type(self).__name__}.context must not be assigned, because it is the run, as in "
+            "plugins. Give your own attribute another name."
+        )
+
+    def enter_run(self, context: Context | None) -> None:
+        """Set the context of a run, or ``None`` at its end; called by the trainer."""
+        self._context = context
 
     @property
     def loss_items(self) -> dict[str, Any]:

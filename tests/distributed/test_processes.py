@@ -121,7 +121,7 @@ def test_torchrun_resumes_what_a_script_has_begun_and_the_other_way_round(tmp_pa
     (last,), log = start_well(f"--folder={folder}", "--steps=12", variables=variables)
     assert last == expected | {"items": []}
     assert "processes: 1 process, 4 replicas" in log
-    sidecars = sorted((folder / "net").glob("*.json"))
+    sidecars = sorted((folder / "net").glob("net_*.json"))
     levels = {json.loads(path.read_text())["level"] for path in sidecars}
     assert (len(sidecars), levels) == (6, {"elastic"})
     # Rank 0 writes: one log file for each start, all of the run in the first.
@@ -223,7 +223,19 @@ def test_code_of_a_notebook_is_refused_for_several_processes() -> None:
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "in a notebook, train in one process (nproc=1)" in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert "Own is defined here. Move your classes and functions to a file, and import" in last
+    assert "or train in one process (nproc=1)" in last
+
+
+@slow
+def test_a_notebook_trains_on_several_processes_what_it_imports() -> None:
+    code = "from tests.distributed.train_script import main\n"
+    code += "main(['--nproc=2', '--replicas=2', '--steps=2'])\n"
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "processes: 2 processes, 2 replicas" in done.stderr
 
 
 def train_in_group(rank: int, *line: str) -> dict[str, Any]:

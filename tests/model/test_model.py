@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from helios import Trainer
 from helios.core.registry import Registry
 from helios.errors import ArgumentError, UsageError
 from helios.model import MODEL_REGISTRY as EXPORTED
@@ -21,6 +23,8 @@ from helios.model.model import (
     find_pretrained_file,
 )
 from helios.state import Phase, TrainingState
+from tests.support.quiet import Quiet
+from tests.typed.user_script import Line, Numbers
 
 
 class Net(Model):
@@ -416,3 +420,65 @@ def test_the_state_before_any_run_is_what_there_is() -> None:
     # To look at the state is not the beginning of a run.
     model.count = 5
     assert not any(model.state_dict()["values"].values())
+
+
+class Watched(Line):
+    """A model that logs a number of its own, and keeps what it sees of the run."""
+
+    unsaved = ("seen",)
+
+    def __init__(self) -> None:
+        super().__init__("line")
+        self.seen: list[tuple[str, int, bool]] = []
+
+    def note(self) -> None:
+        context = self.context
+        is_own = context.model is self
+        self.seen.append((context.phase.value, context.state.global_iteration, is_own))
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool = False) -> None:
+        super().on_training_batch_end(state, should_log)
+        self.note()
+        self.context.log({"train/weight": self.net.weight.sum()})
+
+    def on_validation_start(self, validation_cycle: int) -> None:
+        super().on_validation_start(validation_cycle)
+        self.note()
+
+
+class Heard(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[tuple[int, float]] = []
+
+    def on_log(self, scalars: Mapping[str, float], state: TrainingState) -> None:
+        if "train/weight" in scalars:
+            self.numbers.append((state.global_iteration, scalars["train/weight"]))
+
+
+def test_a_model_sees_the_run_and_logs_a_number_of_its_own() -> None:
+    model, heard = Watched(), Heard()
+    trainer = Trainer(
+        total_steps=1, valid_frequency=1, use_cpu=True, print_banner=False, plugins=[heard]
+    )
+    trainer.fit(model, Numbers())
+    assert model.seen == [
+        *(("training", iteration, True) for iteration in range(1, 5)),
+        ("validation", 4, True),
+    ]
+    assert [iteration for iteration, _ in heard.numbers] == [1, 2, 3, 4]
+    assert heard.numbers[-1][1] == model.net.weight.sum().item()
+    with pytest.raises(UsageError, match="Watched has no context yet: a run sets it after setup"):
+        model.context  # noqa: B018 - a property that raises
+    trainer.validate(model, Numbers())
+    assert model.seen[-1] == ("validation", 0, True)
+
+
+def test_the_context_of_a_model_cannot_be_replaced_by_an_attribute() -> None:
+    class Clashing(Line):
+        def setup(self, fast_init: bool = False) -> None:
+            super().setup(fast_init)
+            self.context = torch.nn.Linear(1, 1)  # type: ignore[assignment]
+
+    with pytest.raises(UsageError, match=r"Clashing.context must not be assigned.*another name"):
+        Trainer(total_steps=1, use_cpu=True, print_banner=False).fit(Clashing("line"), Numbers())

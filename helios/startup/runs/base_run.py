@@ -256,6 +256,7 @@ class Run(ABC):
         self.call.show(session)
         for plugin in self.plugins.values():
             plugin.context = session.context
+        self.model.enter_run(session.context)
         self.loop.attach(session)
 
     def _make_inference_session(self, phase: Phase = Phase.TRAINING) -> Session:
@@ -274,6 +275,7 @@ class Run(ABC):
     def _forget_session(self) -> None:
         for plugin in self.plugins.values():
             plugin.context = None
+        self.model.enter_run(None)
         # A user's engine outlives the run; a process group does not.
         self.engine.replicas.close()
         self.team.close()
