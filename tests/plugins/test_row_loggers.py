@@ -274,7 +274,7 @@ def _marks(whole: Path, since: int) -> dict[str, int]:
     return {name: plugins[key]["mark"]["size"] for name, key in ids.items()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["at once", "in a row", "at the end"])
 @pytest.mark.parametrize(
     "changed",
