@@ -431,6 +431,7 @@ def _everything(folder: Path, now: float) -> list[Plugin]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_all_of_them_together_resume_everywhere(unit: str, tmp_path: Path) -> None:
     """The run ends by its time, at the same step, with the same files."""
