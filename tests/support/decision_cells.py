@@ -240,8 +240,8 @@ def slice_of(num_replicas: int, num_processes: int) -> list[Cell]:
     """Return the cells that the default tier plays.
 
     In one process, each kind is played once in every other of its events, the next kind in the
-    others: which training and which moment it has there takes its turns. On several processes it is
-    a sample of all cells.
+    others, and late polls always: which training and which moment it has there takes its turns. On
+    several processes it is a sample of all cells.
     """
     cells = cells_of(num_replicas, num_processes)
     if num_processes == 1:
@@ -257,8 +257,9 @@ def _pick_one_of_many() -> Iterator[Cell]:
         alike.setdefault((cell.kind, cell.event), []).append(cell)
     num_events = Counter(kind for kind, _ in alike)
     for number, ((kind, _), cells) in enumerate(alike.items()):
-        if number % 2 == 0 or num_events[kind] < 3:
-            yield cells[7 * number % len(cells)]
+        cell = cells[7 * number % len(cells)]
+        if number % 2 == 0 or num_events[kind] < 3 or cell.is_late:
+            yield cell
 
 
 _ONE_OF_MANY = list(_pick_one_of_many())
