@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -21,6 +21,13 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Let helpers see which tier runs."""
     tier.choose(config.option.markexpr)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for doctests in the package only; to look for them in the tests takes seconds."""
+    found = yield
+    return [each for each in found if type(each) is pytest.Module]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import struct
 import subprocess
 import sys
@@ -138,8 +139,15 @@ def call_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize("module", ["helios.chkpt_migrator", "chkpt_migrator"])
-def test_both_module_names_are_the_same_command(module: str) -> None:
-    assert call_module(module, "--help").stdout == HELP.read_text("utf-8")
+def test_both_module_names_are_the_same_command(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chkpt_migrator", "--help"])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == HELP.read_text("utf-8")
 
 
 def test_the_module_of_the_package_migrates(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,40 +24,35 @@ Trainer(seeds={"oder": 1})
 """
 
 
-def check(command: list[str], folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(text)
+CONFIGURATION = {"typeCheckingMode": "strict", "extraPaths": [str(ROOT)]}
+
+
+def run_checker(checker: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Check all scripts of a folder; mypy as scripts/check does, whose cache it shares."""
+    files = sorted(map(str, folder.glob("*.py")))
+    (folder / "pyrightconfig.json").write_text(json.dumps(CONFIGURATION))
+    python = ["--pythonpath", sys.executable] if checker == "basedpyright" else []
     return subprocess.run(
-        [sys.executable, "-m", *command, "script.py"],
-        cwd=folder,
+        [sys.executable, "-m", checker, *python, *files],
+        cwd=ROOT if checker == "mypy" else folder,
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-@pytest.fixture(params=["mypy", "basedpyright"])
-def checker(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    """Return the command of a strict type checker that finds this checkout."""
-    if request.param == "mypy":
-        settings = f"[mypy]\nstrict = true\nmypy_path = {ROOT}\ncache_dir = {ROOT}/.mypy_cache\n"
-        (tmp_path / "mypy.ini").write_text(settings)
-        return ["mypy"]
-    settings = '{"typeCheckingMode": "strict", "extraPaths": ["%s"]}' % ROOT  # noqa: UP031
-    (tmp_path / "pyrightconfig.json").write_text(settings)
-    return ["basedpyright", "--pythonpath", sys.executable]
-
-
-def test_a_script_of_a_user_passes(checker: list[str], tmp_path: Path) -> None:
-    done = check(checker, tmp_path, SCRIPT.read_text("utf-8"))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_wrong_signature_and_a_wrong_choice_are_seen(checker: list[str], tmp_path: Path) -> None:
-    done = check(checker, tmp_path, WRONG)
+@pytest.mark.parametrize("checker", ["mypy", pytest.param("basedpyright", marks=pytest.mark.full)])
+def test_a_script_of_a_user_passes_and_a_wrong_signature_and_choice_are_seen(
+    checker: str, tmp_path: Path
+) -> None:
+    (tmp_path / "right.py").write_text(SCRIPT.read_text("utf-8"))
+    (tmp_path / "wrong.py").write_text(WRONG)
+    done = run_checker(checker, tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "right.py" not in done.stdout
     assert "on_training_step_end" in done.stdout
     assert "on_incomplete" in done.stdout
-    assert "script.py:8" in done.stdout
+    assert "wrong.py:8" in done.stdout
 
 
 def test_the_script_runs(tmp_path: Path) -> None:

@@ -260,7 +260,10 @@ def test_a_script_that_catches_its_end_keeps_the_first_answer(
 ) -> None:
     script, rest = tmp_path / "twice.py", ["--start", "0", "--", str(tmp_path / "runs")]
     script.write_text(TWICE)
-    subprocess.run([sys.executable, script, tmp_path / "runs", "none"], capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), str(tmp_path / "runs"), "none"])
+        with pytest.raises(SystemExit, match="the end of the script"):
+            runpy.run_path(str(script), run_name="__main__")
     for changed in ("none", "first"):
         code = main(["replay", str(script), *rest, changed])
         assert code == (changed == "first")

@@ -57,7 +57,8 @@ def test_parameters_that_join_an_optimizer_train_alike_on_any_number_of_processe
     assert len(whole) == 1
 
 
-@pytest.mark.parametrize("num_steps", [2, 3, 4])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("num_steps", [3, 2, 4])
 def test_they_do_so_after_a_resume_too(tmp_path: Path, num_steps: int) -> None:
     (whole,) = run_ranks(_train, 1, tmp_path / "whole", None)
     run_ranks(_train, 2, tmp_path / "cut", num_steps)

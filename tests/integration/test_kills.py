@@ -52,6 +52,7 @@ def _last_saved(folder: Path) -> int:
     return max((int(p.stem.split("_iter_")[1]) for p in folder.glob("*/*.pth")), default=0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("event", _EVENTS)
 def test_a_kill_in_an_event_costs_no_bit(
     event: str, whole: Outcome, undisturbed: Path, tmp_path: Path
@@ -78,7 +79,7 @@ def test_a_kill_at_any_file_operation_costs_no_bit(
     is_after: bool, whole: Outcome, undisturbed: Path, tmp_path: Path
 ) -> None:
     # An odd stride meets other operations in each of the five saves.
-    stride = 1 if tier.is_full() else 3
+    stride = 1 if tier.is_full() else 5
     number, is_reached = 1 - stride, True
     while is_reached:
         number += stride

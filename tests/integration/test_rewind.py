@@ -29,6 +29,7 @@ from tests.support import elastic, tier
 from tests.support.elastic import Elastic
 from tests.support.kills import KillAt, KillAtFileOperation, run_in_child, train_in_child
 from tests.support.quiet import Quiet
+from tests.support.ranks import run_ranks
 from tests.support.resume import assert_equal, assert_equal_ledgers, copy_checkpoint, iteration_of
 from tests.support.runs import (
     NUM_SAMPLES,
@@ -563,16 +564,20 @@ def test_a_lost_checkpoint_after_a_rewind_does_not_bring_the_batches_back(
     assert len(_events(root, "rewind")) == 1
 
 
+def _train_elastic(rank: int, folder: Path, setting: Elastic) -> None:
+    elastic.train(folder, setting)
+
+
 @pytest.mark.parametrize("num_processes", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_any_number_of_processes_gives_the_same_rewound_run(
     num_processes: int, tmp_path: Path
 ) -> None:
     setting = Elastic(num_replicas=2, total_steps=8, chkpt_frequency=3, length=13)
-    elastic.train(tmp_path / "one", setting, nproc=1)
+    elastic.train(tmp_path / "one", setting)
     other = _copy(tmp_path / "one", tmp_path / "other")
-    request = {"rewind_to": 3, "skip_batches": (5, 7)}
-    elastic.train(tmp_path / "one", setting, nproc=1, **request)
-    elastic.train(other, setting, nproc=num_processes, **request)
+    setting.options.update(rewind_to=3, skip_batches=(5, 7))
+    elastic.train(tmp_path / "one", setting)
+    run_ranks(_train_elastic, num_processes, other, setting)
     found, expected = (root / "elastic" / FILE_NAME for root in (other, tmp_path / "one"))
     assert found.read_bytes() == expected.read_bytes()
     before = next((tmp_path / "one" / "elastic").glob("before-*"))

@@ -242,10 +242,11 @@ def _train_small(**fields: Any) -> Callable[..., Outcome]:
     return run
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "run",
-    [_train_small(), _train_small(is_manual=True, num_workers=1), _train_gan],
-    ids=["steps", "manual steps and a worker", "YieldLoop"],
+    [_train_small(is_manual=True, num_workers=1), _train_small(), _train_gan],
+    ids=["manual steps and a worker", "steps", "YieldLoop"],
 )
 def test_a_seed_of_a_source_counts_like_that_of_the_run(
     run: Callable[..., Outcome], tmp_path: Path

@@ -141,6 +141,7 @@ def _train(folder: Path | None, loop: Any, **options: Any) -> Outcome:
     return record(folder, model, Sequences(), prepare=connect, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

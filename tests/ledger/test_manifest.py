@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
+import pickle
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from helios.ledger.manifest.manifest_file import (
     write_manifest,
 )
 from helios.ledger.manifest.source_files import hash_absent, hash_sources
+from tests.support.kills import run_in_child
 
 FACTS: dict[str, Any] = {
     "command": {"script": "train.py", "arguments": ["--lr", "1"]},
@@ -232,31 +236,34 @@ def test_a_module_that_is_not_imported_yet_is_compared_by_its_file(
     assert hash_absent(before, {}) == {}
 
 
-NEW_NAMES = """
-import torch
-from helios.ledger.manifest.environment import describe_switches
-{setting}
-found = describe_switches()
-assert found["default_dtype"] == "torch.float32", found
-print(found.get("matmul_fp32_precision"))
-"""
+def _set(name: str, value: str) -> None:
+    *path, last = name.split(".")
+    setattr(functools.reduce(getattr, path, torch.backends), last, value)
 
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="older PyTorch")
 @pytest.mark.parametrize(
     "setting",
     [
-        'torch.backends.cuda.matmul.fp32_precision = "tf32"',
-        'torch.backends.fp32_precision = "tf32"',
-        'torch.backends.cudnn.rnn.fp32_precision = "ieee"',
-        'torch.backends.mkldnn.matmul.fp32_precision = "bf16"',
-        'torch.set_default_device("meta")',
+        functools.partial(_set, "cuda.matmul.fp32_precision", "tf32"),
+        functools.partial(_set, "fp32_precision", "tf32"),
+        functools.partial(_set, "cudnn.rnn.fp32_precision", "ieee"),
+        functools.partial(_set, "mkldnn.matmul.fp32_precision", "bf16"),
+        functools.partial(torch.set_default_device, "meta"),
     ],
+    ids=lambda setting: setting.args[0],
 )
-def test_settings_by_their_new_names_stop_nothing(setting: str) -> None:
+def test_settings_by_their_new_names_stop_nothing(
+    setting: Callable[[], None], tmp_path: Path
+) -> None:
+    def describe() -> dict[str, Any]:
+        setting()
+        return describe_switches()
+
     # A setting of the whole process, which cannot be taken back.
-    text = NEW_NAMES.format(setting=setting)
-    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True)
+    assert run_in_child(describe, tmp_path / "found") == 0
+    found = pickle.loads((tmp_path / "found").read_bytes())
+    assert found["default_dtype"] == "torch.float32"
 
 
 def test_installed_packages_and_the_standard_library_are_no_sources() -> None:

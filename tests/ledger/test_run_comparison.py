@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scipy.stats
 
 from helios.cli import main
 from helios.errors import ArgumentError, LedgerError
@@ -39,6 +38,14 @@ def _run(
     return write_run(folder, {**BASE, **command, **facts}, scores={"error": scores}, losses=losses)
 
 
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    """Return SciPy's statistics, whose import takes seconds."""
+    import scipy.stats
+
+    return scipy.stats
+
+
 @pytest.fixture
 def grid(tmp_path: Path) -> list[Path]:
     """Return six runs: two learning rates with three seeds each."""
@@ -56,20 +63,20 @@ def grid(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 7, 10, 29, 30, 200, 1001])
-def test_quantiles_are_those_of_the_distribution(freedom: int) -> None:
+def test_quantiles_are_those_of_the_distribution(freedom: int, stats: Any) -> None:
     for probability in (0.6, 0.9, 0.975, 0.995):
-        known = float(scipy.stats.t.ppf(probability, freedom))
+        known = float(stats.t.ppf(probability, freedom))
         assert find_quantile(probability, freedom) == pytest.approx(known, rel=1e-9)
 
 
-def test_means_deviations_and_intervals(tmp_path: Path) -> None:
+def test_means_deviations_and_intervals(tmp_path: Path, stats: Any) -> None:
     values = [0.5, 0.7, 0.65, 0.8]
     runs = [
         _run(tmp_path / str(n), [0.1, x], seeds={"random_seed": n}) for n, x in enumerate(values)
     ]
     found = compare(*runs)
     last = found.estimates["error (last)"]["all"]
-    interval = scipy.stats.t.interval(0.95, 3, loc=last.mean, scale=scipy.stats.sem(values))
+    interval = stats.t.interval(0.95, 3, loc=last.mean, scale=stats.sem(values))
     assert last.mean == pytest.approx(0.6625)
     assert last.deviation == pytest.approx(math.sqrt(0.046875 / 3))
     assert last.interval == pytest.approx(interval)
@@ -79,14 +86,14 @@ def test_means_deviations_and_intervals(tmp_path: Path) -> None:
     assert found.varying == {"seeds.random_seed": ["0", "1", "2", "3"]}
 
 
-def test_pairs_of_equal_seeds(grid: list[Path]) -> None:
+def test_pairs_of_equal_seeds(grid: list[Path], stats: Any) -> None:
     found = compare(*grid, by="lr")
     assert list(found.groups) == ["0.1", "0.2"]
     pairs = found.paired["error (last)"]
     assert list(pairs.values) == ["0.1-1 - 0.2-1", "0.1-2 - 0.2-2", "0.1-3 - 0.2-3"]
     last = compare(*grid).estimates["error (last)"]["all"].values
     differences = [last[f"0.1-{seed}"] - last[f"0.2-{seed}"] for seed in (1, 2, 3)]
-    known = scipy.stats.ttest_1samp(differences, 0).confidence_interval()
+    known = stats.ttest_1samp(differences, 0).confidence_interval()
     assert pairs.interval == pytest.approx((known.low, known.high))
     # The seeds are far apart, so that the groups alone say little.
     low, high = found.estimates["error (last)"]["0.1"].interval
@@ -116,7 +123,7 @@ def test_a_seed_may_make_the_groups(tmp_path: Path) -> None:
     assert found.paired["error (last)"].mean == pytest.approx(-1.0)
 
 
-def test_parts_of_the_variance_of_a_crossed_design(tmp_path: Path) -> None:
+def test_parts_of_the_variance_of_a_crossed_design(tmp_path: Path, stats: Any) -> None:
     seeds = random.Random(5)
     inits = [seeds.gauss(0, 2) for _ in range(12)]
     orders = [seeds.gauss(0, 1) for _ in range(12)]
@@ -130,8 +137,8 @@ def test_parts_of_the_variance_of_a_crossed_design(tmp_path: Path) -> None:
     ]
     parts = compare(*runs).parts["error (last)"]
     assert set(parts.variances) == {"seeds.init", "seeds.order"}
-    assert parts.variances["seeds.init"] == pytest.approx(scipy.stats.tvar(inits), rel=0.05)
-    assert parts.variances["seeds.order"] == pytest.approx(scipy.stats.tvar(orders), rel=0.05)
+    assert parts.variances["seeds.init"] == pytest.approx(stats.tvar(inits), rel=0.05)
+    assert parts.variances["seeds.order"] == pytest.approx(stats.tvar(orders), rel=0.05)
     assert parts.rest == pytest.approx(0.01, rel=0.5)
     assert compare(*runs[:-1]).parts == {}
 

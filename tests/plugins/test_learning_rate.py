@@ -184,6 +184,7 @@ def test_a_rate_in_a_tensor_is_that_of_the_step() -> None:
     assert list(curves.of("lr").values()) == [0.5, 0.25, 0.125]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_a_resume_logs_what_an_undisturbed_run_has(
     unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

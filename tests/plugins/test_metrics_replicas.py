@@ -29,6 +29,7 @@ from tests.support.elastic import (
 )
 from tests.support.ranks import RankError, run_ranks
 from tests.support.runs import digest
+from tests.support.starts import Forked
 
 
 class Seen:
@@ -306,26 +307,27 @@ def test_the_last_forward_of_a_batch_counts() -> None:
 
 def test_no_process_group_adds_the_values_once_more(tmp_path: Path) -> None:
     """Torchmetrics would do so by itself; each sample counts once."""
-    setting = Elastic(num_replicas=2, total_steps=1)
-    found = run_ranks(_sum_ids, 2, str(tmp_path), setting)
+    # Ranks that are forked from this process do not import torchmetrics again.
+    from torchmetrics import SumMetric
+
+    ranks = Forked(lambda: _sum_ids(tmp_path, SumMetric()), 2, tmp_path)
+    assert ranks.wait() == [0, 0], (tmp_path / "log-0").read_text()
+    found = [float(path.read_text()) for path in tmp_path.glob("sum-*")]
     assert found == [float(sum(range(11)))] * 2
 
 
-def _sum_ids(rank: int, folder: str, setting: Elastic) -> float:
-    from torchmetrics import SumMetric
-
-    path = Path(folder)
+def _sum_ids(folder: Path, metric: Any) -> None:
+    setting = Elastic(num_replicas=2, total_steps=1)
     plugin = Metrics(
-        {"sum": SumMetric()},
+        {"sum": metric},
         inputs=lambda context: (context.batch[0],),
         phase=Phase.TESTING,
     )
-    model = ElasticModel(setting, path)
-    trainer = make_trainer(path, setting, plugin)
+    model = ElasticModel(setting, folder)
+    trainer = make_trainer(folder, setting, plugin)
     trainer.fit(model, ElasticData(setting))
     trainer.test(model, ElasticData(setting))
-    result: float = model.test_scores["sum"]
-    return result
+    (folder / f"sum-{trainer.global_rank}").write_text(str(model.test_scores["sum"]))
 
 
 def test_a_replica_that_has_seen_nothing_does_not_count(tmp_path: Path) -> None:

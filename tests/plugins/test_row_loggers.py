@@ -274,7 +274,7 @@ def _marks(whole: Path, since: int) -> dict[str, int]:
     return {name: plugins[key]["mark"]["size"] for name, key in ids.items()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["at once", "in a row", "at the end"])
 @pytest.mark.parametrize(
     "changed",
@@ -431,6 +431,7 @@ def _everything(folder: Path, now: float) -> list[Plugin]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("unit", ["iteration", "epoch"])
 def test_all_of_them_together_resume_everywhere(unit: str, tmp_path: Path) -> None:
     """The run ends by its time, at the same step, with the same files."""

@@ -441,7 +441,7 @@ def _assert_interruptible(
     assert interrupted
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("event", _INSIDE)
 @pytest.mark.parametrize("name", ["steps", "epochs"])
 def test_a_run_may_be_interrupted_inside_of_an_epoch(name: str, event: str, tmp_path: Path) -> None:
@@ -450,7 +450,7 @@ def test_a_run_may_be_interrupted_inside_of_an_epoch(name: str, event: str, tmp_
     _assert_interruptible(tmp_path, name, event, numbers)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["epochs", "accumulated epochs", "manual epochs"])
 @pytest.mark.parametrize("event", ["on_training_epoch_start", "on_training_epoch_end"])
 def test_a_run_may_be_interrupted_between_epochs(name: str, event: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ any length has one of both lengths. Three replicas on two processes and on three
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -238,26 +239,30 @@ def cells_of(num_replicas: int, num_processes: int) -> list[Cell]:
 def slice_of(num_replicas: int, num_processes: int) -> list[Cell]:
     """Return the cells that the default tier plays.
 
-    In one process, each kind is played once in each of its events: which training and which moment
-    it has there takes its turns. On several processes it is a sample of all cells.
+    In one process, each kind is played once in every other of its events, the next kind in the
+    others, and late polls always: which training and which moment it has there takes its turns. On
+    several processes it is a sample of all cells.
     """
     cells = cells_of(num_replicas, num_processes)
     if num_processes == 1:
-        return [cell for cell in _ONE_OF_EACH if cell.num_replicas == num_replicas]
+        return [cell for cell in _ONE_OF_MANY if cell.num_replicas == num_replicas]
     # An odd stride over the trainings of a number of replicas, which are two or four.
     every = 99 if num_replicas == 2 else 27
     return [c for number, c in enumerate(cells) if (number + number // 4) % every == 0]
 
 
-def _pick_one_of_each() -> Iterator[Cell]:
+def _pick_one_of_many() -> Iterator[Cell]:
     alike: dict[tuple[str, str], list[Cell]] = {}
     for cell in CELLS:
         alike.setdefault((cell.kind, cell.event), []).append(cell)
-    for number, cells in enumerate(alike.values()):
-        yield cells[7 * number % len(cells)]
+    num_events = Counter(kind for kind, _ in alike)
+    for number, ((kind, _), cells) in enumerate(alike.items()):
+        cell = cells[7 * number % len(cells)]
+        if number % 2 == 0 or num_events[kind] < 3 or cell.is_late:
+            yield cell
 
 
-_ONE_OF_EACH = list(_pick_one_of_each())
+_ONE_OF_MANY = list(_pick_one_of_many())
 
 
 def heard_events() -> set[str]:

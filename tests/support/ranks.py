@@ -62,6 +62,7 @@ class _Seat:
     num_ranks: int
     store: str
     timeout: float
+    start_method: str | None
 
 
 def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) -> list[Any]:
@@ -82,7 +83,9 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 240) 
     deadline = time.monotonic() + timeout
     work = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory() as folder:
-        seats = [_Seat(rank, n, str(Path(folder) / "store"), timeout) for rank in range(n)]
+        store = str(Path(folder) / "store")
+        method = multiprocessing.get_start_method(allow_none=True)
+        seats = [_Seat(rank, n, store, timeout, method) for rank in range(n)]
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in seats]
         ranks = [
             FORKSERVER.Process(target=_serve, args=(seat, work, dict(os.environ), sender))
@@ -169,7 +172,11 @@ def _serve(seat: _Seat, work: bytes, environment: dict[str, str], sender: Connec
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # Else its loader workers would come from a fork server of its own, which imports torch again.
+    multiprocessing.set_start_method(seat.start_method, force=True)
     warnings.simplefilter("error")
+    # Python 3.12 warns of each fork beside threads, which a group of processes has.
+    warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     try:
         fn, args = pickle.loads(work)
         payload = pickle.dumps(_Report(time.monotonic(), _take_part(seat, fn, args)))

@@ -6,12 +6,14 @@ of its hash seed, its command line or what it imports, a test starts a real one.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,9 @@ def call(
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         variables = {k: v for k, v in os.environ.items() if k not in TORCHRUN_VARIABLES}
-        process = FORKSERVER.Process(target=_serve, args=(main, line, variables, outputs))
+        method = multiprocessing.get_start_method(allow_none=True)
+        target = partial(_serve, start_method=method)
+        process = FORKSERVER.Process(target=target, args=(main, line, variables, outputs))
         process.start()
         try:
             process.join(timeout)
@@ -57,9 +61,15 @@ def call(
 
 
 def _serve(
-    main: Callable[[], Any], line: list[str], variables: dict[str, str], outputs: list[Path]
+    main: Callable[[], Any],
+    line: list[str],
+    variables: dict[str, str],
+    outputs: list[Path],
+    *,
+    start_method: str | None,
 ) -> None:
     die_with_parent()
+    multiprocessing.set_start_method(start_method, force=True)
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)
