@@ -18,8 +18,6 @@ from helios.ledger.lineage import read_lineage
 from helios.ledger.packing import Pack, check_names, gather, write_archive
 from helios.ledger.summary.run_facts import RunFacts, read_run
 
-NAME = "pack"
-SUMMARY = "pack the evidence of a run into one archive, for reviewers"
 DESCRIPTION = """\
 Pack ledger, manifest, lineage, times, source files, local changes and the
 weights of the newest checkpoint into one zip file, with digests of all files

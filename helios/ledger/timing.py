@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
 from helios.ledger.event_file import EventFile, now, read_event_file
 from helios.ledger.lineage import host
 from helios.protocols import Clock
@@ -110,6 +108,9 @@ class Timing:
 
 def _find_memory() -> dict[str, int]:
     """Return the peaks of memory that are known without waiting for a device."""
+    # A report reads with this module, and needs no PyTorch.
+    import torch
+
     found = {}
     if sys.platform != "win32":
         import resource

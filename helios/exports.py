@@ -1,0 +1,37 @@
+"""What ``from helios import ...`` finds; imported when the first of these names is used."""
+
+from helios.checkpoint.options import KeepBest as KeepBest
+from helios.checkpoint.store import CheckpointStore as CheckpointStore
+from helios.checkpoint.store import load_checkpoint as load_checkpoint
+from helios.data.datamodule import DataLoaderParams as DataLoaderParams
+from helios.data.datamodule import DataModule as DataModule
+from helios.engines.engine import Engine as Engine
+from helios.engines.precision import Precision as Precision
+from helios.errors import ArgumentError as ArgumentError
+from helios.errors import ArgumentTypeError as ArgumentTypeError
+from helios.errors import AuditError as AuditError
+from helios.errors import CheckpointError as CheckpointError
+from helios.errors import DamagedCheckpointError as DamagedCheckpointError
+from helios.errors import DuplicateError as DuplicateError
+from helios.errors import FolderInUseError as FolderInUseError
+from helios.errors import HeliosError as HeliosError
+from helios.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
+from helios.errors import LossNotProvidedError as LossNotProvidedError
+from helios.errors import MovedModuleError as MovedModuleError
+from helios.errors import RankError as RankError
+from helios.errors import RunMismatchError as RunMismatchError
+from helios.errors import SaveError as SaveError
+from helios.errors import StateError as StateError
+from helios.errors import UsageError as UsageError
+from helios.hooks.context import Context as Context
+from helios.model.model import Model as Model
+from helios.plugins.plugin import Plugin as Plugin
+from helios.startup.building.warm_start import load_weights as load_weights
+from helios.startup.options.audit_options import Audit as Audit
+from helios.startup.runs.signal_policy import Signals as Signals
+from helios.state import Phase as Phase
+from helios.state import TrainingState as TrainingState
+from helios.state import TrainingUnit as TrainingUnit
+from helios.trainer import Trainer as Trainer
+from helios.trainer import find_last_checkpoint as find_last_checkpoint
+from helios.version import __version__ as __version__
