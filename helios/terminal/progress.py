@@ -12,11 +12,13 @@ import numbers
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TextIO
 
 import torch
 
+from helios.core.peak_memory import find_peak_memory
+from helios.core.sizes import size_text
 from helios.distributed.collectives import get_global_rank
 from helios.protocols import Clock
 from helios.state import TrainingUnit
@@ -217,11 +219,19 @@ class BarDisplay(Display):
     Args:
         stream: the output stream; ``sys.stderr`` if ``None``.
         clock: returns the time in seconds.
+        find_memory: returns peaks of memory in bytes; called once per update.
     """
 
-    def __init__(self, stream: TextIO | None = None, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        clock: Clock = time.perf_counter,
+        *,
+        find_memory: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         self._stream = stream
         self._clock = clock
+        self._find_memory = find_memory
         self._surface: Surface | None = None
         self._training: _Training | None = None
         self._evaluation: Gauge | None = None
@@ -334,7 +344,8 @@ class BarDisplay(Display):
         if self._training is not None:
             if self._evaluation is None:
                 self._rate.record(now, self._num_samples)
-            speed = ", ".join(filter(None, (self._losses, self._rate.text())))
+            peak = _peak_text(self._find_memory())
+            speed = ", ".join(filter(None, (self._losses, self._rate.text(), peak)))
             gauges += self._training.gauges(speed, self._training.time_left(now))
         if self._evaluation is not None:
             gauges.append(dataclasses.replace(self._evaluation, done=self._num_evaluated))
@@ -353,6 +364,13 @@ def _read(loss_items: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def _peak_text(peaks: Mapping[str, int]) -> str:
+    """Return the peak on the GPU, or else that of the process."""
+    if "gpu_memory" in peaks:
+        return f"GPU peak {size_text(peaks['gpu_memory'])}"
+    return f"peak {size_text(peaks['memory'])}" if "memory" in peaks else ""
+
+
 def create_display(
     is_enabled: bool, *, stream: TextIO | None = None, clock: Clock = time.perf_counter
 ) -> Display:
@@ -364,5 +382,5 @@ def create_display(
         clock: returns the time in seconds.
     """
     if is_enabled and get_global_rank() == 0:
-        return BarDisplay(stream, clock)
+        return BarDisplay(stream, clock, find_memory=find_peak_memory)
     return NullDisplay()
