@@ -62,8 +62,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "exports": (
         *(*_TOOLS, "hooks", "data", "checkpoint", "engines", "model", "plugins", "trainer"),
     ),
+    "doctor": (*_TOOLS, "ledger"),
     "chkpt_migrator": (*_TOOLS, "migration"),
-    "cli": (*_TOOLS, "checkpoint", "ledger", "trainer", "chkpt_migrator"),
+    "cli": (*_TOOLS, "checkpoint", "ledger", "trainer", "doctor", "chkpt_migrator"),
     "__main__": ("cli",),
 }
 # The trainer and what starts its runs are one room.

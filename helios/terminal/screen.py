@@ -172,7 +172,7 @@ def _find_notebook_bar() -> type | None:
 
         def refresh(self, *args: Any, **kwargs: Any) -> Any:
             # The widget reads the total only when it is made, and epochs may differ in length.
-            self.container.children[1].max = self.total or 1
+            self.container.children[1].max = self.total or 1  # type: ignore[attr-defined]
             return super().refresh(*args, **kwargs)
 
     return WidgetBar
