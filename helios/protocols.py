@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from helios.state import TrainingState
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @runtime_checkable

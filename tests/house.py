@@ -16,13 +16,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "helios"
 
-_VALUES = ("errors", "version", "state", "schedule", "protocols")
+_VALUES = ("errors", "version", "deferred", "state", "schedule", "protocols")
 _TOOLS = (*_VALUES, "core", "distributed", "storage")
 # Every room, from the lowest to the highest, with the rooms that it may import: only rooms above
 # it in this table, so that there is no cycle.
 ROOMS: dict[str, tuple[str, ...]] = {
     "errors": (),
     "version": (),
+    "deferred": (),
     "state": ("errors",),
     "schedule": ("errors", "state"),
     "protocols": ("errors", "state"),
@@ -57,8 +58,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "launch", "run_state", "checkpoint"),
         *("ledger", "engines", "requests", "model", "plugins", "session", "loops", "audit"),
     ),
+    # What the façade shows; nothing imports it.
+    "exports": (
+        *(*_TOOLS, "hooks", "data", "checkpoint", "engines", "model", "plugins", "trainer"),
+    ),
+    "doctor": (*_TOOLS, "ledger"),
     "chkpt_migrator": (*_TOOLS, "migration"),
-    "cli": (*_TOOLS, "checkpoint", "ledger", "trainer", "chkpt_migrator"),
+    "cli": (*_TOOLS, "checkpoint", "ledger", "trainer", "doctor", "chkpt_migrator"),
     "__main__": ("cli",),
 }
 # The trainer and what starts its runs are one room.
@@ -85,8 +91,15 @@ TYPE_ONLY = {
 # Files that share their name with another one, each with the reason.
 SAME_FILE_NAME = {
     "__init__.py": "what a package exports",
+    "exports.py": "names that a package defers: its own, and those of core/",
     "export.py": "cli/export is the command that calls checkpoint/export, and has its name",
     "fit.py": "loops/fit is the loop of a fit, startup/fit what surrounds it",
+}
+# Packages that import their names when they are first used, so that commands that only read text
+# start without PyTorch.
+DEFERRED = ("__init__.py", "core/__init__.py")
+INTERCEPTORS = {
+    *("__getattr__", "__setattr__", "__getattribute__", "__delattr__"),
 }
 # One replica goes the way of many: what differs is chosen at the start of a run, in engines/.
 ONE_PATH = {"loops", "session", "model", "plugins"}
@@ -304,15 +317,22 @@ def ban_faults(path: str, text: str) -> list[str]:
     for node in ast.walk(parse(text)):
         if isinstance(node, ast.Name) and node.id == "hasattr":
             faults.append(f"{path}:{node.lineno}: hasattr probes; ask for a type or a protocol.")
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in {
-            *("__getattr__", "__setattr__", "__getattribute__", "__delattr__"),
-        }:
-            faults.append(f"{path}:{node.lineno}: {node.name} intercepts attributes.")
+        elif name := _intercepts(node, path):
+            faults.append(f"{path}:{node.lineno}: {name} intercepts attributes.")
         elif isinstance(node, ast.Global):
             faults.append(f"{path}:{node.lineno}: a global is rebound.")
         elif _reads_trainer(node, path):
             faults.append(f"{path}:{node.lineno}: .trainer is for users, not for the house.")
     return faults
+
+
+def _intercepts(node: ast.AST, path: str) -> str:
+    """Return the name of an interceptor that is defined or assigned, or an empty string."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return node.name if node.name in INTERCEPTORS else ""
+    is_assigned = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    is_found = is_assigned and node.id in INTERCEPTORS and path not in DEFERRED
+    return node.id if is_found else ""
 
 
 def _reads_trainer(node: ast.AST, path: str) -> bool:

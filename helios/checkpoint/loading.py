@@ -21,7 +21,7 @@ from helios.errors import (
     IncompatibleCheckpointError,
 )
 from helios.state import TrainingState
-from helios.storage import codec
+from helios.storage.container_checks import check_container
 from helios.storage.digest import digest_file
 
 _LOGGER = logging.getLogger(__name__)
@@ -165,11 +165,14 @@ def compare_bytes(path: Path, sidecar: Sidecar | None) -> bool:
                 "Remove it, or use another checkpoint."
             )
         return True
-    codec.check_container(path)
+    check_container(path)
     return False
 
 
 def _read(path: Path, safe_types: Iterable[Any], *, is_verified: bool, maps: bool) -> Any:
+    # Commands that only list checkpoints use this module, and need no PyTorch.
+    from helios.storage import codec
+
     types = list(safe_types)
     try:
         return codec.read(path, types, maps=maps and is_verified)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
 
-import torch
-
 from helios.checkpoint import file_names
 from helios.checkpoint.record import REQUIRED
 from helios.errors import IncompatibleCheckpointError
@@ -128,4 +126,7 @@ def get_trainer_safe_types_for_load() -> list[Any]:
 
 def register_trainer_types_for_safe_load() -> None:
     """Register these types with ``torch.serialization.add_safe_globals``."""
+    # What only lists checkpoints uses this module, and needs no PyTorch.
+    import torch
+
     torch.serialization.add_safe_globals(get_trainer_safe_types_for_load())

@@ -20,7 +20,7 @@ from helios.errors import (
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
-from helios.storage import codec
+from helios.storage.container_checks import check_directory
 
 _MOVED_ASIDE = "before-"
 # Packages with functions but no types of users: torch refuses most of them, too.
@@ -227,7 +227,7 @@ class _Look:
 
     def check_container(self) -> None:
         """Check the directory of the container, and that name and sidecar agree."""
-        codec.check_directory(self.path)
+        check_directory(self.path)
         self._checked = Checked.CONTAINER
         if (sidecar := self._sidecar) is not None:
             state = {"global_epoch": sidecar.epoch, "global_iteration": sidecar.iteration}
@@ -246,6 +246,9 @@ class _Look:
         self._checked = Checked.DIGEST if is_verified else Checked.SUMS
 
     def read_structure(self) -> None:
+        # A glance needs no PyTorch.
+        from helios.storage import codec
+
         try:
             self.tree, self._names = codec.read_structure(self.path)
         except DamagedCheckpointError as error:

@@ -7,23 +7,37 @@ usage; 130 after Ctrl-C and 141 after a broken pipe, as in shells.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from helios.cli import compare, diff, export, inspect, ls, migrate, pack, replay, report, verify
 from helios.errors import ArgumentError, HeliosError, LedgerError, UsageError
 from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
-_COMMANDS = (ls, inspect, verify, diff, replay, report, compare, pack, export, migrate)
+_COMMANDS = {
+    "ls": "list the checkpoints of a folder and of the folders below it",
+    "inspect": "show the sidecar, the counters and the tensors of a checkpoint",
+    "verify": "verify every byte of checkpoints and ledgers",
+    "diff": "find the first difference between two runs or two checkpoints",
+    "replay": "repeat a part of a run, and compare it with its ledger",
+    "report": "write a report of a run, with a reproducibility checklist",
+    "compare": "mean, deviation and interval of the results of several runs",
+    "pack": "pack the evidence of a run into one archive, for reviewers",
+    "export": "write the weights of a checkpoint to a separate file",
+    "doctor": "show what of this machine changes bits, and what is wrong with it",
+    "migrate": "migrate checkpoints of helios-ml and of older formats to the current one",
+}
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, except the script of replay. Only report,
-compare, pack, export and migrate write files. All commands take --json: one
-document on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
+compare, pack, export and migrate write files; doctor tries some and removes
+them. All commands take --json: one document on standard output. Exit codes:
+0 good, 1 not good, 2 wrong usage.
 """
 
 
@@ -35,6 +49,28 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, width=width, max_help_position=24)
 
 
+class _Command(argparse.ArgumentParser):
+    """The parser of a command; its module is imported only when the command is used."""
+
+    _is_complete = False
+
+    def _complete(self) -> None:
+        if not self._is_complete:
+            self._is_complete = True
+            module = importlib.import_module(f"helios.cli.{self.prog.split()[-1]}")
+            self.description = module.DESCRIPTION
+            module.add_arguments(self)
+            self.set_defaults(run=module.run)
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        self._complete()
+        return super().parse_known_args(*args, **kwargs)
+
+    def format_help(self) -> str:
+        self._complete()
+        return super().format_help()
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; each command stores its ``run`` in the result."""
     parser = argparse.ArgumentParser(
@@ -44,16 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=_Formatter,
     )
     parser.add_argument("--version", action="version", version=f"helios {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _COMMANDS:
-        command = commands.add_parser(
-            module.NAME,
-            help=module.SUMMARY,
-            description=module.DESCRIPTION,
-            formatter_class=_Formatter,
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=_Command
+    )
+    for name, summary in _COMMANDS.items():
+        commands.add_parser(name, help=summary, formatter_class=_Formatter)
     return parser
 
 
@@ -69,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with 2 for wrong usage, with 0 after ``--help``.
     """
-    words, rest = replay.split(sys.argv[1:] if argv is None else argv)
+    words, rest = _split(sys.argv[1:] if argv is None else argv)
     namespace = build_parser().parse_args(words)
     namespace.rest = rest
     try:
@@ -88,6 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (MemoryError, RecursionError) as error:
         return _fail(namespace, str(error) or "there is too little memory.", FAILED)
     return code
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line into its own words, and those after ``--`` for the script of replay."""
+    words = list(argv)
+    if words[:1] != ["replay"] or "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
 
 
 def _fail(namespace: argparse.Namespace, message: str, code: int) -> int:

@@ -21,8 +21,6 @@ from helios.ledger.summary.comparison_page import (
 )
 from helios.storage import files
 
-NAME = "compare"
-SUMMARY = "mean, deviation and interval of the results of several runs"
 DESCRIPTION = """\
 Compare the results of several runs: for the last and the best validation scores
 and the losses of the last iteration, the mean, the standard deviation and the
@@ -60,7 +58,7 @@ def run(namespace: argparse.Namespace) -> int:
     """
     target = None
     if namespace.html is not None:
-        target = find_target(namespace.html, Path(), NAME, suffixes=(".html", ".htm"))
+        target = find_target(namespace.html, Path(), "compare", suffixes=(".html", ".htm"))
     found = compare(*namespace.folders, by=namespace.by)
     if target is not None:
         files.write_text_durably(target, write_comparison(found))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from helios.checkpoint import file_names
-from helios.checkpoint.comparison import CheckpointDifference, compare
 from helios.cli import output
 from helios.errors import DamagedCheckpointError, UsageError
 from helios.ledger.differences import Difference, diff
 from helios.ledger.manifest.manifest_changes import Effect, ManifestChange
 
-NAME = "diff"
-SUMMARY = "find the first difference between two runs or two checkpoints"
+if TYPE_CHECKING:
+    from helios.checkpoint.comparison import CheckpointDifference
+
 DESCRIPTION = """\
 Compare the ledgers of two runs line by line, and show the first iteration that
 differs, what differs in it and possible causes. Or compare the tensors of two
@@ -50,7 +51,7 @@ def run(namespace: argparse.Namespace) -> int:
             "checkpoints, or the folders of two runs."
         )
     try:
-        found = compare(*map(_existing, paths)) if all(are_checkpoints) else diff(*paths)
+        found = _compare(paths) if all(are_checkpoints) else diff(*paths)
     except DamagedCheckpointError as error:
         raise UsageError(str(error)) from error
     if namespace.json:
@@ -60,8 +61,11 @@ def run(namespace: argparse.Namespace) -> int:
     return 0 if found.is_equal else 1
 
 
-def _existing(path: Path) -> Path:
-    return output.existing_file(str(path))
+def _compare(paths: list[Path]) -> CheckpointDifference:
+    # Ledgers are compared without PyTorch.
+    from helios.checkpoint.comparison import compare
+
+    return compare(*(output.existing_file(str(path)) for path in paths))
 
 
 def _tensors(found: CheckpointDifference) -> list[str]:

@@ -15,8 +15,6 @@ from helios.errors import CheckpointError
 from helios.storage.digest import digest_file
 from helios.version import __version__
 
-NAME = "export"
-SUMMARY = "write the weights of a checkpoint to a separate file"
 DESCRIPTION = """\
 Write only the weights of a checkpoint to a file that can be read without
 Helios.

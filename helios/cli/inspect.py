@@ -16,8 +16,6 @@ from helios.cli import output
 from helios.cli.output import Column
 from helios.core.sizes import size_text
 
-NAME = "inspect"
-SUMMARY = "show the sidecar, the counters and the tensors of a checkpoint"
 DESCRIPTION = """\
 Show the content of a checkpoint: its sidecar, its counters, and the tree of its
 tensors with types, shapes and sizes. Works on damaged, old and foreign files

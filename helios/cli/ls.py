@@ -12,8 +12,6 @@ from helios.cli import output
 from helios.cli.output import Column
 from helios.core.sizes import size_text
 
-NAME = "ls"
-SUMMARY = "list the checkpoints of a folder and of the folders below it"
 DESCRIPTION = """\
 List the checkpoints of a run's folder, or of all runs below chkpt_root.
 

@@ -16,8 +16,6 @@ from helios.errors import CheckpointError
 from helios.ledger import pack
 from helios.ledger.summary.run_facts import find_run
 
-NAME = "pack"
-SUMMARY = "pack the evidence of a run into one archive, for reviewers"
 DESCRIPTION = """\
 Pack ledger, manifest, lineage, times, source files, local changes and the
 weights of the newest checkpoint into one zip file, with digests of all files

@@ -20,8 +20,6 @@ from helios.ledger.replaying import Replay
 from helios.startup.launching.replay_request import ReplayRequest
 from helios.startup.options.replay_options import ReplayOptions
 
-NAME = "replay"
-SUMMARY = "repeat a part of a run, and compare it with its ledger"
 DESCRIPTION = """\
 Run a training script up to its first call of fit. Instead of training, repeat a
 part of its run from a checkpoint, and compare each iteration with the ledger of
@@ -55,15 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "number of processes, in place of the nproc of the script"
     parser.add_argument("--nproc", metavar="K", type=int, help=text)
     output.add_json_option(parser)
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into its own words, and those after ``--`` for the script."""
-    words = list(argv)
-    if words[:1] != [NAME] or "--" not in words:
-        return words, []
-    place = words.index("--")
-    return words[:place], words[place + 1 :]
 
 
 def run(namespace: argparse.Namespace) -> int:

@@ -13,8 +13,6 @@ from helios.ledger import report
 from helios.ledger.summary.run_facts import find_run
 from helios.storage import files
 
-NAME = "report"
-SUMMARY = "write a report of a run, with a reproducibility checklist"
 DESCRIPTION = """\
 Write a report of a run: losses, learning rate, throughput, scores, starts and
 kills, environment, options, checkpoints, and a reproducibility checklist. The

@@ -13,8 +13,6 @@ from helios.errors import ArgumentError, LedgerError
 from helios.ledger.book import FILE_NAME
 from helios.ledger.verification import LedgerStatus, verify
 
-NAME = "verify"
-SUMMARY = "verify every byte of checkpoints and ledgers"
 DESCRIPTION = """\
 Read checkpoints completely and compare them with the digests in their sidecars,
 or with the checksums of their containers if there is no digest. Folders are

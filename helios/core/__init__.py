@@ -3,19 +3,14 @@
 Nothing in this package depends on a model, a data set or a loop.
 """
 
-from helios.core import cuda, distributed, logging, rng
-from helios.core.moved import install_moved_modules
-from helios.core.registry import Registry, update_all_registries
-from helios.core.utils import (
-    AverageTimer,
-    ChdirContext,
-    convert_to_list,
-    get_env_info_str,
-    get_from_optional,
-    safe_torch_load,
-)
+from typing import TYPE_CHECKING
 
-install_moved_modules()
+if TYPE_CHECKING:
+    from helios.core.exports import *
+else:
+    from helios.deferred import defer
+
+    __getattr__, __dir__ = defer(__name__)
 
 __all__ = [
     "AverageTimer",

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-import torch
-
+from helios.core.peak_memory import find_peak_memory
 from helios.ledger.event_file import EventFile, now, read_event_file
 from helios.ledger.lineage import host
 from helios.protocols import Clock
@@ -105,22 +103,7 @@ class Timing:
             "seconds": round(moment - self._written[1], 3),
         }
         self._written = self._newest
-        self._file.append(line | _find_memory())
-
-
-def _find_memory() -> dict[str, int]:
-    """Return the peaks of memory that are known without waiting for a device."""
-    found = {}
-    if sys.platform != "win32":
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found["memory"] = peak if sys.platform == "darwin" else peak * 1024
-    # After an error of the device, nothing may be known of it.
-    with contextlib.suppress(RuntimeError):
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            found["gpu_memory"] = torch.cuda.max_memory_allocated()
-    return found
+        self._file.append(line | find_peak_memory())
 
 
 @dataclass

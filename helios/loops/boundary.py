@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
-from helios import schedule as due
+import helios.schedule as due
 from helios.core.scalars import as_numbers
 from helios.session import Session
 from helios.state import Phase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-from helios import schedule as due
+import helios.schedule as due
 from helios.core.utils import AverageTimer
 from helios.data.interfaces import BatchIterator, NoBatches
 from helios.errors import UsageError

@@ -26,6 +26,7 @@ from helios.errors import (
 )
 from helios.migration import helios_ml, schema_step
 from helios.storage import codec, files
+from helios.storage.container_checks import check_container
 from helios.storage.digest import digest_file
 from helios.storage.folder_lock import FolderLock
 from helios.version import __version__
@@ -136,7 +137,7 @@ class Migration:
             raise IncompatibleCheckpointError(_describe_unknown(unknown))
         if not helios_ml.is_old(tree):
             return Report(path, Result.FOREIGN, "it is not a checkpoint of helios-ml")
-        codec.check_container(path)
+        check_container(path)
         code = codec.encode(_convert(tree, path), where="", safe_types=types)
         return self._renew(path, code, seen)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import io
 import pickle
 import warnings
@@ -23,14 +22,13 @@ from helios.core.gc_pause import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.protocols import Meter
 from helios.storage import archive_records, files
+from helios.storage.container_checks import check_directory, reason_of, reraise_os_error
 from helios.storage.digest import DigestWriter
 from helios.storage.placeholders import stand_in
 from helios.storage.staging import HostBuffers
 from helios.storage.user_types import type_name
 from helios.storage.weights_only import Decoder, Encoder
 
-_CHUNK_BYTES = 1 << 20
-_FOLDER_FLAG = 0x10
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
 # the second one says that sparse tensors are checked.
@@ -193,7 +191,7 @@ def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> A
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
         return decode(tree, safe_types=types)
     except Exception as error:
-        _reraise_os_error(error)
+        reraise_os_error(error)
         if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
             raise MemoryError(f"There is not enough memory to load {path}.") from error
         names = unsafe_globals(path, types)
@@ -204,7 +202,7 @@ def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> A
                 "from the model's types_for_safe_load()."
             ) from error
         raise DamagedCheckpointError(
-            f"{path} cannot be read: {_reason(error)}. Remove it, or use another checkpoint."
+            f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
         ) from error
 
 
@@ -241,78 +239,22 @@ def read_structure(path: Path) -> tuple[Any, list[str]]:
     try:
         return _map(path, [(stand_in(name), name) for name in names]), names
     except Exception as error:
-        _reraise_os_error(error)
+        reraise_os_error(error)
         if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
             raise MemoryError(f"There is not enough memory to inspect {path}.") from error
         if names:
             raise IncompatibleCheckpointError(
-                f"{path} refers to {', '.join(names)} and cannot be inspected: {_reason(error)}. "
+                f"{path} refers to {', '.join(names)} and cannot be inspected: {reason_of(error)}. "
                 "Do not load it unless you know who wrote it."
             ) from error
         raise DamagedCheckpointError(
-            f"{path} cannot be read: {_reason(error)}. Remove it, or use another checkpoint."
+            f"{path} cannot be read: {reason_of(error)}. Remove it, or use another checkpoint."
         ) from error
 
 
 def _map(path: Path, safe_types: Iterable[Any]) -> Any:
     with path.open("rb"), _loading(safe_types):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def check_directory(path: Path) -> None:
-    """Check the directory of a ZIP archive without reading its records.
-
-    Raises:
-        DamagedCheckpointError: if it is not a ZIP archive, or its records are not as torch writes
-            them.
-        OSError: if the file cannot be opened or read.
-    """
-    with _container(path) as container:
-        for record in container.infolist():
-            _check_form(record)
-
-
-def check_container(path: Path) -> None:
-    """Verify the checksums of the records in a ZIP archive.
-
-    This finds most damage if there is no digest, and keeps torch from reading damaged bytes.
-
-    Raises:
-        DamagedCheckpointError: if it is not a ZIP archive, or a record is damaged.
-        OSError: if the file cannot be opened or read.
-    """
-    with _container(path) as container:
-        for record in container.infolist():
-            _check_record(container, record)
-
-
-@contextlib.contextmanager
-def _container(path: Path) -> Iterator[zipfile.ZipFile]:
-    try:
-        with zipfile.ZipFile(path) as container:
-            yield container
-    except Exception as error:
-        _reraise_os_error(error)
-        raise DamagedCheckpointError(
-            f"{path} is not a complete archive: {_reason(error)}. Remove it, or use another "
-            "checkpoint."
-        ) from error
-
-
-def _check_form(record: zipfile.ZipInfo) -> None:
-    # torch takes a record with this flag for a folder and leaves the tensor uninitialized.
-    if record.external_attr & _FOLDER_FLAG or record.compress_type != zipfile.ZIP_STORED:
-        raise zipfile.BadZipFile(f"the record {record.filename} is not as torch writes them")
-
-
-def _check_record(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    _check_form(record)
-    # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
-    if not record.CRC:
-        return
-    with container.open(record) as handle:
-        while handle.read(_CHUNK_BYTES):
-            pass
 
 
 @contextlib.contextmanager
@@ -367,26 +309,10 @@ def _try_loading(value: Any, safe_types: list[Any]) -> None:
         try:
             torch.load(buffer, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise TypeError(_reason(error)) from error
+            raise TypeError(reason_of(error)) from error
 
 
 def _find_cause(error: BaseException) -> BaseException:
     while _WRITER in str(error) and error.__context__ is not None:
         error = error.__context__
     return error
-
-
-def _reraise_os_error(error: Exception) -> None:
-    # A failing disk is not a damaged file. A position read from damaged bytes leads to EINVAL.
-    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-        raise error
-
-
-def _reason(error: BaseException) -> str:
-    """Return the first sentence of an error; torch's full text suggests ``weights_only=False``."""
-    if "TorchScript" in str(error):
-        return "it is a TorchScript archive, which is code"
-    if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
-        error = error.__context__
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].split(". ")[0].rstrip(".")

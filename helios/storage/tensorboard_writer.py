@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from helios.core import rng
+import helios.core.rng as rng  # "from helios.core" would import this module again
 from helios.distributed.collectives import get_global_rank
 from helios.errors import UsageError
 from helios.storage import files

@@ -12,11 +12,12 @@ import numbers
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TextIO
 
 import torch
 
+from helios.core.peak_memory import find_peak_memory, peak_text
 from helios.distributed.collectives import get_global_rank
 from helios.protocols import Clock
 from helios.state import TrainingUnit
@@ -224,11 +225,19 @@ class BarDisplay(Display):
     Args:
         stream: the output stream; ``sys.stderr`` if ``None``.
         clock: returns the time in seconds.
+        find_memory: returns peaks of memory in bytes; called once per update.
     """
 
-    def __init__(self, stream: TextIO | None = None, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        clock: Clock = time.perf_counter,
+        *,
+        find_memory: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         self._stream = stream
         self._clock = clock
+        self._find_memory = find_memory
         self._surface: Surface | None = None
         self._training: _Training | None = None
         self._evaluation: Gauge | None = None
@@ -347,7 +356,8 @@ class BarDisplay(Display):
         if self._training is not None:
             if self._evaluation is None:
                 self._rate.record(now, self._num_samples)
-            speed = ", ".join(filter(None, (self._losses, self._rate.text())))
+            peak = peak_text(self._find_memory())
+            speed = ", ".join(filter(None, (self._losses, self._rate.text(), peak)))
             # Where lines are written, the log has written the scores just before.
             scores = self._scores if surface.is_live else ""
             left = ", ".join(filter(None, (self._training.time_left(now), scores)))
@@ -380,5 +390,5 @@ def create_display(
         clock: returns the time in seconds.
     """
     if is_enabled and get_global_rank() == 0:
-        return BarDisplay(stream, clock)
+        return BarDisplay(stream, clock, find_memory=find_peak_memory)
     return NullDisplay()

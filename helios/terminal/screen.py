@@ -64,18 +64,18 @@ class Surface(ABC):
 
 
 class Bars(Surface):
-    """Progress bars of tqdm, redrawn in place; log lines are written above them."""
+    """Progress bars of tqdm, redrawn in place; log lines are written above them.
+
+    Args:
+        stream: where lines are written; on a terminal, bars too.
+        kind: the class of a bar.
+    """
 
     seconds = 0.1
     is_live = True
 
-    def __init__(self, stream: TextIO) -> None:
-        from tqdm import tqdm
-
-        class Bar(tqdm):  # type: ignore[type-arg]
-            monitor_interval = 0  # no monitor thread that redraws
-
-        self._type = Bar
+    def __init__(self, stream: TextIO, kind: Any) -> None:
+        self._type = kind
         self._stream = stream
         self._bars: dict[str, Any] = {}
         _Screen.write = self._write
@@ -117,7 +117,7 @@ class Bars(Surface):
 
 
 class Lines(Surface):
-    """Plain lines without control characters, for files, pipes and notebooks."""
+    """Plain lines without control characters, for files and pipes."""
 
     seconds = 30.0
     is_live = False
@@ -146,14 +146,50 @@ class Lines(Surface):
         """Do nothing."""
 
 
+def _make_terminal_bar() -> type:
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no monitor thread that redraws
+
+    return Bar
+
+
+def _find_notebook_bar() -> type | None:
+    """Return the bar of a notebook; ``None`` elsewhere, or without the widgets that it needs."""
+    module = sys.modules.get("IPython")
+    shell = None if module is None else module.get_ipython()
+    if shell is None or "IPKernelApp" not in shell.config:
+        return None
+    from tqdm.auto import tqdm
+    from tqdm.notebook import tqdm_notebook
+
+    if not issubclass(tqdm, tqdm_notebook):
+        return None
+
+    class WidgetBar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0
+
+        def refresh(self, *args: Any, **kwargs: Any) -> Any:
+            # The widget reads the total only when it is made, and epochs may differ in length.
+            self.container.children[1].max = self.total or 1  # type: ignore[attr-defined]
+            return super().refresh(*args, **kwargs)
+
+    return WidgetBar
+
+
 def open_surface(stream: TextIO | None = None) -> Surface:
-    """Return bars if a stream is a terminal, otherwise plain lines.
+    """Return bars if a stream is a terminal or a notebook, otherwise plain lines.
 
     Args:
         stream: the stream; the current ``sys.stderr`` if ``None``.
     """
+    is_chosen = stream is not None
     stream = sys.stderr if stream is None else stream
-    return Bars(stream) if _is_wide(stream) else Lines(stream)
+    if _is_wide(stream):
+        return Bars(stream, _make_terminal_bar())
+    widgets = None if is_chosen else _find_notebook_bar()
+    return Lines(stream) if widgets is None else Bars(stream, widgets)
 
 
 def _is_wide(stream: TextIO) -> bool:

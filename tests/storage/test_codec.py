@@ -15,6 +15,7 @@ import torch
 
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.storage import codec, files
+from helios.storage.container_checks import check_container
 
 
 class Settings:
@@ -164,7 +165,7 @@ def test_a_plain_pickle_is_damaged_and_executes_nothing(tmp_path: Path) -> None:
     with pytest.raises((DamagedCheckpointError, IncompatibleCheckpointError), match=r"evil\.pth"):
         codec.read(path)
     with pytest.raises(DamagedCheckpointError, match=r"evil\.pth"):
-        codec.check_container(path)
+        check_container(path)
     assert not mark.exists()
 
 
@@ -172,7 +173,7 @@ def test_a_plain_pickle_is_damaged_and_executes_nothing(tmp_path: Path) -> None:
 def test_a_file_that_is_no_container_is_damaged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file.pth"
     path.write_bytes(content)
-    for call in (codec.read, codec.check_container):
+    for call in (codec.read, check_container):
         with pytest.raises(DamagedCheckpointError, match=r"file\.pth"):
             call(path)
 
@@ -187,19 +188,19 @@ def test_codes_that_no_encoder_makes_are_damaged(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_not_called_damaged(tmp_path: Path) -> None:
-    for call in (codec.read, codec.check_container):
+    for call in (codec.read, check_container):
         with pytest.raises(FileNotFoundError):
             call(tmp_path / "gone.pth")
 
 
 def test_check_sums_of_the_container_find_a_changed_byte(tmp_path: Path) -> None:
     path = write(tmp_path / "file.pth", {"a": torch.zeros(1000)})
-    codec.check_container(path)
+    check_container(path)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedCheckpointError, match=r"file\.pth"):
-        codec.check_container(path)
+        check_container(path)
 
 
 def test_a_record_that_torch_would_skip_as_a_folder_is_damage(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_record_that_torch_would_skip_as_a_folder_is_damage(tmp_path: Path) ->
     data[entry + 38] |= 0x10
     path.write_bytes(data)
     with pytest.raises(DamagedCheckpointError, match="data/0"):
-        codec.check_container(path)
+        check_container(path)
 
 
 def test_a_container_without_check_sums_is_accepted(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_a_container_without_check_sums_is_accepted(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(before)
     with zipfile.ZipFile(path) as container:
         assert not any(record.CRC for record in container.infolist())
-    codec.check_container(path)
+    check_container(path)
     assert codec.read(path)["a"].sum() == 0
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from helios.core.peak_memory import find_peak_memory
 from helios.state import TrainingUnit
 from helios.terminal.progress import BarDisplay, Display, NullDisplay, create_display
 from helios.terminal.root_logger import RootLogger
@@ -136,6 +137,32 @@ def test_bars_are_redrawn_by_time_and_not_by_iteration(terminal: Screen, time: T
 class _Unread(dict[str, object]):
     def items(self) -> object:  # type: ignore[override]
         raise RuntimeError("the losses were read")
+
+
+def test_the_peak_of_memory_is_read_at_each_drawing(terminal: Screen, time: Time) -> None:
+    reads: list[dict[str, int]] = []
+
+    def find() -> dict[str, int]:
+        reads.append({"memory": 300 << 20} | ({"gpu_memory": 5 << 29} if len(reads) > 1 else {}))
+        return reads[-1]
+
+    display = BarDisplay(terminal, time, find_memory=find)
+    start(display)
+    advance(display, time, 5, seconds=1.0)
+    assert terminal.rows()[1].endswith(" 5/10, loss 0.5, 32 samples/s, GPU peak 2.5 GiB")
+    count = len(reads)
+    advance(display, time, 5, seconds=0.0)
+    assert len(reads) == count, "not in each iteration"
+    display.close()
+
+
+def test_without_a_gpu_the_peak_is_that_of_the_process(pipe: Screen, time: Time) -> None:
+    display = BarDisplay(pipe, time, find_memory=lambda: {"memory": 300 << 20})
+    start(display)
+    advance(display, time, 1, seconds=31.0)
+    assert ", peak 300 MiB, " in pipe.getvalue()
+    assert set(find_peak_memory()) <= {"memory", "gpu_memory"}
+    assert find_peak_memory().get("memory", 1 << 24) >= 1 << 24, "in bytes"
 
 
 def test_losses_are_read_only_for_a_drawing_and_not_after_an_error(

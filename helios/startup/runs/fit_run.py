@@ -44,6 +44,7 @@ from helios.startup.reporting import banner
 from helios.startup.reporting.idle_options import warn_of_idle_options
 from helios.startup.reporting.loader_claims import Claim, judge
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_reproducibility
+from helios.startup.reporting.run_summary import describe_data, describe_model
 from helios.startup.runs.base_run import Run
 from helios.state import Phase, TrainingState
 
@@ -267,6 +268,8 @@ class FitRun(Run):
                 self.model,
                 {
                     "run": self._name,
+                    "model": describe_model(self.model),
+                    "data": describe_data(self.sources),
                     "processes": describe_processes(self.replicas),
                     "reproducibility": str(reproducibility),
                 },

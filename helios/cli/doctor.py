@@ -1,0 +1,107 @@
+"""``helios doctor``: what of this machine matters to reproducibility, and what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from helios.cli import output
+from helios.core.sizes import size_text
+from helios.doctor.diagnosis import Diagnosis, Severity
+
+if TYPE_CHECKING:
+    from helios.doctor.examination import Examination
+
+DESCRIPTION = """\
+Show what of this machine changes the bits of a training, and what is wrong with
+it: versions, processor and threads, GPUs, environment variables, the settings
+of PyTorch, shared memory, the clock, and whether files in a folder can be
+synced, renamed and locked. Each finding has a remedy. The settings are those of
+a new process; a script may change them.
+
+Exit code 0: nothing is wrong, there may be notes. 1: something is wrong.
+2: Helios cannot be used here.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    text = "folder of a run, or chkpt_root; files are tried in it, and removed (default: .)"
+    parser.add_argument("folder", metavar="DIR", nargs="?", default=".", help=text)
+    output.add_json_option(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    """Examine the machine; 0 if nothing is wrong, 1 if something is, 2 if it cannot be used.
+
+    Raises:
+        ArgumentError: if the folder is a file.
+    """
+    folder = Path(namespace.folder)
+    if folder.exists():
+        folder = output.existing_folder(namespace.folder)
+    try:
+        from helios.doctor.examination import examine_machine
+    except (ImportError, OSError) as error:
+        return _refuse(error, is_json=namespace.json)
+    found = examine_machine(folder)
+    if namespace.json:
+        output.print_json(found.as_dict())
+    else:
+        output.print_lines(*output.facts(dict(_facts(found))), "", *_lines(found.findings))
+    return found.exit_code
+
+
+def _refuse(error: Exception, *, is_json: bool) -> int:
+    """Say that PyTorch cannot be imported: nothing else can be found out then."""
+    finding = Diagnosis(
+        "versions",
+        Severity.UNUSABLE,
+        f"PyTorch or NumPy cannot be imported: {error}.",
+        "Install it for this Python, as pytorch.org says.",
+    )
+    if is_json:
+        output.print_json({"is_good": False, "findings": [finding.as_dict()]})
+    else:
+        output.print_lines(*_lines([finding]))
+    return finding.severity.exit_code
+
+
+def _facts(found: Examination) -> Iterator[tuple[str, str]]:
+    facts = found.facts
+    system, switches, folder = facts["system"], facts["switches"], facts["folder"]
+    shown = ("helios", "python_build", "torch", "numpy")
+    yield "versions", ", ".join(f"{name} {facts['versions'][name]}" for name in shown)
+    yield "system", f"{system['os']} {system['kernel']}, {system['architecture']}"
+    yield "processor", f"{system.get('cpu', 'unknown')}, {system['cores']} cores"
+    yield "kernels", f"{system['capability']}, {facts['blas'] or 'unknown'} BLAS"
+    yield "flags", system.get("cpu_flags", "")
+    yield "threads", f"{switches['threads']}, interop {switches['interop_threads']}"
+    yield from _gpu_facts(facts["gpu"])
+    yield "switches", _pairs(switches)
+    yield "environment", _pairs(facts["environment"]) or "no variable that changes numbers"
+    if facts["shared_memory"] is not None:
+        yield "/dev/shm", size_text(facts["shared_memory"])
+    kind = folder["file_system"] or "unknown file system"
+    yield "folder", f"{folder['path']} ({kind}), {size_text(folder['free'])} free"
+
+
+def _gpu_facts(gpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "gpu", ", ".join(gpu.get("devices", ())) or "none"
+    names = [name for name in ("cuda", "hip", "cudnn", "nccl", "driver") if name in gpu]
+    if names:
+        yield "gpu versions", ", ".join(f"{name} {gpu[name]}" for name in names)
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _lines(findings: list[Diagnosis]) -> Iterator[str]:
+    for finding in findings:
+        yield f"{finding.severity.value}: {finding.text}"
+        yield f"  {finding.remedy}"
+    count = sum(finding.severity is not Severity.NOTE for finding in findings)
+    yield f"{count} wrong" if count else "good: nothing is wrong"

@@ -1,0 +1,1 @@
+"""What of a machine matters to reproducibility, and what is wrong with it."""

@@ -1,0 +1,88 @@
+"""Checks the ZIP archive that a checkpoint is, without PyTorch and without creating an object."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import pickle
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from helios.errors import DamagedCheckpointError
+
+_CHUNK_BYTES = 1 << 20
+_FOLDER_FLAG = 0x10
+
+
+def check_directory(path: Path) -> None:
+    """Check the directory of a ZIP archive without reading its records.
+
+    Raises:
+        DamagedCheckpointError: if it is not a ZIP archive, or its records are not as torch writes
+            them.
+        OSError: if the file cannot be opened or read.
+    """
+    with _container(path) as container:
+        for record in container.infolist():
+            _check_form(record)
+
+
+def check_container(path: Path) -> None:
+    """Verify the checksums of the records in a ZIP archive.
+
+    This finds most damage if there is no digest, and keeps torch from reading damaged bytes.
+
+    Raises:
+        DamagedCheckpointError: if it is not a ZIP archive, or a record is damaged.
+        OSError: if the file cannot be opened or read.
+    """
+    with _container(path) as container:
+        for record in container.infolist():
+            _check_record(container, record)
+
+
+@contextlib.contextmanager
+def _container(path: Path) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(path) as container:
+            yield container
+    except Exception as error:
+        reraise_os_error(error)
+        raise DamagedCheckpointError(
+            f"{path} is not a complete archive: {reason_of(error)}. Remove it, or use another "
+            "checkpoint."
+        ) from error
+
+
+def _check_form(record: zipfile.ZipInfo) -> None:
+    # torch takes a record with this flag for a folder and leaves the tensor uninitialized.
+    if record.external_attr & _FOLDER_FLAG or record.compress_type != zipfile.ZIP_STORED:
+        raise zipfile.BadZipFile(f"the record {record.filename} is not as torch writes them")
+
+
+def _check_record(container: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    _check_form(record)
+    # torch.serialization.set_crc32_options(False) leaves the checksums at zero.
+    if not record.CRC:
+        return
+    with container.open(record) as handle:
+        while handle.read(_CHUNK_BYTES):
+            pass
+
+
+def reraise_os_error(error: Exception) -> None:
+    """Raise an error of the file system again; return for any other one."""
+    # A failing disk is not a damaged file. A position read from damaged bytes leads to EINVAL.
+    if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+        raise error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first sentence of an error; torch's full text suggests ``weights_only=False``."""
+    if "TorchScript" in str(error):
+        return "it is a TorchScript archive, which is code"
+    if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0].rstrip(".")

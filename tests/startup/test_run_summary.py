@@ -1,0 +1,113 @@
+"""What the banner says of model and data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+from helios import DataLoaderParams, DataModule, Model, Trainer
+from helios.startup.reporting.run_summary import describe_model
+
+
+class Holder(Model):
+    def __init__(self, **members: object) -> None:
+        super().__init__("holder")
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def setup(self, fast_init: bool = False) -> None:
+        """Do nothing: the members are there."""
+
+
+def lines(**members: object) -> list[str]:
+    return describe_model(Holder(**members)).splitlines()
+
+
+def test_one_network_is_shown_by_its_parts() -> None:
+    network = nn.Sequential(nn.Linear(1000, 2), nn.ReLU(), nn.Linear(2, 1).double())
+    assert lines(net=network) == [
+        "2,005 parameters (7.8 KiB), all trainable",
+        "  net.0  Linear  2,002   7.8 KiB",
+        "  net.2  Linear      3  24 bytes",
+    ]
+
+
+def test_several_networks_have_a_row_each() -> None:
+    teacher = nn.Linear(3, 1).requires_grad_(False)
+    student = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1))
+    student[0].bias.requires_grad_(False)
+    assert lines(teacher=teacher, student=student) == [
+        "10 parameters (40 bytes), 5 trainable",
+        "  student  Sequential  6  24 bytes  5 trainable",
+        "  teacher  Linear      4  16 bytes  frozen",
+    ]
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    second.weight = first.weight
+    assert lines(first=first, second=second) == [
+        "6 parameters (24 bytes), all trainable",
+        "  first   Linear  4  16 bytes",
+        "  second  Linear  2   8 bytes",
+    ]
+
+
+def test_parameters_of_the_network_itself_and_of_the_model_are_counted() -> None:
+    network = nn.Sequential(nn.Linear(1, 1))
+    network.scale = nn.Parameter(torch.ones(3))
+    assert lines(net=network, shift=nn.Parameter(torch.ones(2), requires_grad=False)) == [
+        "7 parameters (28 bytes), 5 trainable",
+        "  net.0  Linear      2   8 bytes",
+        "  net    Sequential  3  12 bytes",
+        "  shift  Parameter   2   8 bytes  frozen",
+    ]
+
+
+def test_what_a_lazy_layer_will_have_is_not_guessed() -> None:
+    assert lines(net=nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(4))) == [
+        "2 parameters (8 bytes), all trainable, without lazy ones",
+        "  net.0  Linear      2  8 bytes",
+        "  net.1  LazyLinear  0  0 bytes  lazy: the first batch sets the rest",
+    ]
+
+
+def test_many_parts_fill_eight_rows() -> None:
+    found = lines(net=nn.Sequential(*(nn.Linear(1, 1) for _ in range(20))))
+    assert len(found) == 10
+    assert found[-1] == "  12 more with 24 parameters"
+    assert lines(count=3) == ["no parameters"]
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        while True:
+            yield torch.ones(1)
+
+
+class Data(DataModule):
+    def setup(self) -> None:
+        data, params = TensorDataset(torch.ones(2500, 1)), DataLoaderParams(batch_size=2)
+        self._train_dataset = self._create_dataset(data, params)
+        self._valid_dataset = self._create_dataset(Endless(), DataLoaderParams(batch_size=3))
+
+
+class Small(Holder):
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def train_step(self, batch, state):  # type: ignore[no-untyped-def]
+        return self.net(batch[0]).sum()
+
+
+def test_the_banner_says_how_large_model_and_data_are(capsys: pytest.CaptureFixture[str]) -> None:
+    Trainer(train_unit="iteration", total_steps=1, use_cpu=True).fit(Small(), Data())
+    shown = capsys.readouterr().err.splitlines()
+    place = shown.index("model: 2 parameters (8 bytes), all trainable")
+    assert shown[place + 1 : place + 3] == [
+        "  net  Linear  2  8 bytes",
+        "data: 2,500 samples in 1,250 batches an epoch; validation samples of unknown number",
+    ]

@@ -1,0 +1,93 @@
+"""Names that a package imports when they are first used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import helios
+import helios.core
+from helios import exports
+from helios.core import exports as core_exports
+from tests import house
+
+_HEAVY = "print([name for name in ('torch', 'numpy', 'tqdm') if name in sys.modules])"
+
+
+def _run(code: str) -> str:
+    """Run code in a new interpreter; returns what it printed."""
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(house.ROOT)},
+    )
+    return ran.stdout
+
+
+@pytest.mark.parametrize(("package", "found"), [(helios, exports), (helios.core, core_exports)])
+def test_a_package_shows_the_names_that_its_exports_import(package: object, found: object) -> None:
+    names = {name for name in vars(found) if not name.startswith("__")} | {"__version__"}
+    assert {*package.__all__, "__version__"} == names
+    for name in package.__all__:
+        assert getattr(package, name) is getattr(found, name)
+
+
+def test_the_first_use_of_a_name_binds_all_of_them() -> None:
+    code = f"""
+import helios
+{_HEAVY}
+print("Trainer" in vars(helios), {{*helios.__all__}} <= {{*dir(helios)}})
+helios.Model
+print({{*helios.__all__}} <= {{*vars(helios)}}, helios.plugins.EMA.__name__)
+"""
+    assert _run(code).splitlines() == ["[]", "False True", "True EMA"]
+
+
+def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'helios' has no attribute 'Trainr'"):
+        _ = helios.Trainr
+    with pytest.raises(ImportError, match="cannot import name 'Trainr' from 'helios'"):
+        exec("from helios import Trainr")
+
+
+def test_probes_for_special_attributes_import_nothing() -> None:
+    code = f"import helios\nprint(getattr(helios, '__wrapped__', None))\n{_HEAVY}"
+    assert _run(code).splitlines() == ["None", "[]"]
+
+
+def test_what_the_deferred_names_need_can_be_imported_first() -> None:
+    assert _run("import helios.terminal.root_logger as found\nprint(found.RootLogger.__name__)")
+
+
+def test_old_paths_are_found_before_any_other_import() -> None:
+    code = """
+import warnings
+warnings.simplefilter("ignore")
+import helios.engines.assignment
+try:
+    import helios.optim
+except ImportError as error:
+    print(type(error).__name__, helios.engines.assignment.__name__)
+"""
+    assert _run(code).strip() == "MovedModuleError helios.replicas.assignment"
+
+
+def test_commands_that_read_text_import_no_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_text("")
+    code = f"""
+import contextlib, io
+from helios.cli import main
+for words in (["--help"], ["ls", "D"], ["report", "D"], ["compare", "D", "D"], ["diff", "D", "D"],
+              ["verify", "D"], ["doctor", "--help"]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            main([word.replace("D", {str(tmp_path)!r}) for word in words])
+{_HEAVY}
+"""
+    assert _run(code).strip() == "[]"
