@@ -32,6 +32,15 @@ API: Mapping[str, tuple[str, Sequence[str], Sequence[str]]] = {
     "errors": ("Errors", ("helios.HeliosError",), ("helios",)),
     "core": ("Utilities", (), ("helios.core",)),
 }
+_INTRO = {
+    "model": "Beside these methods, a model may override the [events](../hooks.md).",
+    "plugins": "[Plugins](../plugins.md) shows how to use them. They may override the "
+    "[events](../hooks.md).",
+    "data": "[Data](../data.md) has examples.",
+    "loops": "[Loops](../loops.md) has the tree of loops and examples.",
+    "engines": "[Engines](../engines.md) and [Precision](../precision.md) have examples.",
+    "ledger": "[The ledger](../ledger.md) and [Replay](../replay.md) have examples.",
+}
 _AT_THE_TOP = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
 _LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=[)#])")
 
@@ -138,8 +147,8 @@ def on_files(files: Files, config: Any) -> Files:
     contents = {site: (ROOT / path).read_text("utf-8") for path, site in _AT_THE_TOP.items()}
     contents["extra.css"] = (Path(__file__).parent / "extra.css").read_text("utf-8")
     for page, names in api_names().items():
-        parts = "\n\n".join(f"::: {name}" for name in names)
-        contents[f"api/{page}.md"] = f"# {API[page][0]}\n\n{parts}\n"
+        parts = [f"# {API[page][0]}", _INTRO.get(page, ""), *(f"::: {name}" for name in names)]
+        contents[f"api/{page}.md"] = "\n\n".join(parts)
     texts = {path: contents[site] for path, site in _AT_THE_TOP.items()}
     texts |= {f"docs/{file.src_uri}": file.content_string for file in files.documentation_pages()}
     api = _api_links()
@@ -148,6 +157,7 @@ def on_files(files: Files, config: Any) -> Files:
         if site.startswith("sources/") and (ROOT / target).is_file():
             code = (ROOT / target).read_text("utf-8")
             contents[site] = f"# {target}\n\n````python\n{code}````\n"
+    contents["index.md"] = f"---\nhide: [navigation]\n---\n{contents['index.md']}"
     for site, content in contents.items():
         files.append(File.generated(config, site, content=content))
     return files
