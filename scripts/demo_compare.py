@@ -326,24 +326,32 @@ def draw(undisturbed: Run, killed: Run, path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from PIL import Image
 
-    figure, (upper, lower) = plt.subplots(2, sharex=True, sharey=True, figsize=(10, 6))
+    figure, (upper, lower) = plt.subplots(2, sharex=True, sharey=True, figsize=(9, 4))
     for axes, run in ((upper, undisturbed), (lower, killed)):
         curve = {line.iteration: line.loss for line in run.lines if line.replica == 0}
-        axes.plot(sorted(curve), [curve[number] for number in sorted(curve)], linewidth=0.8)
+        axes.plot(sorted(curve), [curve[number] for number in sorted(curve)], linewidth=0.7)
         axes.set_ylabel("loss")
-    upper.set_title("undisturbed")
-    lower.set_title(f"killed {len(killed.kills)} times and started again: the same bits")
+        axes.spines[["top", "right"]].set_visible(False)
+    upper.set_title("uninterrupted", loc="left")
+    title = f"killed {len(killed.kills)} times and started again: the same bits"
+    lower.set_title(title, loc="left")
     resumes = [first for first, _ in killed.kills[1:]] + [killed.last_start]
     for (_, last), first in zip(killed.kills, resumes, strict=True):
-        lower.axvline(last, color="tab:red", linewidth=1, label="killed")
-        lower.axvspan(first, last, color="tab:red", alpha=0.15, label="run again")
+        lower.axvline(last, color="tab:red", linewidth=1.2, label="killed here")
+        lower.axvspan(first, last, color="tab:red", alpha=0.2, linewidth=0, label="run again")
     handles, labels = lower.get_legend_handles_labels()
-    lower.legend(handles[:2], labels[:2], loc="upper right")
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 0.97), "ncols": 2}
+    lower.legend(handles[:2], labels[:2], frameon=False, **place)
     lower.set_xlabel("iteration")
     upper.set_yscale("log")
+    upper.margins(x=0.01)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
+    with Image.open(path) as picture:
+        few_colors = picture.convert("RGB").quantize(32)
+    few_colors.save(path, optimize=True)
 
 
 def demonstrate(undisturbed: Run, killed: Run, num_kills: int, seed: int) -> int:

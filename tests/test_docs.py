@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,20 +15,30 @@ from tests.support.warned import collect_warnings
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+_COMPILED = _ROOT / "docs" / "recipes" / "compile.md"
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _OF_STATE = re.compile("incomplete|has no state_dict|train_step changes|cannot be saved|is missing")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.relative_to(_ROOT).as_posix())
+def _name(page: Path) -> str:
+    return page.relative_to(_ROOT).as_posix()
+
+
+def _write_script(page: Path, folder: Path) -> Path:
+    """Write the Python of a page into a file; empty where it has none."""
+    script = folder / "page.py"
+    script.write_text("\n".join(_BLOCK.findall(page.read_text())))
+    return script
+
+
+# torch_geometric uses it when it is imported.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("page", [page for page in _PAGES if page != _COMPILED], ids=_name)
 def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = _BLOCK.findall(page.read_text())
-    if not blocks:
-        return
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks))
+    script = _write_script(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     codes = []
     with collect_warnings() as warnings:
@@ -37,7 +50,15 @@ def test_the_code_of_a_page_runs(
     assert [warning for warning in warnings if _OF_STATE.search(warning)] == []
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.relative_to(_ROOT).as_posix())
+@pytest.mark.full
+def test_the_code_that_inductor_compiles_runs(tmp_path: Path) -> None:
+    # In a process of its own, for inductor leaves threads and variables to the next test.
+    command = [sys.executable, str(_write_script(_COMPILED, tmp_path))]
+    variables = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    assert subprocess.run(command, cwd=tmp_path, env=variables, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=_name)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     missing = [
         link for link in _LINK.findall(page.read_text()) if not (page.parent / link).exists()
