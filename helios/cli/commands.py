@@ -12,17 +12,29 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from helios.cli import compare, diff, export, inspect, ls, migrate, pack, replay, report, verify
+from helios.cli import (
+    compare,
+    diff,
+    export,
+    inspect,
+    ls,
+    migrate,
+    pack,
+    replay,
+    report,
+    send,
+    verify,
+)
 from helios.errors import ArgumentError, HeliosError, UsageError
 from helios.version import __version__
 
 FAILED, WRONG_USAGE, INTERRUPTED, NO_READER = 1, 2, 130, 141
 
-_COMMANDS = (ls, inspect, verify, diff, replay, report, compare, pack, export, migrate)
+_COMMANDS = (ls, inspect, verify, diff, replay, report, compare, pack, send, export, migrate)
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, except the script of replay. Only report,
-compare, pack, export and migrate write files. All commands take --json: one
+compare, pack, send, export and migrate write files. All commands take --json: one
 document on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
 """
 
