@@ -40,6 +40,11 @@ def as_pixels(name: str, image: torch.Tensor | npt.NDArray[Any], axes: str) -> n
         )
     found = found[..., None] if axes == "HW" else found
     found = found.transpose(1, 2, 0) if axes == "CHW" else found
+    if found.shape[2] not in _KINDS or not found.size:
+        raise UsageError(
+            f"The picture {name!r} must have 1, 3 or 4 channels and no empty axis, got the shape "
+            f"{found.shape} (height, width, channels). Convert it."
+        )
     if found.dtype != np.uint8:
         if found.dtype.kind != "f" or not ((found >= 0) & (found <= 1)).all():
             raise UsageError(
@@ -47,11 +52,6 @@ def as_pixels(name: str, image: torch.Tensor | npt.NDArray[Any], axes: str) -> n
                 f"[{found.min()}, {found.max()}]. Scale it."
             )
         found = np.rint(found * 255).astype(np.uint8)
-    if found.shape[2] not in _KINDS or not found.size:
-        raise UsageError(
-            f"The picture {name!r} must have 1, 3 or 4 channels and no empty axis, got the shape "
-            f"{found.shape} (height, width, channels). Convert it."
-        )
     return np.ascontiguousarray(found)
 
 

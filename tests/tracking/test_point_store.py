@@ -162,9 +162,10 @@ def test_a_kill_while_a_course_is_cut_off_mixes_nothing(
     def die(*args: Any) -> None:
         raise Killed
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(files, operation, die)
-        store.add(_row(3, 0.7))
+        with pytest.raises(Killed):
+            store.add(_row(3, 0.7))
     store._file.close()
     store = _open(folder, mark)
     is_new = store.run.key != key

@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 import sqlite3
+import sys
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from . import entities as entities
 from . import environment_variables as environment_variables
 
+_GREATEST = sys.float_info.max
 _TABLES = """
 create table if not exists experiments (name primary key, id);
 create table if not exists runs (id primary key, experiment, name, start, status, tags);
@@ -90,7 +92,7 @@ class MlflowClient:
         for each in metrics:
             is_nan = math.isnan(each.value)
             # A database has no NaN, and no infinity; the server loses the sign of zero.
-            value = 0.0 if is_nan else max(min(each.value, 1.7976931348623157e308), -1.7976931348623157e308)
+            value = 0.0 if is_nan else max(min(each.value, _GREATEST), -_GREATEST)
             self._run(
                 "insert or ignore into points values (?, ?, ?, ?, ?, ?)",
                 *(run_id, each.key, each.timestamp, each.step, value + 0.0, is_nan),
