@@ -34,8 +34,8 @@ _COMMANDS = (ls, inspect, verify, diff, replay, report, compare, pack, send, exp
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, except the script of replay. Only report,
-compare, pack, send, export and migrate write files. All commands take --json: one
-document on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
+compare, pack, send, export and migrate write files. All commands take --json:
+one document on standard output. Exit codes: 0 good, 1 not good, 2 wrong usage.
 """
 
 

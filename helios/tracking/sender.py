@@ -87,7 +87,7 @@ class Sender:
     """
 
     def __init__(self, folder: TrackerFolder, run: TrackedRun, destination: Destination) -> None:
-        self.num_sent = 0
+        self._num_sent: dict[str, int] = {}
         self._folder = folder
         self._run = run
         self._destination = destination
@@ -98,6 +98,11 @@ class Sender:
         self._has_params = False
         self._manifest: Manifest | None = None
         self._stamp: tuple[int, int] | None = None
+
+    @property
+    def num_sent(self) -> int:
+        """How many rows were acknowledged since this sender was made."""
+        return max(self._num_sent.values(), default=0)
 
     def flush(self) -> None:
         """Send all rows that are stored, and the manifest; a failure can be repeated.
@@ -127,7 +132,7 @@ class Sender:
                 return
             self._check_key()
             send(rows)
-            self.num_sent += len(rows)
+            self._num_sent[name] = self._num_sent.get(name, 0) + len(rows)
             progress.sent[name] = end
             self._folder.write_progress(progress)
 

@@ -475,5 +475,5 @@ def test_every_command_is_listed_once() -> None:
     assert len(set(listed)) == len(listed)
     assert set(listed) == {
         *("ls", "inspect", "verify", "diff", "replay"),
-        *("report", "compare", "pack", "export", "migrate"),
+        *("report", "compare", "pack", "send", "export", "migrate"),
     }

@@ -97,7 +97,7 @@ def test_points_that_are_sent_again_are_stored_once(tmp_path: Path, uri: str) ->
         path.unlink() if content is None else path.write_text(content)
         sender = _sender(folder)
         sender.flush()
-        assert sender.num_sent == 14
+        assert sender.num_sent == 7
     (run,) = tracked.find_runs(uri)
     assert _read(uri, run) == tracked.stored_curves(folder.path)
 
