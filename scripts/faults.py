@@ -1659,8 +1659,8 @@ FAULTS = (
     Fault(
         "a CSV file is not cut back",
         "helios/storage/row_file.py",
-        '                files.truncate(self._path, self._size)',
-        "                pass",
+        "        files.truncate(self._path, self._size)",
+        "        pass",
         "tests/storage/test_row_file.py::test_a_file_is_cut_back_to_its_mark_and_goes_on",
     ),
     Fault(
