@@ -53,6 +53,9 @@ AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
 REWINDS = "tests/integration/test_rewind.py"
+TRACKERS = "tests/plugins/test_tracker.py"
+SENDERS = "tests/tracking/test_sender.py"
+POINTS = "tests/tracking/test_point_store.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,48 @@ FAULTS = (
         "        numbers = count(batch) if n is None else range(batch, n)",
         "        numbers = count() if n is None else range(batch, n)",
         "tests/integration/test_steps.py::test_a_run_without_data_resumes_everywhere",
+    ),
+    Fault(
+        "a resumed tracker gives repeated points new times",
+        "helios/tracking/point_store.py",
+        "        self._ahead = deque(lines)",
+        "        self.cut()",
+        f"{TRACKERS}::test_killed_runs_show_the_points_of_the_undisturbed_one",
+    ),
+    Fault(
+        "a tracker mixes the points of a rewound run with those of before",
+        "helios/startup/runs/fit_run.py",
+        "        session.context.went_back = self._start.is_branch or bool(self._start.plans)",
+        "        session.context.went_back = False",
+        f"{TRACKERS}::test_going_back_on_purpose_is_another_run",
+    ),
+    Fault(
+        "a sender looks for the run before it has read the points",
+        "helios/tracking/sender.py",
+        "            self._check_key()\n",
+        "",
+        f"{SENDERS}::test_a_sender_of_an_earlier_course_sends_nothing_of_the_new_one",
+    ),
+    Fault(
+        "a sender does not find the run that an earlier one has created",
+        "helios/tracking/mlflow_run.py",
+        "        if found:\n            self._id",
+        "        if False:\n            self._id",
+        f"{SENDERS}::test_points_that_are_sent_again_are_stored_once",
+    ),
+    Fault(
+        "a tracker that is interrupted while it cuts points off keeps them",
+        "helios/tracking/point_store.py",
+        "        if found is not None and found.cut is not None:",
+        "        if found is not None and found.cut is not None and mark is None:",
+        f"{POINTS}::test_a_kill_while_a_course_is_cut_off_mixes_nothing",
+    ),
+    Fault(
+        "points count as sent before the server has acknowledged them",
+        "helios/tracking/sender.py",
+        "            send(rows)\n",
+        "            progress.sent[name] = end\n            send(rows)\n",
+        f"{SENDERS}::test_a_server_that_fails_in_between_gets_the_rest_later",
     ),
     Fault(
         "a seed of the source init is not applied",
@@ -1663,8 +1708,8 @@ FAULTS = (
     Fault(
         "a CSV file is not cut back",
         "helios/storage/row_file.py",
-        '                files.truncate(self._path, mark["size"])',
-        "                pass",
+        "        files.truncate(self._path, self._size)",
+        "        pass",
         "tests/storage/test_row_file.py::test_a_file_is_cut_back_to_its_mark_and_goes_on",
     ),
     Fault(

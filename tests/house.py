@@ -38,11 +38,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "run_state": _TOOLS,
     "checkpoint": _TOOLS,
     "ledger": _TOOLS,
+    "tracking": (*_TOOLS, "ledger"),
     "migration": (*_TOOLS, "checkpoint"),
     "engines": (*_TOOLS, "replicas", "launch"),
     "requests": (*_TOOLS, "replicas"),
     "model": (*_TOOLS, "hooks", "data", "run_state", "engines"),
-    "plugins": (*_TOOLS, "hooks", "run_state"),
+    "plugins": (*_TOOLS, "hooks", "run_state", "tracking"),
     "session": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "checkpoint", "engines"),
         *("requests", "model", "plugins"),
@@ -64,7 +65,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "doctor": (*_TOOLS, "ledger"),
     "chkpt_migrator": (*_TOOLS, "migration"),
-    "cli": (*_TOOLS, "checkpoint", "ledger", "trainer", "doctor", "chkpt_migrator"),
+    "cli": (*_TOOLS, "checkpoint", "ledger", "tracking", "trainer", "doctor", "chkpt_migrator"),
     "__main__": ("cli",),
 }
 # The trainer and what starts its runs are one room.

@@ -28,6 +28,7 @@ _COMMANDS = {
     "report": "write a report of a run, with a reproducibility checklist",
     "compare": "mean, deviation and interval of the results of several runs",
     "pack": "pack the evidence of a run into one archive, for reviewers",
+    "send": "send the stored points of a tracker",
     "export": "write the weights of a checkpoint to a separate file",
     "doctor": "show what of this machine changes bits, and what is wrong with it",
     "migrate": "migrate checkpoints of helios-ml and of older formats to the current one",
@@ -35,9 +36,9 @@ _COMMANDS = {
 _WIDTH = 80
 _EPILOG = """\
 Nothing in a file is ever executed, except the script of replay. Only report,
-compare, pack, export and migrate write files; doctor tries some and removes
-them. All commands take --json: one document on standard output. Exit codes:
-0 good, 1 not good, 2 wrong usage.
+compare, pack, send, export and migrate write files; doctor tries some and
+removes them. All commands take --json: one document on standard output. Exit
+codes: 0 good, 1 not good, 2 wrong usage.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,3 +39,10 @@ def as_numbers(scores: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(score, int | float):
             numbers[str(name)] = float(score)
     return numbers
+
+
+def as_json(value: float) -> float | str:
+    """Return a number as JSON has it: NaN and infinities become strings that ``float`` reads."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

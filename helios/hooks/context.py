@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -49,6 +50,9 @@ class Context:
         start_step: optimizer steps made before this start.
         is_replay: whether a part of a run is only repeated, to compare it with the run's ledger.
             What you log or upload was logged before: write nothing then.
+        run_folder: folder of the run's checkpoints and records; ``None`` without checkpoints.
+        went_back: whether this start went back on purpose: by a rewind, or to the checkpoint of
+            ``Trainer(resume=<path>)``. What follows may differ from what followed before.
     """
 
     def __init__(self, run: RunView) -> None:
@@ -64,6 +68,8 @@ class Context:
         self.start_epoch = 0
         self.start_step = 0
         self.is_replay = False
+        self.run_folder: Path | None = None
+        self.went_back = False
         self._skip_reason = ""
         self.is_window_open = False
 

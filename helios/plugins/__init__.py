@@ -20,6 +20,8 @@ from helios.plugins.profiler import Profiler
 from helios.plugins.quick_trials import LimitBatches, SanityCheck
 from helios.plugins.row_loggers import CSVLogger, JSONLLogger
 from helios.plugins.time_limit import TimeLimit
+from helios.plugins.tracker import Tracker
+from helios.tracking.targets import MLflow, WandB
 
 __all__ = [
     "CSVLogger",
@@ -32,6 +34,7 @@ __all__ = [
     "JSONLLogger",
     "LearningRateMonitor",
     "LimitBatches",
+    "MLflow",
     "Metrics",
     "NaNGuard",
     "PLUGIN_REGISTRY",
@@ -41,7 +44,9 @@ __all__ = [
     "SWA",
     "SanityCheck",
     "TimeLimit",
+    "Tracker",
     "UniquePluginOverrides",
+    "WandB",
     "asks_nothing",
     "create_plugin",
 ]

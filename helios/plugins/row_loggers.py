@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from helios.core.scalars import as_json
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.events import asks_nothing
@@ -177,7 +177,7 @@ class JSONLLogger(RowLogger):
 
     def format(self, scalars: Mapping[str, float], state: TrainingState) -> str:
         """Return one object; warn of a number with the name of a reserved key, and omit it."""
-        values = {name: _as_json(value) for name, value in scalars.items() if name not in _KEYS}
+        values = {name: as_json(value) for name, value in scalars.items() if name not in _KEYS}
         for name in set(scalars).intersection(_KEYS) - self._refused:
             self._refused.add(name)
             _LOGGER.warning(
@@ -188,9 +188,3 @@ class JSONLLogger(RowLogger):
             )
         head = {"epoch": state.global_epoch, "iteration": state.global_iteration}
         return json.dumps(head | values, allow_nan=False) + "\n"
-
-
-def _as_json(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

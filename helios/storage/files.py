@@ -57,12 +57,18 @@ def replace(source: Path, target: Path) -> None:
     source.replace(target)
 
 
-def rename_aside(path: Path) -> Path:
-    """Rename a file durably to ``<stem>.before-<n><suffix>``, and return the new path."""
+def find_free(path: Path) -> Path:
+    """Return the path of a file that is put aside: the first free ``<stem>.before-<n><suffix>``."""
     number, target = 1, path
     while target.exists():
         target = path.with_name(f"{path.stem}.before-{number}{path.suffix}")
         number += 1
+    return target
+
+
+def rename_aside(path: Path) -> Path:
+    """Rename a file durably to ``<stem>.before-<n><suffix>``, and return the new path."""
+    target = find_free(path)
     replace(path, target)
     fsync_folder(target.parent)
     return target

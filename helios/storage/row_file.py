@@ -148,13 +148,17 @@ class RowFile:
             what = f"was changed: its first {mark['size']} bytes differ from the checkpoint"
         else:
             if size > mark["size"]:
-                files.truncate(self._path, mark["size"])
+                self._drop_rest()
             return True
         self._move_aside(
             f"%s {what}. It was moved to %s, and a new file is started, without the rows up to the "
             "checkpoint. To keep them, stop and put the right file back."
         )
         return False
+
+    def _drop_rest(self) -> None:
+        """Drop the rows after the mark: training repeats them."""
+        files.truncate(self._path, self._size)
 
     def _read_up_to(self, size: int) -> None:
         self._digest, self._size = hashlib.sha256(), 0

@@ -207,7 +207,7 @@ class FitRun(Run):
         self._stranded = find_stranded_generators(source)
         claim = replace(claim, missing=claim.missing | self._stranded)
         self._recorder = self._make_recorder(source, claim)
-        return Session(
+        session = Session(
             model=self.model,
             engine=self.engine,
             hooks=self.hooks,
@@ -229,6 +229,10 @@ class FitRun(Run):
             note_last_safe_point=self.call.runtime.listener.note_safe_point,
             outside=self._make_outside(),
         )
+        folder = self._start.folder
+        session.context.run_folder = None if folder is None else folder.path
+        session.context.went_back = self._start.is_branch or bool(self._start.plans)
+        return session
 
     def _make_outside(self) -> Callable[[], str]:
         """Return what returns why the run is to be interrupted; empty if nothing asks for it."""

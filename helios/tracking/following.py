@@ -1,0 +1,147 @@
+"""The process that sends while training runs: it follows the stored points until it is stopped.
+
+It reads how training has ended from its standard input, and reports to its standard output. If the
+training is killed, its input ends, and it exits: what is not sent is sent by the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from helios.errors import FolderInUseError, UsageError
+from helios.storage.folder_lock import FolderLock
+from helios.tracking.sender import Sender, SupersededError, connect
+from helios.tracking.tracker_folder import TrackerFolder
+
+_EVERY, _LONGEST, _SOON = 2.0, 60.0, 0.2
+_LINE = 64
+_NICENESS = 10
+
+
+class _Orders:
+    """What the training writes to this process: how it has ended."""
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._has_ended = threading.Event()
+        self.outcome = ""
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        # Not through sys.stdin: the interpreter cannot exit while a thread reads from it.
+        text = b""
+        while part := os.read(self._source, _LINE):
+            text += part
+            if text.endswith(b"\n"):
+                self.outcome = text.decode().strip()
+                self._has_ended.set()
+        # The training was killed, or waits no longer. Nothing is lost, so nothing is tidied up.
+        os._exit(1)
+
+    def wait(self, seconds: float) -> None:
+        self._has_ended.wait(seconds)
+
+
+def follow(folder: TrackerFolder, source: int, report: Callable[[str], None]) -> int:
+    """Send points as they are stored, until the training has ended and all are sent.
+
+    Args:
+        folder: the folder of the tracker.
+        source: descriptor of a pipe: a line with the outcome; its end ends the process.
+        report: gets why points could not be sent, once until they are.
+
+    Returns:
+        0 if everything was sent.
+    """
+    orders = _Orders(source)
+    lock = FolderLock(folder.path)
+    while not _is_acquired(lock):
+        # The sender of a start that was killed is still there.
+        time.sleep(_SOON)
+    sender: Sender | None = None
+    pause, has_failed = _EVERY, False
+    while True:
+        outcome = orders.outcome
+        try:
+            sender = sender or _make_sender(folder)
+            sender.flush()
+            pause, has_failed = _EVERY, False
+            if outcome:
+                sender.finish(outcome)
+                return 0
+        except SupersededError:
+            return 1
+        except Exception as error:
+            if not has_failed or outcome:
+                report(f"{type(error).__name__}: {error}")
+            if outcome:
+                return 1
+            pause, has_failed = min(2 * pause, _LONGEST), True
+        orders.wait(pause)
+
+
+def _is_acquired(lock: FolderLock) -> bool:
+    try:
+        lock.acquire()
+    except FolderInUseError:
+        return False
+    return True
+
+
+def _make_sender(folder: TrackerFolder) -> Sender:
+    run = folder.read_run()
+    if run is None:
+        raise UsageError(f"There is no tracker.json in {folder.path}. Put it back.")
+    return Sender(folder, run, connect(folder, run))
+
+
+def send(path: Path) -> tuple[int, str]:
+    """Send once what is stored in a folder.
+
+    Args:
+        path: the folder of a tracker.
+
+    Returns:
+        How many rows were sent, and where to.
+
+    Raises:
+        UsageError: if there is no tracker, or its training is running.
+        Exception: if the server cannot be reached, or refuses something.
+    """
+    folder = TrackerFolder(path)
+    run = folder.read_run()
+    if run is None:
+        raise UsageError(f"There is no tracker in {path}. Pass the folder of Tracker(folder=...).")
+    try:
+        with FolderLock(path):
+            destination = connect(folder, run)
+            sender = Sender(folder, run, destination)
+            sender.flush()
+            sender.finish(run.outcome or "killed")
+    except FolderInUseError as error:
+        raise UsageError(
+            f"What {path} contains is being sent by a training that runs. Wait for its end."
+        ) from error
+    return sender.num_sent, destination.place
+
+
+def main(path: str) -> int:
+    """Follow a folder as a process of its own; returns its exit code.
+
+    What libraries print goes to standard error.
+    """
+    if sys.platform != "win32":
+        os.nice(_NICENESS)
+    reports: BinaryIO = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+
+    def report(text: str) -> None:
+        reports.write(text.replace("\n", " ").encode() + b"\n")
+
+    return follow(TrackerFolder(Path(path)), 0, report)

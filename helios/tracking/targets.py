@@ -1,0 +1,106 @@
+"""Where a tracker sends a run to: options of the two libraries, as plain values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
+
+_CREDENTIALS = re.compile(r"://[^/@\s]+@")
+
+
+def _check_texts(target: object, texts: Mapping[str, object], *required: str) -> None:
+    owner = type(target).__name__
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ArgumentTypeError(
+                f'{owner}({name}=...) must be a str, got {value!r}. Pass e.g. {name}="name".'
+            )
+        if name in required and not value:
+            raise ArgumentError(f"{owner}({name}=...) must not be empty. Pass a name.")
+
+
+@dataclass(frozen=True)
+class MLflow:
+    """A server of MLflow, which receives points while training runs.
+
+    Credentials come from the environment, as MLflow documents it.
+
+    Args:
+        uri: address of the server, such as ``"http://localhost:5000"``, or of a database.
+        experiment: name of the experiment; created if it is missing.
+        run_name: name of the run; that of the model by default.
+
+    Raises:
+        ArgumentError: for an address that is empty or contains a password.
+        ArgumentTypeError: for a value that is not a string.
+    """
+
+    uri: str
+    experiment: str = "Default"
+    run_name: str = ""
+
+    def __post_init__(self) -> None:
+        _check_texts(self, asdict(self), "uri", "experiment")
+        if _CREDENTIALS.search(self.uri):
+            raise ArgumentError(
+                "MLflow(uri=...) must contain no credentials, because it is written to a file. Set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN."
+            )
+
+
+@dataclass(frozen=True)
+class WandB:
+    """An offline run of Weights & Biases, which ``wandb sync`` uploads.
+
+    Args:
+        project: name of the project.
+        entity: user or team; that of your account by default.
+        run_name: name of the run; that of the model by default.
+        folder: where the folder ``wandb`` with the offline run is created; the tracker's by
+            default.
+
+    Raises:
+        ArgumentError: for a project that is empty.
+        ArgumentTypeError: for a value of the wrong type.
+    """
+
+    project: str
+    entity: str = ""
+    run_name: str = ""
+    folder: str | Path = ""
+
+    def __post_init__(self) -> None:
+        folder = str(self.folder) if isinstance(self.folder, Path) else self.folder
+        object.__setattr__(self, "folder", folder)
+        _check_texts(self, asdict(self), "project")
+        object.__setattr__(self, "folder", str(Path(folder).absolute()) if folder else "")
+
+
+Target: TypeAlias = MLflow | WandB
+
+
+def to_plain(target: Target) -> dict[str, Any]:
+    """Return a target as JSON has it."""
+    return {"kind": type(target).__name__, **asdict(target)}
+
+
+def from_plain(plain: Mapping[str, Any]) -> Target:
+    """Return the target that :func:`to_plain` has described.
+
+    Raises:
+        UsageError: if it is none that this version of Helios knows.
+    """
+    kinds: dict[str, type[Target]] = {"MLflow": MLflow, "WandB": WandB}
+    options = dict(plain)
+    try:
+        return kinds[options.pop("kind")](**options)
+    except (LookupError, TypeError) as error:
+        raise UsageError(
+            f"{dict(plain)!r} is no target of a tracker that this version of Helios knows. Use the "
+            "version that wrote it."
+        ) from error
