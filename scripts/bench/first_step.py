@@ -3,7 +3,7 @@
 Trainings with and without a ledger alternate in one process. The manifest hashes the syntax trees
 of the files that a script has imported, so each round imports new ones, of the size given::
 
-    .venv/bin/python scripts/bench/first_step.py --files 20 --kilobytes 100
+    .venv/bin/python scripts/bench/first_step.py --files 5 --kilobytes 40
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--files", type=int, default=20)
-    parser.add_argument("--kilobytes", type=int, default=100)
+    parser.add_argument("--files", type=int, default=5)
+    parser.add_argument("--kilobytes", type=int, default=40)
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
     torch.set_num_threads(1)

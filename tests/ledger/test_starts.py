@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -455,20 +456,24 @@ def test_an_error_without_a_text_stays_the_error_of_the_run(tmp_path: Path) -> N
 def test_the_first_iteration_waits_for_no_evidence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, seen = threading.Event(), []
+    arrived, begun, seen = threading.Event(), threading.Event(), []
 
     class Look(Plugin):
         def setup(self) -> None:
             """Nothing to prepare."""
 
         def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+            assert arrived.wait(20)
             seen.append(begun.wait(0.2 if state.global_iteration == 1 else 20))
 
-    def describe(folder: Path) -> dict[str, Any]:
+    def hash_nothing(modules: Any, wait: Callable[[], None], rest: Any) -> dict[str, Any]:
+        arrived.set()
+        wait()
         begun.set()
-        return {"commit": "abc"}
+        return {}
 
-    monkeypatch.setattr(run_manifest, "_describe_git", describe)
+    monkeypatch.setattr(run_manifest, "hash_sources", hash_nothing)
+    monkeypatch.setattr(run_manifest, "_describe_git", lambda folder: {"commit": "abc"})
     train(tmp_path, dataclasses.replace(SETTING, chkpt_frequency=100), Look("look"))
     assert seen == [False, True, True, True]
     assert _manifest(tmp_path).sections[0].facts["git"] == {"commit": "abc"}

@@ -136,7 +136,7 @@ def test_a_line_does_not_follow_from_whether_processes_have_exchanged_it(tmp_pat
     batches = [torch.full((2,), n) for n in range(40)]
     for indices in ([[n] for n in range(40)], None):
         writer, book = _make(tmp_path, Holder(), range(40))
-        seen = writer.see([*batches[1:], object()], indices, None)
+        seen = writer.see([object(), *batches[1:]], indices, None)
         assert len(seen) == len([*seen])
         assert describe_batches(seen) == describe_batches([*seen])
         book.close()
