@@ -22,7 +22,7 @@ def open_with(dataset: Any = None, **options: Any) -> Source:
     return open_source(loader, sampler, run_seed=6691, purpose=FETCH)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("limit", [1, 3, 4, 9])
 def test_a_limited_pass_is_the_head_of_the_whole_one(limit: int, num_workers: int) -> None:

@@ -305,7 +305,7 @@ class _MeanOfFirst(Mean):
         super().update(arguments[0])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "changed",
     [
