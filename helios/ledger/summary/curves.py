@@ -62,7 +62,7 @@ class Curve:
         self._waiting: list[tuple[int, float]] = []
 
     def add(self, iteration: int, number: float) -> None:
-        """Add the number of an iteration; none may be before the first one."""
+        """Add the number of an iteration; iterations must not decrease."""
         self.last = (iteration, number)
         if not math.isfinite(number):
             self.num_infinite += 1
@@ -80,7 +80,8 @@ class Curve:
         self._waiting = []
         if self._begin is None:
             self._begin = int(iterations[0])
-        distances = iterations.astype(np.int64) - self._begin
+        # In a file that was changed, an iteration may be before the first one.
+        distances = np.maximum(iterations.astype(np.int64) - self._begin, 0)
         while distances.max() // self._width >= _MOST:
             halves = _halve(self._buckets)
             self._buckets = np.hstack([halves, _make_buckets(_MOST - halves.shape[1])])
