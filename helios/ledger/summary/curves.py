@@ -5,14 +5,15 @@ Buckets hold one iteration at first. Whenever there are too many, each two are j
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
@@ -25,6 +26,7 @@ _MOST, _CHUNK = 1_024, 4_096
 # Sums of very large numbers stay finite.
 _SCALE = 2.0**-64
 _BLOCK = 1 << 18
+_Found = TypeVar("_Found")
 
 
 class CurvePart(NamedTuple):
@@ -196,14 +198,11 @@ def read_last_losses(path: Path) -> dict[str, float]:
     Raises:
         LedgerError: if the file cannot be read.
     """
-    for data in islice(_read_backwards(path), _MOST):
-        try:
-            losses = json.loads(data).get("loss")
-            if losses:
-                return {name: read_float(x) for name, x in losses.items() if x is not None}
-        except (ValueError, AttributeError, struct.error):
-            continue
-    return {}
+
+    def read(line: dict[str, Any]) -> dict[str, float]:
+        return {name: read_float(x) for name, x in line["loss"].items() if x is not None}
+
+    return _find_last(path, read) or {}
 
 
 def read_last_iteration(path: Path) -> int | None:
@@ -212,11 +211,14 @@ def read_last_iteration(path: Path) -> int | None:
     Raises:
         LedgerError: if the file cannot be read.
     """
+    return _find_last(path, lambda line: int(line["at"][1]))
+
+
+def _find_last(path: Path, read: Callable[[dict[str, Any]], _Found]) -> _Found | None:
+    """Return what is read of the last line that has it, among some at the end."""
     for data in islice(_read_backwards(path), _MOST):
-        try:
-            return int(json.loads(data)["at"][1])
-        except (ValueError, LookupError, TypeError):
-            continue
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, struct.error):
+            return read(json.loads(data))
     return None
 
 
