@@ -301,6 +301,13 @@ def test_lines_that_are_not_good_are_in_no_chart(tmp_path: Path) -> None:
     assert len(status.findings) == 1
 
 
+def test_iterations_before_the_first_one_are_counted_with_it() -> None:
+    curve = Curve()
+    for iteration, number in ((5_000, 1.0), (5_001, 2.0), (3, 8.0)):
+        curve.add(iteration, number)
+    assert [(part.place, part.high) for part in curve.shrink(10)] == [(5_000, 8.0), (5_001, 2.0)]
+
+
 @pytest.mark.parametrize(
     "losses",
     [

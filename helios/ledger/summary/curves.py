@@ -5,14 +5,15 @@ Buckets hold one iteration at first. Whenever there are too many, each two are j
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
@@ -25,6 +26,7 @@ _MOST, _CHUNK = 1_024, 4_096
 # Sums of very large numbers stay finite.
 _SCALE = 2.0**-64
 _BLOCK = 1 << 18
+_Found = TypeVar("_Found")
 
 
 class CurvePart(NamedTuple):
@@ -62,7 +64,7 @@ class Curve:
         self._waiting: list[tuple[int, float]] = []
 
     def add(self, iteration: int, number: float) -> None:
-        """Add the number of an iteration; none may be before the first one."""
+        """Add the number of an iteration; iterations must not decrease."""
         self.last = (iteration, number)
         if not math.isfinite(number):
             self.num_infinite += 1
@@ -80,7 +82,8 @@ class Curve:
         self._waiting = []
         if self._begin is None:
             self._begin = int(iterations[0])
-        distances = iterations.astype(np.int64) - self._begin
+        # In a file that was changed, an iteration may be before the first one.
+        distances = np.maximum(iterations.astype(np.int64) - self._begin, 0)
         while distances.max() // self._width >= _MOST:
             halves = _halve(self._buckets)
             self._buckets = np.hstack([halves, _make_buckets(_MOST - halves.shape[1])])
@@ -195,14 +198,11 @@ def read_last_losses(path: Path) -> dict[str, float]:
     Raises:
         LedgerError: if the file cannot be read.
     """
-    for data in islice(_read_backwards(path), _MOST):
-        try:
-            losses = json.loads(data).get("loss")
-            if losses:
-                return {name: read_float(x) for name, x in losses.items() if x is not None}
-        except (ValueError, AttributeError, struct.error):
-            continue
-    return {}
+
+    def read(line: dict[str, Any]) -> dict[str, float]:
+        return {name: read_float(x) for name, x in line["loss"].items() if x is not None}
+
+    return _find_last(path, read) or {}
 
 
 def read_last_iteration(path: Path) -> int | None:
@@ -211,11 +211,14 @@ def read_last_iteration(path: Path) -> int | None:
     Raises:
         LedgerError: if the file cannot be read.
     """
+    return _find_last(path, lambda line: int(line["at"][1]))
+
+
+def _find_last(path: Path, read: Callable[[dict[str, Any]], _Found]) -> _Found | None:
+    """Return what is read of the last line that has it, among some at the end."""
     for data in islice(_read_backwards(path), _MOST):
-        try:
-            return int(json.loads(data)["at"][1])
-        except (ValueError, LookupError, TypeError):
-            continue
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, struct.error):
+            return read(json.loads(data))
     return None
 
 
