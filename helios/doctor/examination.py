@@ -17,7 +17,11 @@ from helios.doctor.diagnosis import Diagnosis, Severity
 from helios.doctor.folder_checks import examine_run_folder
 from helios.doctor.hardware_checks import check_gpus, check_processor, check_shared_memory
 from helios.doctor.software_checks import check_variables, check_versions
-from helios.ledger.manifest.environment import describe_environment, describe_switches
+from helios.ledger.manifest.environment import (
+    describe_environment,
+    describe_switches,
+    describe_variables,
+)
 
 _SHARED = Path("/dev/shm")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -61,6 +65,7 @@ def examine_machine(folder: Path) -> Examination:
     shared = shutil.disk_usage(_SHARED).total if _SHARED.is_dir() else None
     facts = {
         **describe_environment(sys.modules),
+        "environment": describe_variables(),
         "switches": describe_switches(),
         "blas": _find_blas(torch.__config__.show()),
         "shared_memory": shared,
