@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 
 from helios.data.datamodule import DataModule
+from helios.data.interfaces import Source
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.bus import overridden
 from helios.hooks.events import EVENTS
@@ -72,6 +73,26 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
             f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
         )
     check_made(model)
+
+
+def check_training_source(source: Source, *, can_save: bool, is_by_epoch: bool) -> None:
+    """Check that a run can train on this data.
+
+    Raises:
+        ArgumentError: if the run saves, but its data cannot resume; or if it counts epochs of data
+            that has none.
+    """
+    if can_save and not source.can_resume:
+        raise ArgumentError(
+            f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
+            f"saved, so a checkpoint could not resume exactly. {source.remedy} Or omit "
+            "chkpt_frequency."
+        )
+    if source.is_endless and is_by_epoch:
+        raise ArgumentError(
+            'Trainer(train_unit=...) must be "iteration" with Steps(), whose epoch never ends, '
+            'got "epoch". Pass the iterations of an epoch: Steps(n).'
+        )
 
 
 def check_made(owner: Model | Plugin) -> None:

@@ -39,6 +39,7 @@ from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.launching.process_plan import Plan, describe_processes
 from helios.startup.launching.trainer_call import Call
 from helios.startup.options.checkpoint_choice import find_monitored
+from helios.startup.options.object_checks import check_training_source
 from helios.startup.options.plugin_table import log_order
 from helios.startup.reporting import banner
 from helios.startup.reporting.idle_options import warn_of_idle_options
@@ -316,17 +317,9 @@ class FitRun(Run):
                 f"{type(self.datamodule).__name__} must have training data for fit, got none. "
                 "Assign self._train_dataset in setup()."
             )
-        if self._can_save and not source.can_resume:
-            raise ArgumentError(
-                f"The training loader, a {type(source.loader).__name__}, can neither seek nor be "
-                f"saved, so a checkpoint could not resume exactly. {source.remedy} Or omit "
-                "chkpt_frequency."
-            )
-        if source.is_endless and self.options.schedule.is_by_epoch:
-            raise ArgumentError(
-                'Trainer(train_unit=...) must be "iteration" with Steps(), whose epoch never ends, '
-                'got "epoch". Pass the iterations of an epoch: Steps(n).'
-            )
+        check_training_source(
+            source, can_save=self._can_save, is_by_epoch=self.options.schedule.is_by_epoch
+        )
         start = self._start
         start.rewinds, start.plans = settle(start.rewinds, start.plans, source)
         apply_rewinds(start.rewinds, source)
