@@ -166,7 +166,7 @@ def _stored(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 @needs_mlflow
 def test_a_server_of_mlflow_shows_the_undisturbed_run_after_many_kills(tmp_path: Path) -> None:
-    """At one of the kills the server is down, and comes back later."""
+    """At one kill the server is down; at half of the others, points of that start were sent."""
     whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 1500
     _train(whole, MLflow("http://127.0.0.1:1"), steps, 0.0, sends=False)
     draws, port = random.Random(3), _free_port()
