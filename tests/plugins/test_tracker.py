@@ -152,13 +152,18 @@ def _mark_of(checkpoint: Path) -> int:
     return int(found["plugins"]["tracker"]["mark"]["size"])
 
 
-def test_going_back_on_purpose_is_another_run(tmp_path: Path, uri: str) -> None:
+@pytest.mark.parametrize("is_rewind", [True, False])
+def test_going_back_on_purpose_is_another_run(is_rewind: bool, tmp_path: Path, uri: str) -> None:
+    """By a rewind, and by the path of a checkpoint with other values at the same iterations."""
     setting = _setting()
     _run(tmp_path / "a", setting, uri=uri)
     _send(tmp_path / "a")
     before = _rows(tmp_path / "a")
-    options = {"rewind_to": 8, "skip_batches": (9,)}
-    _run(tmp_path / "a", _setting(options=options), uri=uri)
+    setting = _setting(options={"rewind_to": 8, "skip_batches": (9,)})
+    if not is_rewind:
+        (path,) = (tmp_path / "a").glob("*/*_iter_8.pth")
+        setting = _setting(options={"resume": path, "clip_norm": 1e-3})
+    _run(tmp_path / "a", setting, uri=uri)
     _send(tmp_path / "a")
     after = _rows(tmp_path / "a")
     runs = tracked.find_runs(uri)

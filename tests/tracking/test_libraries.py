@@ -140,7 +140,7 @@ def _kill_at_random(
     path = folder / "tracker" / "points.jsonl"
     before, sent = _size(path), _read_sent(folder)
     wanted = before + draws.randrange(1, 2500)
-    training = _start(folder, target, steps, 0.3 if sends else 0.05)
+    training = _start(folder, target, steps, 0.5 if sends else 0.05)
     while training.is_alive() and (
         _size(path) < wanted or (sends and _read_sent(folder) <= max(sent, before))
     ):
@@ -167,7 +167,7 @@ def _stored(folder: Path) -> dict[str, list[tuple[int, str]]]:
 @needs_mlflow
 def test_a_server_of_mlflow_shows_the_undisturbed_run_after_many_kills(tmp_path: Path) -> None:
     """At one kill the server is down; at half of the others, points of that start were sent."""
-    whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 1500
+    whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 800
     _train(whole, MLflow("http://127.0.0.1:1"), steps, 0.0, sends=False)
     draws, port = random.Random(3), _free_port()
     target = MLflow(f"http://127.0.0.1:{port}", "kills")
