@@ -122,7 +122,7 @@ FAULTS = (
     Fault(
         "a resumed tracker gives repeated points new times",
         "helios/tracking/point_store.py",
-        "        self._ahead = deque(lines)",
+        "        self._ahead = deque(whole)",
         "        self.cut()",
         f"{TRACKERS}::test_killed_runs_show_the_points_of_the_undisturbed_one",
     ),

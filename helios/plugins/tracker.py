@@ -24,7 +24,7 @@ from helios.protocols import Clock
 from helios.state import TrainingState
 from helios.tracking import pictures
 from helios.tracking.point_store import PointStore
-from helios.tracking.sender_process import SenderProcess
+from helios.tracking.sender_process import SenderProcess, start_sender
 from helios.tracking.targets import MLflow, Target, WandB, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 
@@ -136,7 +136,7 @@ class Tracker(Plugin):
     def _start_sender(self) -> None:
         # An offline run is written in one go, when training has ended.
         if self._sends and isinstance(self._target, MLflow):
-            self._process = SenderProcess(TrackerFolder(self._folder))
+            self._process = start_sender(TrackerFolder(self._folder))
 
     @asks_nothing
     def on_log(self, scalars: Mapping[str, float], state: TrainingState) -> None:
@@ -186,6 +186,7 @@ class Tracker(Plugin):
     def _restart_if(self, *, has_forked: bool) -> None:
         if has_forked and self._process is not None:
             self._process.stop()
+            self._process = None
             self._start_sender()
 
     def on_training_end(self) -> None:
@@ -207,7 +208,7 @@ class Tracker(Plugin):
             return
         store.close(self._outcome)
         if self._sends and process is None:
-            process = SenderProcess(store.folder)
+            process = start_sender(store.folder)
         if process is not None:
             process.finish(self._outcome, self._patience)
 

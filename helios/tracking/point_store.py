@@ -7,6 +7,7 @@ row is compared with the stored one, which stays, with its time: what is sent tw
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import shutil
@@ -48,10 +49,11 @@ class PointFile(RowFile):
             handle.seek(self._size)
             rest = handle.read()
         lines = rest.splitlines(keepends=True)
-        if lines and not lines[-1].endswith(b"\n"):
-            # A kill has cut the last row off.
-            files.truncate(self.path, self._size + len(rest) - len(lines.pop()))
-        self._ahead = deque(lines)
+        whole = list(itertools.takewhile(_is_row, lines))
+        if len(whole) < len(lines):
+            # A kill has cut the last row off, or a crash of the machine has left anything there.
+            files.truncate(self.path, self._size + sum(map(len, whole)))
+        self._ahead = deque(whole)
 
     @property
     def size(self) -> int:
@@ -80,6 +82,13 @@ class PointFile(RowFile):
         """Drop the stored rows that training has not repeated."""
         files.truncate(self.path, self._size)
         self._ahead.clear()
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and bool(_identify(json.loads(line)))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return False
 
 
 def _identify(row: Mapping[str, Any]) -> tuple[Any, ...]:

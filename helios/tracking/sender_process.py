@@ -21,6 +21,21 @@ _PROGRAM = (
 _MOST_CHARACTERS = 500
 
 
+def start_sender(folder: TrackerFolder) -> SenderProcess | None:
+    """Start a process that sends the points of a folder; ``None``, and a warning, without one."""
+    try:
+        return SenderProcess(folder)
+    except OSError as error:
+        _LOGGER.warning(
+            "The process that sends the points of the tracker %s could not be started: %s. They "
+            "are kept. Send them with: helios send %s",
+            folder.path,
+            error,
+            folder.path,
+        )
+        return None
+
+
 class SenderProcess:
     """A process that sends the points of a folder while training goes on.
 
@@ -50,10 +65,10 @@ class SenderProcess:
         for line in reports:
             text = line.decode("utf-8", "replace").strip()
             _LOGGER.warning(
-                "The tracker %s cannot send its points: %s Training does not depend on it. They "
-                "are kept and sent later; see %s.",
+                "The tracker %s cannot send its points: %s. They are kept and sent later; training "
+                "does not depend on it. See %s there.",
                 self._folder.path,
-                text[:_MOST_CHARACTERS],
+                text[:_MOST_CHARACTERS].rstrip("."),
                 self._folder.log.name,
             )
             # The warning is given once a start; the rest is in the log of the process.

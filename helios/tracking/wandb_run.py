@@ -87,7 +87,7 @@ class WandBRun:
         values = {name: float(value) for name, value in row.get("values", {}).items()}
         if "picture" in row:
             values[row["picture"]] = self._library.Image(str(self._folder.pictures / row["file"]))
-        return {**values, "epoch": row["epoch"], "_timestamp": row["time"] * _MILLI}
+        return {"epoch": row["epoch"], "_timestamp": row["time"] * _MILLI, **values}
 
     def add_document(self, path: Path) -> None:
         """Add a copy of a file to the run."""

@@ -152,13 +152,18 @@ def _mark_of(checkpoint: Path) -> int:
     return int(found["plugins"]["tracker"]["mark"]["size"])
 
 
-def test_going_back_on_purpose_is_another_run(tmp_path: Path, uri: str) -> None:
+@pytest.mark.parametrize("is_rewind", [True, False])
+def test_going_back_on_purpose_is_another_run(is_rewind: bool, tmp_path: Path, uri: str) -> None:
+    """By a rewind, and by the path of a checkpoint with other values at the same iterations."""
     setting = _setting()
     _run(tmp_path / "a", setting, uri=uri)
     _send(tmp_path / "a")
     before = _rows(tmp_path / "a")
-    options = {"rewind_to": 8, "skip_batches": (9,)}
-    _run(tmp_path / "a", _setting(options=options), uri=uri)
+    setting = _setting(options={"rewind_to": 8, "skip_batches": (9,)})
+    if not is_rewind:
+        (path,) = (tmp_path / "a").glob("*/*_iter_8.pth")
+        setting = _setting(options={"resume": path, "clip_norm": 1e-3})
+    _run(tmp_path / "a", setting, uri=uri)
     _send(tmp_path / "a")
     after = _rows(tmp_path / "a")
     runs = tracked.find_runs(uri)
@@ -249,7 +254,7 @@ def test_a_dead_server_is_a_warning_and_keeps_the_points(
     _run(tmp_path, uri=uri, sends=True)
     found = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
     assert len(found) == 2
-    assert "cannot send its points: ConnectionError: the server is down" in found[0]
+    assert "cannot send its points: ConnectionError: the server is down. They are kept" in found[0]
     assert f"helios send {tmp_path / 'tracker'}" in found[1]
     (tmp_path / "server.db.down").unlink()
     _send(tmp_path)
@@ -271,6 +276,15 @@ def test_a_sender_that_hangs_is_not_waited_for(
     monkeypatch.setenv("PYTHONPATH", str(slow.parent), prepend=":")
     train(tmp_path, _setting(), Tracker(tmp_path / "tracker", target, patience=0.1))
     assert "Not all points" in capfd.readouterr().err
+
+
+def test_a_process_that_cannot_be_started_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    _run(tmp_path, sends=True)
+    assert "could not be started" in capfd.readouterr().err
+    assert len(_rows(tmp_path)) > 14
 
 
 def test_a_failed_training_says_so(tmp_path: Path) -> None:

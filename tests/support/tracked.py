@@ -87,9 +87,13 @@ def read_wandb(folder: Path) -> list[dict[str, Any]]:
         record = wandb_internal_pb2.Record()
         record.ParseFromString(text)
         if record.WhichOneof("record_type") == "history":
-            row = {}
+            row: dict[str, Any] = {}
             for item in record.history.item:
-                row[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
+                *path, name = item.nested_key or [item.key]
+                place = row
+                for part in path:
+                    place = place.setdefault(part, {})
+                place[name] = json.loads(item.value_json)
             found.append(row)
     return found
 

@@ -125,16 +125,39 @@ def _end(training: BaseProcess) -> int | None:
     return code
 
 
-def _kill_at_random(folder: Path, target: Any, steps: int, draws: random.Random) -> None:
-    """Start the training, and kill it at some point after those that it has reached."""
+def _kill_at_random(
+    folder: Path, target: Any, steps: int, draws: random.Random, *, sends: bool = False
+) -> None:
+    """Start the training, and kill it at some point after those that it has reached.
+
+    Args:
+        folder: that of the run.
+        target: where the points go.
+        steps: those of the whole training.
+        draws: when.
+        sends: whether to wait until this start has sent something.
+    """
     path = folder / "tracker" / "points.jsonl"
-    before = path.stat().st_size if path.exists() else 0
+    before, sent = _size(path), _read_sent(folder)
     wanted = before + draws.randrange(1, 2500)
-    training = _start(folder, target, steps, 0.05)
-    while training.is_alive() and (not path.exists() or path.stat().st_size < wanted):
-        threading.Event().wait(0.003 * draws.random())
+    training = _start(folder, target, steps, 0.5 if sends else 0.05)
+    while training.is_alive() and (
+        _size(path) < wanted or (sends and _read_sent(folder) <= max(sent, before))
+    ):
+        threading.Event().wait(0.01 * draws.random())
     training.kill()
     assert _end(training) == -9, "The training came to its end before it was killed."
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _read_sent(folder: Path) -> int:
+    run = TrackerFolder(folder / "tracker").read_run() if _size(folder / "tracker") else None
+    if run is None:
+        return 0
+    return TrackerFolder(folder / "tracker").read_progress(run.key).sent.get("numbers", 0)
 
 
 def _stored(folder: Path) -> dict[str, list[tuple[int, str]]]:
@@ -143,18 +166,18 @@ def _stored(folder: Path) -> dict[str, list[tuple[int, str]]]:
 
 @needs_mlflow
 def test_a_server_of_mlflow_shows_the_undisturbed_run_after_many_kills(tmp_path: Path) -> None:
-    """At one of the kills the server is down, and comes back later."""
-    whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 400
+    """At one kill the server is down; at half of the others, points of that start were sent."""
+    whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 800
     _train(whole, MLflow("http://127.0.0.1:1"), steps, 0.0, sends=False)
     draws, port = random.Random(3), _free_port()
     target = MLflow(f"http://127.0.0.1:{port}", "kills")
     with serve(tmp_path, port):
-        for _ in range(_KILLS // 2):
-            _kill_at_random(killed, target, steps, draws)
+        for number in range(_KILLS // 2):
+            _kill_at_random(killed, target, steps, draws, sends=number % 2 == 0)
     _kill_at_random(killed, target, steps, draws)
     with serve(tmp_path, port) as uri:
-        for _ in range(_KILLS - _KILLS // 2 - 1):
-            _kill_at_random(killed, target, steps, draws)
+        for number in range(_KILLS - _KILLS // 2 - 1):
+            _kill_at_random(killed, target, steps, draws, sends=number % 2 == 0)
         assert _end(_start(killed, target, steps, 0.0)) == 0
         (run,) = tracked.find_runs(uri, "kills")
         stored = tracked.stored_curves(killed / "tracker")

@@ -79,10 +79,11 @@ def test_a_mark_among_repeated_rows_is_that_of_the_repeated_ones(folder: Path) -
     store.close("killed")
 
 
-def test_a_row_that_a_kill_has_cut_off_is_written_again(folder: Path) -> None:
+@pytest.mark.parametrize("left", [b"", b"\n", bytes(99), b"{}\n", b"3\n", b"\0\n{}\n"])
+def test_a_row_that_a_kill_has_cut_off_is_written_again(left: bytes, folder: Path) -> None:
     _, mark = _write(folder, range(1, 4), marked=1)
     path = folder / "points.jsonl"
-    path.write_bytes(path.read_bytes()[:-7])
+    path.write_bytes(path.read_bytes()[:-7] + left)
     store = _open(folder, mark)
     for number in (2, 3):
         store.add(_row(number, number / 10, time=7))
