@@ -68,6 +68,56 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "the package imports PyTorch before a name is used",
+        "helios/__init__.py",
+        "from helios.core.moved import install_moved_modules\n",
+        "import torch\n\nfrom helios.core.moved import install_moved_modules\n",
+        "tests/test_deferred.py::test_the_first_use_of_a_name_binds_all_of_them",
+    ),
+    Fault(
+        "the first use of a name binds that name only",
+        "helios/deferred.py",
+        'for known in names["__all__"] if known in found',
+        "for known in [name] if known in found",
+        "tests/test_deferred.py::test_the_first_use_of_a_name_binds_all_of_them",
+    ),
+    Fault(
+        "listing checkpoints imports PyTorch",
+        "helios/checkpoint/status.py",
+        "from helios.storage.container_checks import check_directory\n",
+        "from helios.storage import codec\n"
+        "from helios.storage.container_checks import check_directory\n",
+        "tests/test_deferred.py::test_commands_that_read_text_import_no_pytorch",
+    ),
+    Fault(
+        "a parameter that is shared counts twice in the banner",
+        "helios/startup/reporting/run_summary.py",
+        "    seen.update(map(id, new))",
+        "    pass",
+        "tests/startup/test_run_summary.py::test_a_shared_parameter_counts_once",
+    ),
+    Fault(
+        "the bar of a notebook keeps the total of the first epoch",
+        "helios/terminal/screen.py",
+        "            self.container.children[1].max = self.total or 1",
+        "            pass",
+        "tests/terminal/test_screen.py::test_a_notebook_has_bars_of_its_own",
+    ),
+    Fault(
+        "the doctor accepts any workspace of cuBLAS",
+        "helios/doctor/software_checks.py",
+        "    if workspace is not None and workspace not in _CUBLAS_VALUES:",
+        '    if workspace == "":',
+        "tests/doctor/test_checks.py::test_variables_that_change_numbers_are_named",
+    ),
+    Fault(
+        "the doctor believes every lock",
+        "helios/doctor/folder_checks.py",
+        "            works = subprocess.run(other, check=False).returncode == _LOCKED",
+        "            works = subprocess.run(other, check=False).returncode >= 0",
+        "tests/doctor/test_folders.py::test_locks_must_keep_others_out",
+    ),
+    Fault(
         "a seed of the source init is not applied",
         "helios/startup/runs/base_run.py",
         '        if "init" in run.seeds:',
@@ -666,7 +716,7 @@ FAULTS = (
     ),
     Fault(
         "an import of a module that is gone says nothing",
-        "helios/core/__init__.py",
+        "helios/__init__.py",
         "install_moved_modules()\n",
         "\n",
         "tests/core/test_moved.py",
@@ -2026,7 +2076,7 @@ FAULTS = (
     ),
     Fault(
         "the container's sums are not compared",
-        "helios/storage/codec.py",
+        "helios/storage/container_checks.py",
         "    if not record.CRC:\n",
         "    if record.CRC:\n",
         "tests/checkpoint/test_mutations.py::test_mutated_files_are_never_loaded_wrongly",
