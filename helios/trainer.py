@@ -78,13 +78,13 @@ class Trainer:
         enable_tensorboard: write scalars to ``run_path`` for TensorBoard.
         enable_file_logging: write a log file to ``log_path``.
         capture_warnings: write Python's warnings to the log.
-        enable_progress_bar: show progress bars.
+        enable_progress_bar: show progress bars with losses, speed, time left and peak memory.
         chkpt_root: folder of all runs; checkpoints are written to ``chkpt_root/<save_name>``.
         log_path: folder of log files.
         run_path: folder of TensorBoard runs.
         src_root: package whose modules are imported at the start to fill the registries.
         import_prefix: prefix of the names of these modules.
-        print_banner: log versions, device and reproducibility level at the start.
+        print_banner: log versions, device, model and data, reproducibility at the start.
         engine: your own engine, with its device.
         precision: ``"fp32"`` (the type of the parameters), or autocast to ``"bf16"``, or to
             ``"fp16"`` with loss scaling.

@@ -51,6 +51,8 @@ def test_other_versions_than_the_tested_ones_are_named(version: str, expected: l
 
 def test_the_tested_versions_are_those_of_the_project() -> None:
     assert f'"torch>={OLDEST_TORCH}"' in (ROOT / "pyproject.toml").read_text("utf-8")
+    script = (ROOT / "scripts" / "test_torch").read_text("utf-8")
+    assert f"for version in {OLDEST_TORCH}.0 newest;" in script
     assert f"\ntorch=={NEWEST_TORCH}." in (ROOT / "constraints.txt").read_text("utf-8")
 
 
