@@ -56,6 +56,7 @@ REWINDS = "tests/integration/test_rewind.py"
 TRACKERS = "tests/plugins/test_tracker.py"
 SENDERS = "tests/tracking/test_sender.py"
 POINTS = "tests/tracking/test_point_store.py"
+CHOSEN = "tests/integration/test_chosen_checkpoint.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +211,50 @@ FAULTS = (
         "            works = subprocess.run(other, check=False).returncode == _LOCKED",
         "            works = subprocess.run(other, check=False).returncode >= 0",
         "tests/doctor/test_folders.py::test_locks_must_keep_others_out",
+    ),
+    Fault(
+        "the first hour: of equal scores the later checkpoint is the best",
+        "helios/checkpoint/retention.py",
+        "    return [entry for _, entry in judged[: rule.count]]",
+        "    return [entry for _, entry in judged[-rule.count :]]",
+        "tests/checkpoint/test_retention.py::test_of_equal_scores_the_earlier_stays",
+    ),
+    Fault(
+        "the first hour: resume=<path> is not what an evaluation loads",
+        "helios/startup/options/checkpoint_choice.py",
+        "    if asked is None and isinstance(options.resume, Path) and not has_fitted:",
+        "    if asked is None and isinstance(options.resume, str) and not has_fitted:",
+        f"{CHOSEN}::test_the_file_of_resume_is_evaluated_until_the_trainer_has_trained",
+    ),
+    Fault(
+        "the first hour: the best checkpoint is the newest one",
+        "helios/startup/checkpoint_search/chosen_checkpoint.py",
+        "    if choice.rule is None:\n        return Chosen(",
+        "    if choice.rule is not None:\n        return Chosen(",
+        f"{CHOSEN}::test_each_evaluation_loads_what_it_is_asked_for",
+    ),
+    Fault(
+        "the first hour: a typo of valid_step is not named",
+        "helios/startup/reporting/idle_options.py",
+        "    elif validates and _computes_nothing(model):",
+        "    elif not validates and _computes_nothing(model):",
+        "tests/startup/test_idle_options.py"
+        "::test_a_missing_validation_step_is_named_with_what_may_be_meant",
+    ),
+    Fault(
+        "the first hour: the best score of earlier starts is forgotten",
+        "helios/startup/building/run_outputs.py",
+        '                lines = [line for line in found if line["iteration"] <= self._begun_at]',
+        '                lines = [line for line in found if line["iteration"] > self._begun_at]',
+        "tests/startup/test_score_log.py::test_fit_logs_scores_and_the_end_also_after_a_resume",
+    ),
+    Fault(
+        "the first hour: an error is shown by the log, too",
+        "helios/terminal/root_logger.py",
+        '        if getattr(record, "is_raised", False):',
+        '        if getattr(record, "is_shown", False):',
+        "tests/core/test_tracebacks.py"
+        "::test_the_screen_shows_an_error_once_and_the_log_file_all_of_it",
     ),
     Fault(
         "a seed of the source init is not applied",

@@ -69,7 +69,9 @@ def _fold(found: TracebackType | None, *, keeps_last: bool) -> TracebackType | N
         kept.append(entries[-1])
     folded: TracebackType | None = None
     for entry in reversed(kept):
-        folded = TracebackType(folded, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        # Generated code may have no line.
+        line = entry.tb_lineno or 0
+        folded = TracebackType(folded, entry.tb_frame, entry.tb_lasti, line)
     return folded
 
 

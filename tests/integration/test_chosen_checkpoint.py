@@ -12,7 +12,7 @@ import torch
 
 import helios
 from helios import CheckpointStore, KeepBest, Trainer
-from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from helios.errors import ArgumentError, ArgumentTypeError, CheckpointError, UsageError
 from helios.plugins import EMA, EarlyStopping, Plugin
 from tests.typed.user_script import Line, Numbers
 
@@ -187,3 +187,23 @@ def test_nan_is_never_the_best(tmp_path: Path) -> None:
     fit(tmp_path, model=Graded([math.nan, 2.0, 3.0, math.nan]))
     found = evaluated(make(tmp_path, store=BEST), "test", checkpoint="best")
     assert found == weight_of(file_of(tmp_path, 2)).numpy().tobytes()
+
+
+def test_a_score_that_no_validation_computes_ends_the_training(tmp_path: Path) -> None:
+    rule = KeepBest(1, "qualty")
+    with pytest.raises(UsageError, match=r"KeepBest\(metric='qualty'\).*\['error', 'quality'\]"):
+        fit(tmp_path, store=CheckpointStore(keep_best=rule))
+    trainer = make(None, total_steps=1, valid_frequency=1, store=CheckpointStore(keep_best=rule))
+    assert trainer.fit(Graded(), Samples()), "a run without checkpoints keeps none"
+
+
+@pytest.mark.full
+def test_processes_that_are_started_load_what_is_asked_for(tmp_path: Path) -> None:
+    fit(tmp_path, num_replicas=2)
+    path = tmp_path / "line" / "line_epoch_2_iter_4.pth"
+    for choice in ("best", path):
+        trainer = make(tmp_path, store=BEST, nproc=2)
+        found = evaluated(trainer, "test", checkpoint=choice)
+        assert found == weight_of(path).numpy().tobytes()
+    with pytest.raises(CheckpointError, match="no file at"):
+        make(tmp_path, nproc=2).test(Graded(), Samples(), checkpoint="missing.pth")

@@ -176,7 +176,8 @@ class FitRecorder:
             return
         lines = None
         if folder is not None and self._evidence is not None and not self._start.is_branch:
-            with contextlib.suppress(LedgerError):
+            # A file that somebody has edited is as good as none.
+            with contextlib.suppress(LedgerError, TypeError):
                 found = read_timing(folder.path).scores
                 lines = [line for line in found if line["iteration"] <= self._begun_at]
         self._scores.recall(lines)

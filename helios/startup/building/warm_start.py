@@ -33,7 +33,7 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
     types = model.types_for_safe_load() if isinstance(model, Model) else []
     state = load_checkpoint(path, safe_types=types)["model"]
     if isinstance(model, Model):
-        if type(model).load_state_dict is Model.load_state_dict:
+        if type(model).load_state_dict is Model.load_state_dict and "objects" in state:
             _require_networks(state, model, path)
         model.load_state_dict(state, fast_init=True)
     elif isinstance(model, nn.Module):
@@ -47,7 +47,7 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
 def _require_networks(state: Mapping[str, Any], model: Model, path: str | Path) -> None:
     """Refuse a model to which nothing of the checkpoint would be loaded."""
     present = {*model.discovery.modules(), *model.discovery.moved()[0]}
-    saved = {*state.get("objects", {}), *state.get("parameters", {})}
+    saved = {*state["objects"], *state.get("parameters", {})}
     if present & saved or not (present or saved):
         return
     kind = type(model).__name__

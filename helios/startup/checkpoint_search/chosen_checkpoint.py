@@ -81,7 +81,8 @@ def find_chosen(
     Raises:
         CheckpointError: if there is none that fits, or if it cannot be used.
     """
-    on_first(team, lambda: require_present(choice, options, save_name, run_name))
+    if choice.is_required:
+        on_first(team, lambda: require_present(choice, options, save_name, run_name))
     path, found = choice.path, list[Loaded]()
     if path is not None:
         on_each(team, lambda: found.append(loading.load(path, safe_types, maps=True)))

@@ -107,14 +107,12 @@ def _find_stored(call: Call) -> Stored | None:
     model = call.model
     is_fit = call.phase is Phase.TRAINING
     types = model.types_for_safe_load()
-    options, name = call.options.checkpoints, model.save_name
-    path = call.choice.path
-    if path is not None:
-        return find_replicas(path, types)
-    stored = find_stored(options, name, types, is_fit=is_fit)
+    if call.choice.path is not None:
+        return find_replicas(call.choice.path, types)
+    stored = find_stored(call.options.checkpoints, model.save_name, types, is_fit=is_fit)
     if is_fit and stored is None and call.replay is None:
         # A new run will save. An existing one may be finished, on a read-only disk.
-        require_writable(options, name)
+        require_writable(call.options.checkpoints, model.save_name)
     return stored
 
 
