@@ -10,6 +10,8 @@ import torch
 from helios.core.utils import get_env_info_str
 from helios.engines.engine import Engine
 from helios.model.model import Model
+from helios.model.schedulers import find_epoch_like
+from helios.schedule import Schedule
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -34,6 +36,22 @@ def warn_of_other_machine(stored: dict[str, str], engine: Engine) -> None:
             "exact; arithmetic may differ in the last bits.",
             ", ".join(changed),
         )
+
+
+def describe_schedulers(model: Model, schedule: Schedule) -> dict[str, str]:
+    """Return a line about schedulers that seem to count epochs, but count steps; or nothing."""
+    if not schedule.is_by_epoch:
+        return {}
+    schedulers = model.discovery.schedulers()
+    found = find_epoch_like(schedulers, model.scheduler_interval, schedule.total_steps)
+    if not found:
+        return {}
+    names, intervals = ", ".join(found), dict.fromkeys(found, "epoch")
+    text = (
+        f"{names}: stepped after every optimizer step, not after every epoch. For epochs, set "
+        f"Model.scheduler_interval = {intervals}"
+    )
+    return {"schedulers": text}
 
 
 def show_banner(model: Model, lines: dict[str, Any], *, where: str | None) -> None:

@@ -256,6 +256,7 @@ class FitRun(Run):
                 self.model,
                 {
                     "run": self._name,
+                    **banner.describe_schedulers(self.model, self.options.schedule),
                     "processes": describe_processes(self.replicas),
                     "reproducibility": str(reproducibility),
                 },
