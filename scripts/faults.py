@@ -1490,8 +1490,8 @@ FAULTS = (
     Fault(
         "a period as long as the run does not look like one of epochs",
         "helios/model/schedulers.py",
-        "if found and max(found) <= num_epochs < math.inf]",
-        "if found and max(found) < num_epochs < math.inf]",
+        "if found and max(found) <= num_epochs < math.inf",
+        "if found and max(found) < num_epochs < math.inf",
         "tests/model/test_schedulers.py::"
         "test_a_period_that_fits_into_the_epochs_looks_like_one_of_epochs",
     ),
