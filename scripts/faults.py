@@ -493,7 +493,7 @@ FAULTS = (
     Fault(
         "a run that begins in a place where no folder can be made prepares its data first",
         "helios/startup/launching/launch_call.py",
-        "        require_writable(options, name)",
+        "        require_writable(call.options.checkpoints, model.save_name)",
         "        pass",
         "tests/distributed/test_processes.py"
         "::test_a_folder_that_cannot_be_made_is_refused_by_all_before_the_data_is_prepared",
@@ -1677,6 +1677,44 @@ FAULTS = (
         "test_a_run_tells_what_was_written_down_by_hand[exception_after_resume]",
     ),
     Fault(
+        "a period as long as the run does not look like one of epochs",
+        "helios/model/schedulers.py",
+        "if found and max(found) <= num_epochs < math.inf",
+        "if found and max(found) < num_epochs < math.inf",
+        "tests/model/test_schedulers.py::"
+        "test_a_period_that_fits_into_the_epochs_looks_like_one_of_epochs",
+    ),
+    Fault(
+        "the banner says nothing of a scheduler of epochs",
+        "helios/startup/reporting/banner.py",
+        "    if not schedule.is_by_epoch:",
+        "    if schedule.is_by_epoch:",
+        "tests/startup/test_banner.py::"
+        "test_the_banner_names_a_scheduler_that_seems_to_count_epochs",
+    ),
+    Fault(
+        "the site leaves out the public names of a package",
+        "scripts/site/pages.py",
+        '    "core": ("Utilities", (), ("helios.core",)),',
+        '    "core": ("Utilities", (), ("helios.data",)),',
+        "tests/test_site.py::test_every_public_name_is_on_one_api_page",
+    ),
+    Fault(
+        "the site shows an argument without a description",
+        "helios/trainer.py",
+        "        clip_value: maximum magnitude",
+        "        clipping: maximum magnitude",
+        "tests/test_site.py::test_the_docstring_describes_every_argument",
+    ),
+    Fault(
+        "the site has no link from a source to its API",
+        "scripts/site/pages.py",
+        "    return _AT_THE_TOP.get(target) or api.get(target) or",
+        "    return _AT_THE_TOP.get(target) or",
+        "tests/test_site.py::"
+        "test_a_source_with_public_names_leads_to_the_api_and_any_other_to_its_text",
+    ),
+    Fault(
         "running losses are added in place",
         "helios/model/model.py",
         "running[name] = running[name] + value if name in running else value",
@@ -2774,7 +2812,7 @@ FAULTS = (
 
 def _copy(target: Path) -> None:
     # With the bytecode, or each of them would compile everything anew.
-    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "*.egg-info")
+    skipped = shutil.ignore_patterns(".git", ".venv", ".*_cache", "*.egg-info", "*-output")
     shutil.copytree(ROOT, target, ignore=skipped)
 
 

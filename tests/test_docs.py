@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.warned import collect_warnings
 
@@ -48,6 +49,17 @@ def test_the_code_of_a_page_runs(
             codes.append(leaving.code)
     assert codes in ([], [0])
     assert [warning for warning in warnings if _OF_STATE.search(warning)] == []
+
+
+def test_the_job_files_can_be_read() -> None:
+    text = (_ROOT / "docs" / "recipes" / "clusters.md").read_text()
+    ((kind, script), (other, job)) = re.findall(r"^```(\w+)\n(.*?)^```", text, _BLOCK.flags)
+    assert (kind, other) == ("bash", "yaml")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    document = yaml.safe_load(job)
+    volumes = {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
+    (container,) = document["spec"]["template"]["spec"]["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
 @pytest.mark.full

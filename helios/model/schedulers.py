@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from helios.errors import ArgumentError, UsageError
 
 _VALIDATION = "validation:"
+_PERIODS = ("step_size", "milestones", "T_max", "T_0", "total_iters")
 
 
 def _members(scheduler: LRScheduler) -> tuple[Any, ...]:
@@ -44,6 +46,33 @@ def _no_false_alarm() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         yield
+
+
+def find_epoch_like(
+    schedulers: Mapping[str, LRScheduler], intervals: Mapping[str, str], num_epochs: float
+) -> list[str]:
+    """Return the schedulers without an interval whose periods look like numbers of epochs.
+
+    Args:
+        schedulers: by attribute path.
+        intervals: those that the model sets.
+        num_epochs: length of the run. A period that does not fit into it is one of steps; without
+            an end, nothing can be said.
+    """
+    periods = {
+        path: [number for name in _PERIODS for number in _numbers(vars(scheduler).get(name))]
+        for path, scheduler in schedulers.items()
+        if path not in intervals
+    }
+    return [
+        path for path, found in periods.items() if found and max(found) <= num_epochs < math.inf
+    ]
+
+
+def _numbers(period: Any) -> list[float]:
+    if isinstance(period, Mapping):  # the milestones of a MultiStepLR, each with its count
+        return list(period)
+    return [period] if isinstance(period, int | float) else []
 
 
 class Schedulers:

@@ -13,13 +13,14 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingWarmRestarts,
     ExponentialLR,
     LRScheduler,
+    MultiStepLR,
     ReduceLROnPlateau,
     SequentialLR,
     StepLR,
 )
 
 from helios.errors import ArgumentError, UsageError
-from helios.model.schedulers import Schedulers
+from helios.model.schedulers import Schedulers, find_epoch_like
 
 Scheduler = TypeVar("Scheduler", bound=LRScheduler)
 
@@ -277,3 +278,23 @@ def test_intervals_that_manual_stepping_ignores_are_known(
     if is_there:
         parts["b"] = plateau()
     assert Schedulers(parts, intervals).has_intervals_but_step is is_there
+
+
+@pytest.mark.parametrize(
+    ("build", "num_epochs", "is_found"),
+    [
+        (lambda optimizer: StepLR(optimizer, step_size=30), 30, True),
+        (lambda optimizer: StepLR(optimizer, step_size=30), 29, False),
+        (lambda optimizer: MultiStepLR(optimizer, milestones=[30, 60]), 90, True),
+        (lambda optimizer: MultiStepLR(optimizer, milestones=[30, 6000]), 90, False),
+        (lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 10), 10, True),
+        (lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 10), float("inf"), False),
+        (lambda optimizer: ExponentialLR(optimizer, 0.9), 90, False),
+    ],
+)
+def test_a_period_that_fits_into_the_epochs_looks_like_one_of_epochs(
+    build: Any, num_epochs: float, is_found: bool
+) -> None:
+    schedulers = {"scheduler": ready(build(make_optimizer()))}
+    assert find_epoch_like(schedulers, {}, num_epochs) == ["scheduler"] * is_found
+    assert find_epoch_like(schedulers, {"scheduler": "step"}, num_epochs) == []

@@ -11,6 +11,8 @@ from torch.nn.parameter import is_lazy
 from helios.core.sizes import size_text
 from helios.data.interfaces import Source
 from helios.model.model import Model
+from helios.model.schedulers import find_epoch_like
+from helios.schedule import Schedule
 from helios.state import Phase
 
 _MAX_ROWS = 8
@@ -35,6 +37,17 @@ class _Row:
         if 0 < self.trainable < self.count:
             note = f"{self.trainable:,} trainable"
         return self.name, self.kind, count, size, note
+
+
+def describe_run(
+    model: Model, sources: Mapping[Phase, Sequence[Source]], schedule: Schedule
+) -> dict[str, str]:
+    """Return lines for the banner, by label: model, data, and schedulers if one is doubtful."""
+    return {
+        "model": describe_model(model),
+        "data": describe_data(sources),
+        **_describe_schedulers(model, schedule),
+    }
 
 
 def describe_model(model: Model) -> str:
@@ -128,3 +141,19 @@ def _size(source: Source, unit: str) -> str:
         "" if batches is None else f"{batches:,} batches {unit}".rstrip(),
     ]
     return " in ".join(filter(None, counts))
+
+
+def _describe_schedulers(model: Model, schedule: Schedule) -> dict[str, str]:
+    """Return a line about schedulers that seem to count epochs, but count steps; or nothing."""
+    if not schedule.is_by_epoch:
+        return {}
+    schedulers = model.discovery.schedulers()
+    found = find_epoch_like(schedulers, model.scheduler_interval, schedule.total_steps)
+    if not found:
+        return {}
+    names, intervals = ", ".join(found), dict.fromkeys(found, "epoch")
+    text = (
+        f"{names}: stepped after every optimizer step, not after every epoch. For epochs, set "
+        f"Model.scheduler_interval = {intervals}"
+    )
+    return {"schedulers": text}

@@ -45,7 +45,7 @@ from helios.startup.reporting import banner
 from helios.startup.reporting.idle_options import warn_of_idle_options
 from helios.startup.reporting.loader_claims import Claim, judge
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_reproducibility
-from helios.startup.reporting.run_summary import describe_data, describe_model
+from helios.startup.reporting.run_summary import describe_run
 from helios.startup.runs.base_run import Run
 from helios.state import Phase, TrainingState
 
@@ -265,16 +265,16 @@ class FitRun(Run):
             evidence=self._evidence,
         )
         self._settings.callback(recorder.close)
-        monitored = find_monitored(self.options.checkpoints, self.plugins.values())
-        recorder.show_on(self.display, monitored)
+        recorder.show_on(
+            self.display, find_monitored(self.options.checkpoints, self.plugins.values())
+        )
         loaded = self._start.loaded
         if self.options.logging.print_banner:
             banner.show_banner(
                 self.model,
                 {
                     "run": self._name,
-                    "model": describe_model(self.model),
-                    "data": describe_data(self.sources),
+                    **describe_run(self.model, self.sources, self.options.schedule),
                     "processes": describe_processes(self.replicas),
                     "reproducibility": str(reproducibility),
                 },
