@@ -68,6 +68,13 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "reading a stream at the end of an epoch changes what hooks draw",
+        "helios/data/stream_source.py",
+        "        with rng.stream(_ANY_KEY):\n            self._begin()",
+        "        if self._is_begun:\n            self._begin()",
+        "tests/integration/test_streams.py::test_a_run_on_a_stream_resumes_everywhere",
+    ),
+    Fault(
         "a replay of a stream does not seed its batches",
         "helios/data/stream_reading.py",
         "            rng.reseed(self._keys.at(first // self._size))",

@@ -26,6 +26,8 @@ from helios.protocols import Stateful
 
 _LOGGER = logging.getLogger(__name__)
 _PARTS, _SECONDS = "parts", "seconds"
+_ANY_KEY = 0
+"""What generators are seeded from while they are kept: each read seeds them again."""
 
 
 @final
@@ -247,16 +249,25 @@ class _StreamBatches(BatchIterator):
     def catch_up(self) -> Iterator[None]:
         """Read the epoch again up to the position."""
         while self._replay:
-            for _ in range(self._num_readers):
-                self._take()
+            # The hooks that follow must draw the same numbers as in a run that was not interrupted.
+            with rng.stream(_ANY_KEY):
+                deque((self._take() for _ in range(self._num_readers)), maxlen=0)
             self._replay.popleft()
             yield
 
     def __next__(self) -> Any:
         if self._watch is None:
             raise StopIteration
-        if not self._is_begun:
+        if self._is_begun:
+            return self._advance()
+        self._is_begun = True
+        deque(self.catch_up(), maxlen=0)
+        # A run that resumes at the end of an epoch has nothing left to read, and hooks follow.
+        with rng.stream(_ANY_KEY):
             self._begin()
+            return self._advance()
+
+    def _advance(self) -> list[Any]:
         found = self._following
         if found is None:
             self.close()
@@ -277,8 +288,6 @@ class _StreamBatches(BatchIterator):
         self._watch = None
 
     def _begin(self) -> None:
-        self._is_begun = True
-        deque(self.catch_up(), maxlen=0)
         self._following = self._read()
         if self._following is None and self._is_begin and self._share.pads:
             raise ArgumentError(

@@ -93,9 +93,13 @@ def test_a_replay_shows_how_far_it_is() -> None:
     batches = stream.batches(0, batch=3, sample=3 * SIZE * 4)
     assert batches.replay_length == 100
     steps = batches.catch_up()
+    found = torch.get_rng_state()
     deque(islice(steps, 40), maxlen=0)
     assert batches.replay_length == 60
-    assert plain([next(batches)]) == plain(make_run(read_rows).walk(0))[3:4]
+    assert torch.equal(torch.get_rng_state(), found), "hooks draw the same as without a replay"
+    turn = next(batches)
+    assert torch.equal(torch.get_rng_state(), found)
+    assert plain([turn]) == plain(make_run(read_rows).walk(0))[3:4]
     assert [*steps] == []
     assert make_run(read_rows).sources[0].batches(0).replay_length == 0
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import helios
 from helios.data import Stream
 from helios.errors import ArgumentError, RunMismatchError
+from helios.plugins import Plugin
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexData, IndexModule, Outcome, Setting, noisy_collate, train
@@ -57,10 +59,30 @@ def sidecars(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("small/*_iter_*.json"))]
 
 
+class Disturb(Plugin):
+    """Draws in hooks between batches, and changes weights by that."""
+
+    def __init__(self) -> None:
+        super().__init__("disturb")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        self._act()
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        self._act()
+
+    def _act(self) -> None:
+        with torch.no_grad():
+            self.trainer.model.net[-1].bias += 0.1 * torch.rand(1)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("make", [make_rows, make_shards, partial(make_shards, 4)])
 def test_a_run_on_a_stream_resumes_everywhere(tmp_path: Path, make: Callable[[], Stream]) -> None:
     setting = make_setting(make, accumulation=2)
-    whole = resume_everywhere(lambda folder: train(folder, setting), tmp_path)
+    whole = resume_everywhere(lambda folder: train(folder, setting, Disturb()), tmp_path)
     ids = [i for batch, _ in whole.records.values() for i in batch]
     assert sorted(ids[:NUM_SAMPLES]) == list(range(NUM_SAMPLES))
     assert len(whole.records) == 24
