@@ -72,6 +72,56 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "reading a stream at the end of an epoch changes what hooks draw",
+        "helios/data/stream_source.py",
+        "        with rng.stream(_ANY_KEY):\n            self._begin()",
+        "        if self._is_begun:\n            self._begin()",
+        "tests/integration/test_streams.py::test_a_run_on_a_stream_resumes_everywhere",
+    ),
+    Fault(
+        "a replay of a stream does not seed its batches",
+        "helios/data/stream_reading.py",
+        "            rng.reseed(self._keys.at(first // self._size))",
+        "            rng.reseed(self._keys.at(0))",
+        "tests/data/test_stream.py::test_a_replay_gives_the_tail_of_the_epoch",
+    ),
+    Fault(
+        "a stream divides itself among loader workers",
+        "helios/data/stream_reading.py",
+        "            torch_worker._worker_info = None",
+        "            torch_worker._worker_info = info",
+        "tests/data/test_stream.py::test_workers_change_nothing",
+    ),
+    Fault(
+        "what a part of a stream draws while it is opened is not seeded",
+        "helios/data/stream_reading.py",
+        '        rng.reseed(rng.key("stream", position.order_key(), plan.seed, replica))',
+        "        position.order_key()",
+        "tests/data/test_stream.py::test_processes_change_nothing",
+    ),
+    Fault(
+        "a checkpoint holds the states of a stream's parts of rank 0 only",
+        "helios/data/stream_source.py",
+        "        parts = {name: part for state in states for name, part in",
+        "        parts = {name: part for state in states[:1] for name, part in",
+        "tests/data/test_stream.py"
+        "::test_a_state_gives_the_tail_of_the_epoch_on_any_number_of_processes",
+    ),
+    Fault(
+        "a part of a stream that has ended starts over at a resume",
+        "helios/data/stream_reading.py",
+        "            is_over = len(samples) < self._size",
+        "            is_over = not samples",
+        "tests/integration/test_streams.py::test_a_run_on_a_stream_resumes_everywhere",
+    ),
+    Fault(
+        "states of a stream's parts are used without a test",
+        "helios/startup/reporting/loader_claims.py",
+        "    if source.has_states and try_state(source.for_trial()) is Verdict.KEPT:",
+        "    if source.has_states:",
+        "tests/integration/test_streams.py::test_a_run_on_a_stream_resumes_everywhere",
+    ),
+    Fault(
         "a pack begins at the start of its first sample",
         "helios/data/packed.py",
         "                yield Piece(sample, position - first, end - first)",
@@ -1686,7 +1736,7 @@ FAULTS = (
     ),
     Fault(
         "the banner says nothing of a scheduler of epochs",
-        "helios/startup/reporting/banner.py",
+        "helios/startup/reporting/run_summary.py",
         "    if not schedule.is_by_epoch:",
         "    if schedule.is_by_epoch:",
         "tests/startup/test_banner.py::"

@@ -51,7 +51,7 @@ def capture(run: LiveRun) -> Record:
         loops=loops,
         data={
             "description": source.description,
-            "state": source.state_dict(),
+            "state": _capture_data(run),
             "length": source.pass_length if run.cursor.batch else source.length,
         },
         engine=engine,
@@ -65,6 +65,15 @@ def capture(run: LiveRun) -> Record:
         claims=claims,
         owners=owners,
     )
+
+
+def _capture_data(run: LiveRun) -> dict[str, Any]:
+    """Return the state of the data; it is the same for any number of processes."""
+    source = run.training_source
+    state = source.state_dict()
+    if run.replicas.is_whole or not source.state_is_per_replica:
+        return state
+    return source.join_states(run.replicas.gather_objects(state))
 
 
 def _refuse_misfits(misfits: dict[str, str]) -> None:

@@ -178,6 +178,15 @@ class LiveData(Protocol):
         """Whether the state differs between processes."""
         ...
 
+    @property
+    def state_is_per_replica(self) -> bool:
+        """Whether the state of a process is that of its replicas only."""
+        ...
+
+    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all replicas from those of the processes, by rank."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Return its state."""
         ...

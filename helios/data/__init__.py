@@ -15,6 +15,7 @@ from helios.data.mixture import Mixture
 from helios.data.packed import Packed
 from helios.data.params import DataLoaderParams
 from helios.data.steps import Steps
+from helios.data.stream import Stream
 
 __all__ = [
     "COLLATE_FN_REGISTRY",
@@ -25,6 +26,7 @@ __all__ = [
     "Mixture",
     "Packed",
     "Steps",
+    "Stream",
     "create_collate_fn",
     "create_dataloader",
     "create_dataset",

@@ -240,11 +240,12 @@ def _advise(loader: Any) -> str:
     if isinstance(dataset, Stateful):
         return (
             f"The state of the {name} is in its workers, out of reach: set num_workers=0, or "
-            "return a torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader()."
+            "return a torchdata.stateful_dataloader.StatefulDataLoader from train_dataloader(), or "
+            "let helios.data.Stream read it."
         )
     return (
-        f"Give the {name} state_dict and load_state_dict and set num_workers=0, or use a map-style "
-        "data set."
+        f"Give the {name} state_dict and load_state_dict and set num_workers=0, let "
+        "helios.data.Stream read it, or use a map-style data set."
     )
 
 
@@ -254,7 +255,8 @@ def _check_lone(loader: Any, share: Shard) -> None:
             f"A {type(loader).__name__} that create_dataloader did not create from a map-style "
             "data set must be the loader of one replica, but this process runs replicas "
             f"{list(share.block)}. Start as many processes as replicas ({share.num_replicas}) and "
-            "split the data by rank, or use create_dataloader, which shards the data."
+            "split the data by rank, or use create_dataloader, which shards the data; a stream can "
+            "be sharded by helios.data.Stream."
         )
 
 

@@ -41,6 +41,18 @@ class BatchIterator(ABC):
     def __iter__(self) -> Iterator[Any]:
         return self
 
+    @property
+    def replay_length(self) -> int:
+        """The number of steps of :meth:`catch_up`; 0 if the pass starts anywhere at once."""
+        return 0
+
+    def catch_up(self) -> Iterator[None]:
+        """Read again what is before the position, step by step.
+
+        The first iteration does what is left of it.
+        """
+        return iter(())
+
     @abstractmethod
     def __next__(self) -> Any:
         """Return the batches of the next iteration."""
@@ -138,6 +150,15 @@ class Source(ABC):
     def state_is_per_process(self) -> bool:
         """Whether :meth:`state_dict` differs between processes."""
         return False
+
+    @property
+    def state_is_per_replica(self) -> bool:
+        """Whether :meth:`state_dict` holds the parts of the replicas of this process only."""
+        return False
+
+    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all replicas from those of the processes, by rank."""
+        return states[0]
 
     @abstractmethod
     def batches(

@@ -38,6 +38,8 @@ from helios.data.samplers import (
     ResumableSequentialSampler,
     is_positional,
 )
+from helios.data.stream import Stream
+from helios.data.stream_reading import StreamLoader
 from helios.distributed.process_groups import is_dist_active
 from helios.errors import ArgumentError
 
@@ -359,6 +361,8 @@ def _build_streaming(
             f"The {name} is an IterableDataset, which determines its order itself, so it must not "
             f"have the option {' and '.join(given)}. Shuffle inside the data set."
         )
+    if isinstance(dataset, Stream):
+        return StreamLoader(dataset, params, _loader_options(params))
     return DataLoader(
         dataset,
         batch_size=params.batch_size,

@@ -20,6 +20,8 @@ from helios.data.order import Position
 from helios.data.shard import LONE, Shard
 from helios.data.sharding_plan import ShardingPlan, make_sharding_plan
 from helios.data.steps import Steps, StepsSource
+from helios.data.stream_reading import StreamLoader
+from helios.data.stream_source import StreamSource
 
 __all__ = ["BatchIterator", "KeyedSource", "Source", "open_source"]
 
@@ -49,6 +51,8 @@ def open_source(
     """
     if isinstance(loader, Steps):
         return StepsSource(loader, share)
+    if isinstance(loader, StreamLoader):
+        return StreamSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
     if isinstance(loader, KeyedLoader):
         return KeyedSource(loader, run_seed, purpose, share, fetch_seed=fetch_seed)
     return ExternalSource(

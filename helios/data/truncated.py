@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from helios.data.interfaces import BatchIterator, Source
@@ -69,6 +69,20 @@ class TruncatedSource(Source):
         return self._source.remedy
 
     @property
+    def whole(self) -> Source:
+        """The data without a limit."""
+        return self._source
+
+    @property
+    def state_is_per_replica(self) -> bool:
+        """As without a limit."""
+        return self._source.state_is_per_replica
+
+    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all replicas, as without a limit."""
+        return self._source.join_states(states)
+
+    @property
     def ends_together(self) -> bool:
         """As without a limit."""
         return self._source.ends_together
@@ -132,6 +146,15 @@ class _LimitedBatches(BatchIterator):
     def __init__(self, batches: BatchIterator, num_left: int) -> None:
         self._batches = batches
         self._num_left = num_left
+
+    @property
+    def replay_length(self) -> int:
+        """As without a limit."""
+        return self._batches.replay_length
+
+    def catch_up(self) -> Iterator[None]:
+        """Read again what is before the position."""
+        return self._batches.catch_up()
 
     def __next__(self) -> Any:
         if self._num_left <= 0:

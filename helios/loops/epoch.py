@@ -82,6 +82,7 @@ class EpochLoop(Loop):
         self._batches = source.batches(
             cursor.epoch, batch=cursor.batch, sample=cursor.sample, is_noted=ledger is not None
         )
+        self._catch_up()
         if not source.ends_together:
             self._batches = EvenBatches(self._batches, session)
         session.turns.begin_epoch()
@@ -89,6 +90,16 @@ class EpochLoop(Loop):
             ledger.find_optimizers()
         session.display.start_epoch(cursor.epoch, total, done)
         self._timer.start()
+
+    def _catch_up(self) -> None:
+        """Read again what comes before the cursor, with a bar, if the data cannot start there."""
+        count, display = self._batches.replay_length, self._session.display
+        if not count:
+            return
+        display.start_evaluation("reading again", count)
+        for _ in self._batches.catch_up():
+            display.advance_evaluation()
+        display.end_evaluation()
 
     def on_run_start(self) -> None:
         """Begin the epoch, or continue after the safe point of a checkpoint inside it."""

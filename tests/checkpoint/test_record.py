@@ -114,6 +114,7 @@ class Run:
             description={"length": 8},
             missing={"data: sampler": "a generator"},
             state_is_per_process=False,
+            state_is_per_replica=False,
             length=8,
             pass_length=7,
         )

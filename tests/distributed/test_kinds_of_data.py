@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import importlib
+import io
+import random
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 import helios
-from helios.data import Mixture, Packed, Steps
+from helios.data import Mixture, Packed, Steps, Stream
+from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
 from tests.distributed.test_elastic import KillRank, run, run_to_end
 from tests.support.elastic import Elastic, ElasticData, Pictures, assert_same
 from tests.support.ranks import RankError
+
+NUM_SAMPLES = NUM_SHARDS * PER_SHARD
 
 
 class StepsData(ElasticData):
@@ -59,26 +70,126 @@ class PackedData(ElasticData):
         self._train_dataset = self._create_dataset(PackedPictures(), params)
 
 
-def check(folder: Path, **more: Any) -> None:
-    """Train undisturbed in one process, and killed in three and two, and compare all bits."""
-    setting = Elastic(total_steps=7, options={"valid_frequency": 3}, **more)
-    alone = run_to_end(folder / "alone", 1, setting)
-    assert {replica for _, replica in alone.turns} == set(range(4))
+def collate_pictures(samples: list[Any]) -> Any:
+    """Return augmented pictures for what any of the streams yields."""
+    ids = [int(sample["row"] if isinstance(sample, dict) else sample) for sample in samples]
+    return default_collate([Pictures(NUM_SAMPLES)[number] for number in ids])
+
+
+class StreamData(ElasticData):
+    """A stream that yields numbers of pictures."""
+
+    def __init__(self, setting: Elastic, make: Callable[[], Stream]) -> None:
+        super().__init__(setting)
+        self.make = make
+
+    def setup(self) -> None:
+        super().setup()
+        params = helios.DataLoaderParams(
+            batch_size=2, num_workers=self.setting.num_workers, collate_fn=collate_pictures
+        )
+        self._train_dataset = self._create_dataset(self.make(), params)
+
+
+def as_it_is(number: int) -> int:
+    return number
+
+
+def make_rows() -> Stream:
+    return Stream(partial(read_rows, make=as_it_is))
+
+
+def make_shards() -> Stream:
+    return Stream(Shards(make=as_it_is))
+
+
+STREAMS: dict[str, Any] = {
+    "rows": partial(StreamData, make=make_rows),
+    "shards": partial(StreamData, make=make_shards),
+}
+MAPS: dict[str, Any] = {"steps": StepsData, "mixture": MixtureData, "packs": PackedData}
+
+
+@pytest.mark.parametrize(
+    "kind", [*STREAMS, *(pytest.param(name, marks=pytest.mark.full) for name in MAPS)]
+)
+def test_processes_kills_and_workers_change_no_bit(tmp_path: Path, kind: str) -> None:
+    """Three replicas share eight shards, so that their parts of a stream end one by one."""
+    setting = Elastic(num_replicas=3, total_steps=7, make_data=(STREAMS | MAPS)[kind])
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    assert {replica for _, replica in alone.turns} == set(range(3))
+    several, setting = tmp_path / "several", dataclasses.replace(setting, num_workers=1)
     with pytest.raises(RankError, match="-9"):
-        run(folder / "several", 3, setting, KillRank("on_backward_end", 3, 1))
+        run(several, 3, setting, KillRank("on_backward_end", 3, 1))
     with pytest.raises(RankError, match="-9"):
-        run(folder / "several", 1, setting, KillRank("on_training_batch_end", 6, None))
-    assert_same(run_to_end(folder / "several", 2, setting), alone)
+        run(several, 1, setting, KillRank("on_training_batch_end", 6, None))
+    assert_same(run_to_end(several, 2, setting), alone)
 
 
-def test_without_data_processes_and_kills_change_no_bit(tmp_path: Path) -> None:
-    check(tmp_path, make_data=StepsData)
+def _make_table(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        for row in range(PER_SHARD):
+            yield {"row": shard * PER_SHARD + row}
 
 
-def test_with_a_mixture_processes_and_kills_change_no_bit(tmp_path: Path) -> None:
-    check(tmp_path, make_data=MixtureData)
+def make_hugging_face() -> Stream:
+    """Return a stream with a shuffle buffer."""
+    datasets: Any = importlib.import_module("datasets")
+    options = {"shards": list(range(NUM_SHARDS))}
+    stream = datasets.IterableDataset.from_generator(_make_table, gen_kwargs=options)
+    return Stream(stream.shuffle(seed=3, buffer_size=6))
+
+
+def _write_tars(folder: Path) -> list[str]:
+    found = [folder / f"{shard}.tar" for shard in range(NUM_SHARDS)]
+    for shard, path in enumerate(found):
+        with tarfile.open(path, "w") as tar:
+            for row in range(PER_SHARD):
+                number = str(shard * PER_SHARD + row).encode()
+                info = tarfile.TarInfo(f"{number.decode()}.cls")
+                info.size = len(number)
+                tar.addfile(info, io.BytesIO(number))
+    return list(map(str, found))
+
+
+def _read_tars(index: int, count: int, tars: list[str]) -> Iterable[Any]:
+    webdataset: Any = importlib.import_module("webdataset")
+    chance = random.Random(random.getrandbits(64))
+    own = webdataset.WebDataset(tars[index::count], shardshuffle=False, nodesplitter=iter)
+    return own.shuffle(6, rng=chance).decode().map(_take_number)  # type: ignore[no-any-return]
+
+
+def _take_number(sample: dict[str, Any]) -> int:
+    return int(sample["cls"])
+
+
+def make_tars(tars: list[str]) -> Stream:
+    return Stream(partial(_read_tars, tars=tars))
 
 
 @pytest.mark.full
-def test_with_packs_processes_and_kills_change_no_bit(tmp_path: Path) -> None:
-    check(tmp_path, make_data=PackedData)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["rows", "datasets", "webdataset"])
+def test_streams_of_libraries_survive_kills_at_random(tmp_path: Path, kind: str, seed: int) -> None:
+    if kind != "rows":
+        pytest.importorskip(kind)
+    make: Callable[[], Stream] = make_rows
+    if kind == "datasets":
+        make = make_hugging_face
+    elif kind == "webdataset":
+        make = partial(make_tars, _write_tars(tmp_path))
+    setting = Elastic(num_replicas=4, total_steps=12, make_data=partial(StreamData, make=make))
+    alone = run_to_end(tmp_path / "alone", 1, setting)
+    ids = [number for turn in alone.turns.values() for number in turn["ids"]]
+    assert len(set(ids)) == NUM_SAMPLES
+    several, chance = tmp_path / "several", random.Random(f"{kind} {seed}")
+    events = ["on_training_batch_start", "on_forward_end", "on_backward_end", "on_save_checkpoint"]
+    iteration = 0
+    for num_processes in chance.sample(range(1, 5), 4):
+        iteration += chance.randint(1, 3)
+        setting = dataclasses.replace(setting, num_workers=chance.choice((0, 1, 2)))
+        rank = chance.choice((None, chance.randrange(num_processes)))
+        kill = KillRank(chance.choice(events), iteration, rank)
+        with contextlib.suppress(RankError):  # the run may be over before the kill
+            run(several, num_processes, setting, kill)
+    assert_same(run_to_end(several, chance.randint(1, 4), setting), alone)

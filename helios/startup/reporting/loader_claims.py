@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from helios.checkpoint.record import Record
 from helios.data.loader_state_check import Verdict, try_state
 from helios.data.source import Source
+from helios.data.stream_source import StreamSource
+from helios.data.truncated import TruncatedSource
 
 _LOGGER = logging.getLogger(__name__)
 _REASON = (
@@ -39,6 +41,9 @@ def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
         record: the checkpoint that the run resumes from.
         can_save: whether checkpoints are written.
     """
+    whole = source.whole if isinstance(source, TruncatedSource) else source
+    if isinstance(whole, StreamSource):
+        return _judge_stream(whole, record, can_save=can_save)
     if source.claimant is None:
         return Claim()
     word, place = f"claimed by {source.claimant}", f"data: {source.claimant}"
@@ -59,3 +64,22 @@ def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
         source.claimant,
     )
     return Claim([], {place: _REASON})
+
+
+def _judge_stream(source: StreamSource, record: Record | None, *, can_save: bool) -> Claim:
+    """Determine whether a resume uses the states of a stream's parts; otherwise it reads again.
+
+    The states are only used if they were tested and found to be complete.
+    """
+    if record is not None:
+        return Claim([each for each in record.claims if source.holds_states(record.data["state"])])
+    if not can_save:
+        return Claim()
+    if source.has_states and try_state(source.for_trial()) is Verdict.KEPT:
+        source.uses_state = True
+        return Claim([f"claimed by {source.claimant}, tried at the first start"])
+    _LOGGER.info(
+        "The parts of the stream have no state that brings back the next batch, so a resume inside "
+        "an epoch reads the epoch again up to its position. This changes no bit, but takes time."
+    )
+    return Claim()

@@ -1,0 +1,337 @@
+"""The training or evaluation data of a :class:`Stream`."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, final
+
+from torch import get_num_threads
+from torch.utils.data import DataLoader, default_collate, default_convert
+from torch.utils.data._utils.pin_memory import pin_memory as pin
+
+from helios.core import rng
+from helios.data.fingerprint import describe_class, find_fingerprint
+from helios.data.interfaces import BatchIterator, Source, run_on_one_thread
+from helios.data.loader import end_workers
+from helios.data.numpy_global_rng import LegacyWatch
+from helios.data.order import Position
+from helios.data.shard import LONE, NO_BATCH, Shard
+from helios.data.stream_reading import Read, StreamLoader, StreamPlan, StreamReader
+from helios.errors import ArgumentError, StateError
+from helios.protocols import Stateful
+
+_LOGGER = logging.getLogger(__name__)
+_PARTS, _SECONDS = "parts", "seconds"
+_ANY_KEY = 0
+"""What generators are seeded from while they are kept: each read seeds them again."""
+
+
+@final
+class StreamSource(Source):
+    """The data of a stream, each replica with a part of its own.
+
+    Args:
+        loader: the loader.
+        run_seed: seed of the order.
+        purpose: name of the random streams of fetching.
+        share: the part of this process.
+        fetch_seed: seed of what is drawn by a fetch; ``None`` for that of the order.
+
+    Attributes:
+        uses_state: whether a resume restores the states of parts, instead of a replay.
+
+    Raises:
+        ArgumentError: if there are fewer shards than replicas.
+    """
+
+    loader: StreamLoader
+
+    def __init__(
+        self,
+        loader: StreamLoader,
+        run_seed: int,
+        purpose: str,
+        share: Shard = LONE,
+        *,
+        fetch_seed: int | None = None,
+    ) -> None:
+        loader.stream.check_shards(share.num_replicas)
+        self.loader = loader
+        self.share = share
+        self.uses_state = False
+        self._position = Position(run_seed=run_seed, purpose=purpose, fetch_seed=fetch_seed)
+        self._watch = LegacyWatch(purpose, flag=None)
+        self._states: dict[int, Any] = {}
+        self._seconds: float | None = None
+        self._pass: _StreamBatches | None = None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """A description of the data in plain values."""
+        params, source = self.loader.params, self.loader.stream.source
+        return {
+            "dataset": f"Stream({describe_class(source)})",
+            "fingerprint": find_fingerprint(source),
+            "batch_size": params.batch_size,
+            "drop_last": params.drop_last,
+            "seed": params.random_seed,
+            "num_workers": params.num_workers,
+        }
+
+    @property
+    def can_resume(self) -> bool:
+        """Always True."""
+        return True
+
+    @property
+    def level(self) -> str:
+        """Always ``"exact"``."""
+        return "exact"
+
+    @property
+    def claimant(self) -> str | None:
+        """The class of the source, if the states of its parts are used."""
+        return type(self.loader.stream.source).__qualname__ if self.uses_state else None
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether this process runs all replicas, so that it sees the end of each part."""
+        return len(self.share.block) == self.share.num_replicas
+
+    @property
+    def has_states(self) -> bool:
+        """Whether parts have a state, unless a replay is asked for; opens one to find out."""
+        stream, share = self.loader.stream, self.share
+        if stream.replay:
+            return False
+        with rng.stream(self._position.order_key()):
+            part = stream.open(share.block.start, share.num_replicas, 0)
+        return isinstance(part, Stateful)
+
+    @property
+    def state_is_per_replica(self) -> bool:
+        """Always True."""
+        return True
+
+    def for_trial(self) -> StreamSource:
+        """Return the data of one replica, read in this process, with the states of its part."""
+        params = self.loader.params.without_workers()
+        loader = StreamLoader(self.loader.stream, params, {})
+        share = replace(self.share, block=self.share.block[:1])
+        position = self._position
+        source = StreamSource(
+            loader, position.run_seed, position.purpose, share, fetch_seed=position.fetch_seed
+        )
+        source.uses_state = True
+        return source
+
+    def batches(
+        self, epoch: int, *, batch: int = 0, sample: int = 0, is_noted: bool = False
+    ) -> BatchIterator:
+        """Start a pass; what is before its position is read again by ``catch_up``."""
+        loader, params = self.loader, self.loader.params
+        states, self._states = self._states if batch else {}, {}
+        collate = params.collate_fn or (default_collate if params.batch_size else default_convert)
+        plan = StreamPlan(
+            stream=loader.stream,
+            seed=params.random_seed,
+            num_replicas=self.share.num_replicas,
+            batch_size=params.batch_size,
+            drop_last=params.drop_last,
+            collate=collate,
+            position=replace(self._position, epoch=epoch, batch=batch, sample=sample),
+            states=states,
+            keeps_state=self.uses_state,
+        )
+        if plan.cut_replay():
+            _announce(plan, self._seconds)
+        self._watch.begin()
+        self._pass = _StreamBatches(loader, plan, self.share, self._watch)
+        return self._pass
+
+    def num_batches(self, *, batch: int = 0, sample: int = 0) -> int | None:
+        """Return ``None``: only reading shows where a stream ends."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each part after the last iteration, and the time that a batch took.
+
+        These are the parts of the replicas of this process; :meth:`join_states` joins those of all.
+        """
+        if self._pass is None:
+            return {}
+        states = {str(replica): state for replica, state in self._pass.states.items()}
+        found: dict[str, Any] = {_PARTS: states} if self.uses_state and states else {}
+        return found if self._pass.seconds is None else found | {_SECONDS: self._pass.seconds}
+
+    def holds_states(self, state_dict: dict[str, Any]) -> bool:
+        """Whether a resume from a state restores the states of parts."""
+        return bool(state_dict.get(_PARTS)) and not self.loader.stream.replay
+
+    def join_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all parts."""
+        parts = {name: part for state in states for name, part in state.get(_PARTS, {}).items()}
+        return {**states[0], _PARTS: parts} if parts else states[0]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned, of all replicas.
+
+        Raises:
+            StateError: if it is the state of another loader.
+        """
+        if not state_dict.keys() <= {_PARTS, _SECONDS}:
+            raise StateError(
+                "The state of the loader in the checkpoint is not that of a Stream: it contains "
+                f"{sorted(state_dict)}. Use the data that the run was started with."
+            )
+        self.uses_state = self.holds_states(state_dict)
+        parts = state_dict[_PARTS] if self.uses_state else {}
+        self._states = {int(replica): state for replica, state in parts.items()}
+        self._seconds = state_dict.get(_SECONDS)
+
+    def close(self) -> None:
+        """Do nothing: workers end with their pass."""
+
+
+def _announce(plan: StreamPlan, seconds: float | None) -> None:
+    count = plan.num_replayed
+    num_batches = -(-count // (plan.batch_size or 1))
+    estimate = "" if seconds is None else f", which takes about {num_batches * seconds:.3g} s"
+    _LOGGER.info(
+        "The stream has no state to restore: epoch %d is read again up to its position, %d samples "
+        "of each replica%s.",
+        plan.position.epoch + 1,
+        count,
+        estimate,
+    )
+
+
+@final
+class _StreamBatches(BatchIterator):
+    """One pass.
+
+    Attributes:
+        states: states of the parts after the last iteration, by replica.
+    """
+
+    def __init__(
+        self, loader: StreamLoader, plan: StreamPlan, share: Shard, watch: LegacyWatch
+    ) -> None:
+        self.num_samples = share.num_replicas * (plan.batch_size or 1)
+        self.states = {each: plan.states[each] for each in share.block if each in plan.states}
+        self._share = share
+        self._is_begin = plan.position.batch == 0
+        self._watch: LegacyWatch | None = watch
+        self._num_workers = min(loader.params.num_workers, len(share.block))
+        self._num_readers = max(1, self._num_workers)
+        # The replicas of each reader, each of which reads whole parts.
+        deals = [share.block[number :: self._num_readers] for number in range(self._num_readers)]
+        self._dealt = [replica for deal in deals for replica in deal]
+        self._items = _open(loader, StreamReader(plan, deals), self._num_workers)
+        self._pins = bool(loader.options.get("pin_memory")) and not self._num_workers
+        self._replay = deque(plan.cut_replay())
+        self._following: list[Read | None] | None = None
+        self._is_begun = False
+        self._num_read, self._seconds = 0, 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """Mean time of reading the samples of an iteration; ``None`` before the first."""
+        return self._seconds / self._num_read if self._num_read else None
+
+    @property
+    def replay_length(self) -> int:
+        """The number of steps of :meth:`catch_up`."""
+        return len(self._replay)
+
+    def catch_up(self) -> Iterator[None]:
+        """Read the epoch again up to the position."""
+        while self._replay:
+            # The hooks that follow must draw the same numbers as in a run that was not interrupted.
+            with rng.stream(_ANY_KEY):
+                deque((self._take() for _ in range(self._num_readers)), maxlen=0)
+            self._replay.popleft()
+            yield
+
+    def __next__(self) -> Any:
+        if self._watch is None:
+            raise StopIteration
+        if self._is_begun:
+            return self._advance()
+        self._is_begun = True
+        deque(self.catch_up(), maxlen=0)
+        # A run that resumes at the end of an epoch has nothing left to read, and hooks follow.
+        with rng.stream(_ANY_KEY):
+            self._begin()
+            return self._advance()
+
+    def _advance(self) -> list[Any]:
+        found = self._following
+        if found is None:
+            self.close()
+            raise StopIteration
+        pairs = list(zip(self._share.block, found, strict=True))
+        self.states = {replica: each.state for replica, each in pairs if each is not None}
+        self._following = self._read()
+        self.is_last = self._following is None
+        return [NO_BATCH if each is None else each.batch for each in found]
+
+    def close(self) -> None:
+        """End the pass and its workers."""
+        if self._watch is None:
+            return
+        end_workers(self._items)
+        self._items = iter(())
+        self._watch.end()
+        self._watch = None
+
+    def _begin(self) -> None:
+        self._following = self._read()
+        if self._following is None and self._is_begin and self._share.pads:
+            raise ArgumentError(
+                "The part of a Stream for each replica must contain at least one batch, but that "
+                f"of one of the replicas {list(self._share.block)} contains none. Divide the data "
+                f"into at least {self._share.num_replicas} non-empty shards, or reduce "
+                "num_replicas or batch_size."
+            )
+
+    def _read(self) -> list[Read | None] | None:
+        """Read the next iteration; ``None`` after the last one.
+
+        In training it ends with the first part that ends, otherwise with the last one.
+        """
+        items = [self._take() for _ in range(self._num_readers)]
+        found = dict(zip(self._dealt, chain.from_iterable(items), strict=True))
+        reads = [found[replica] for replica in self._share.block]
+        ends = [each is None for each in reads]
+        if any(ends) if self._share.pads else all(ends):
+            return None
+        self._num_read += 1
+        self._seconds += max(sum(each.seconds for each in item if each) for item in items)
+        return reads
+
+    def _take(self) -> Any:
+        if self._num_workers or get_num_threads() == 1:
+            item = next(self._items)
+        else:
+            item = run_on_one_thread(next, self._items)
+        return pin(item) if self._pins else item  # type: ignore[no-untyped-call]
+
+
+def _open(loader: StreamLoader, reader: StreamReader, num_workers: int) -> Iterator[Any]:
+    """Return the items of all readers in turn."""
+    if not num_workers:
+        return iter(reader)
+    options = {**loader.options, "num_workers": num_workers, "persistent_workers": False}
+    workers: DataLoader[Any] = DataLoader(
+        reader, batch_size=None, **{**options, "collate_fn": _as_it_is}
+    )
+    return iter(workers)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item

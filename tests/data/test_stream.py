@@ -1,0 +1,247 @@
+"""Streams: each replica reads a part of its own, the same in any process and worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from helios.core import rng
+from helios.data import Stream, create_dataloader
+from helios.data.loader_state_check import Verdict, try_state
+from helios.data.shard import NO_BATCH
+from helios.data.stream_source import StreamSource
+from helios.data.truncated import TruncatedSource
+from helios.errors import ArgumentError, ArgumentTypeError, StateError, UsageError
+from tests.data.datasets import collate_noisily
+from tests.data.shards import Run, opener
+from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, make_sample, read_rows, shuffle_rows
+
+NUM_SAMPLES = NUM_SHARDS * PER_SHARD
+SIZE = 3
+
+
+def make_run(
+    source: Any, num_processes: int = 1, num_replicas: int = 4, *, pads: bool = True, **options: Any
+) -> Run:
+    options = {"batch_size": SIZE, "collate_fn": collate_noisily, **options}
+    open_one = opener(Stream(source), num_replicas=num_replicas, **options)
+    return Run(open_one, num_processes, num_replicas, pads=pads)
+
+
+def plain(turns: list[list[Any]]) -> list[list[Any]]:
+    return [[None if b is NO_BATCH else b.tolist() for b in turn] for turn in turns]
+
+
+def ids_of(turns: list[list[Any]]) -> list[int]:
+    return [int(row[0]) for turn in turns for batch in turn if batch is not None for row in batch]
+
+
+SOURCES: dict[str, Any] = {
+    "rows": read_rows,
+    "shuffled": shuffle_rows,
+    "state": Shards(),
+    "buffer": Shards(buffer_size=4),
+}
+
+
+@pytest.fixture(params=SOURCES)
+def source(request: pytest.FixtureRequest) -> Any:
+    return SOURCES[request.param]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_each_sample_is_read_once_and_each_epoch_has_another_order(
+    source: Any, num_replicas: int
+) -> None:
+    run = make_run(source, 1, num_replicas)
+    epochs = [plain(run.walk(epoch)) for epoch in range(2)]
+    for epoch in epochs:
+        assert sorted(ids_of(epoch)) == list(range(NUM_SAMPLES))
+    assert epochs[0] != epochs[1]
+    assert ids_of(epochs[0]) != ids_of(epochs[1])
+    assert run.told[-1] == (num_replicas * SIZE, True)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
+def test_processes_change_nothing(source: Any, num_processes: int) -> None:
+    assert plain(make_run(source, num_processes).walk(1)) == plain(make_run(source).walk(1))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")
+@pytest.mark.parametrize(("num_workers", "num_processes"), [(1, 1), (3, 1), (3, 2)])
+def test_workers_change_nothing(source: Any, num_workers: int, num_processes: int) -> None:
+    run = make_run(source, num_processes, num_workers=num_workers)
+    alone = plain(make_run(source).walk(1))
+    assert plain(run.walk(1)) == alone
+    assert plain(run.walk(1, batch=2, sample=2 * SIZE * 4)) == alone[2:]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_a_replay_gives_the_tail_of_the_epoch(source: Any, batch: int) -> None:
+    whole = plain(make_run(source).walk(1))
+    assert plain(make_run(source).walk(1, batch=batch, sample=batch * SIZE * 4)) == whole[batch:]
+
+
+def test_a_replay_shows_how_far_it_is() -> None:
+    (stream,) = make_run(read_rows).sources
+    batches = stream.batches(0, batch=3, sample=3 * SIZE * 4)
+    assert batches.replay_length == 100
+    steps = batches.catch_up()
+    found = torch.get_rng_state()
+    deque(islice(steps, 40), maxlen=0)
+    assert batches.replay_length == 60
+    assert torch.equal(torch.get_rng_state(), found), "hooks draw the same as without a replay"
+    turn = next(batches)
+    assert torch.equal(torch.get_rng_state(), found)
+    assert plain([turn]) == plain(make_run(read_rows).walk(0))[3:4]
+    assert [*steps] == []
+    assert make_run(read_rows).sources[0].batches(0).replay_length == 0
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_gives_the_tail_of_the_epoch_on_any_number_of_processes(
+    num_processes: int, num_workers: int
+) -> None:
+    whole = plain(make_run(Shards()).walk(1))
+    states, passes = [], []
+    for stream in make_run(Shards(), num_processes, num_workers=num_workers).sources:
+        assert isinstance(stream, StreamSource)
+        stream.uses_state = True
+        batches = stream.batches(1)
+        passes.append(batches)
+        _ = next(batches), next(batches)
+        states.append(stream.state_dict())
+    for batches in passes:
+        batches.close()
+    state = stream.join_states(states)
+    assert state["parts"].keys() == {"0", "1", "2", "3"}
+    resumed = make_run(Shards(), 2, num_workers=num_workers)
+    for stream in resumed.sources:
+        stream.load_state_dict(state)
+        assert stream.claimant == "Shards"
+    tail = resumed.walk(1, batch=2, sample=2 * SIZE * 4)
+    assert plain(tail) == whole[2:]
+    assert plain(resumed.walk(2)) == plain(make_run(Shards()).walk(2)), "later epochs begin anew"
+
+
+def test_states_are_read_and_not_replayed() -> None:
+    (stream,) = make_run(Shards()).sources
+    part = {"state": {"position": 9, "epoch": 1}, "is_over": False}
+    state = {"parts": {str(replica): part for replica in range(4)}, "seconds": 0.1}
+    stream.load_state_dict(state)
+    batches = stream.batches(1, batch=3, sample=3 * SIZE * 4)
+    assert batches.replay_length == 0
+    assert stream.state_dict()["parts"] == state["parts"], "also before the next batch"
+    again = make_run(Shards()).sources[0]
+    again.loader.stream.replay = True
+    again.load_state_dict(state)
+    assert again.batches(1, batch=3, sample=3 * SIZE * 4).replay_length == 100
+    assert (again.claimant, again.has_states) == (None, False)
+
+
+@pytest.mark.parametrize(("buffer_size", "verdict"), [(0, Verdict.KEPT), (4, Verdict.BROKEN)])
+def test_the_state_of_a_part_is_tried(buffer_size: int, verdict: Verdict) -> None:
+    (stream,) = make_run(Shards(buffer_size=buffer_size), num_workers=2).sources
+    assert isinstance(stream, StreamSource)
+    assert stream.has_states
+    assert try_state(stream.for_trial()) is verdict
+    assert not make_run(read_rows).sources[0].has_states  # type: ignore[attr-defined]
+
+
+def make_uneven(index: int, count: int) -> Iterator[torch.Tensor]:
+    for number in range(4 + 3 * index):
+        yield make_sample(100 * index + number)
+
+
+@pytest.mark.parametrize(("drop_last", "lengths"), [(False, [3, 1]), (True, [3])])
+def test_an_epoch_ends_with_the_shortest_part(drop_last: bool, lengths: list[int]) -> None:
+    turns = plain(make_run(make_uneven, 1, 2, drop_last=drop_last).walk(0))
+    assert [len(turn[0]) for turn in turns] == lengths
+    assert [len(turn[1]) for turn in turns] == [3] * len(lengths)
+
+
+def test_an_evaluation_reads_every_sample() -> None:
+    turns = plain(make_run(make_uneven, 1, 3, pads=False).walk(0))
+    assert sorted(ids_of(turns)) == [*range(4), *range(100, 107), *range(200, 210)]
+    assert turns[-1][:2] == [None, None]
+
+
+def test_single_samples_are_not_collated() -> None:
+    run = make_run(make_uneven, 1, 2, batch_size=None, collate_fn=None)
+    assert [int(row[0]) for turn in plain(run.walk(0)) for row in turn] == [
+        0,
+        100,
+        1,
+        101,
+        2,
+        102,
+        3,
+        103,
+    ]
+
+
+def test_a_limit_keeps_the_parts() -> None:
+    (stream,) = make_run(Shards()).sources
+    limited = TruncatedSource(stream, 2)
+    assert limited.whole is stream
+    assert limited.state_is_per_replica
+    assert len(walk_all(limited)) == 2
+    assert limited.batches(0, batch=1, sample=SIZE * 4).replay_length == 100
+
+
+def walk_all(limited: TruncatedSource) -> list[Any]:
+    return list(limited.batches(0))
+
+
+def test_fewer_shards_than_replicas_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"a shard for each of the 9 replicas, got 8\. .*files"):
+        make_run(Shards(), 1, 9)
+
+    def read_few(index: int, count: int) -> Iterator[int]:
+        yield from ([], [1])[index == 0]
+
+    with pytest.raises(ArgumentError, match=r"at least one batch.*reduce num_replicas"):
+        make_run(read_few, 1, 2, collate_fn=None).walk(0)
+
+
+class _Nothing(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize("source", [[1, 2], _Nothing(), "path", None])
+def test_what_cannot_be_divided_is_refused(source: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"must have shard\(num_shards, index\)"):
+        Stream(source)
+
+
+def test_options_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    create_dataloader(Stream(read_rows), num_workers=1, persistent_workers=True)
+    assert "persistent_workers=True) has no effect with a Stream" in caplog.text
+    with pytest.raises(ArgumentError, match="is_distributed=False\\) cannot be used with a Stream"):
+        create_dataloader(Stream(read_rows), is_distributed=False)
+
+
+def test_other_arguments_and_states_are_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"Stream\(replay=\.\.\.\) must be True or False"):
+        Stream(read_rows, replay=1)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="must not have the option shuffle"):
+        create_dataloader(Stream(read_rows), shuffle=True)
+    with pytest.raises(StateError, match=r"not that of a Stream: it contains \['loader'\]"):
+        make_run(read_rows).sources[0].load_state_dict({"loader": {}})
+
+
+def test_a_loop_of_ones_own_iterates_over_the_stream() -> None:
+    loader, sampler = create_dataloader(Stream(Shards()), batch_size=2)
+    assert sampler is None
+    with pytest.raises(UsageError, match="Iterate over the Stream itself"):
+        iter(loader)
+    rng.seed_rngs(0)
+    assert sorted(int(row[0]) for row in Stream(Shards())) == list(range(NUM_SAMPLES))

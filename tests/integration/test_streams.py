@@ -1,0 +1,140 @@
+"""Runs over streams: resumed anywhere, from states of the parts or by reading an epoch again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.data import Stream
+from helios.errors import ArgumentError, RunMismatchError
+from helios.plugins import Plugin
+from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
+from tests.support.resume import resume_everywhere
+from tests.support.runs import IndexData, IndexModule, Outcome, Setting, noisy_collate, train
+
+NUM_SAMPLES = NUM_SHARDS * PER_SHARD
+
+
+def make_rows() -> Stream:
+    return Stream(partial(read_rows, make=IndexData().__getitem__))
+
+
+def make_shards(buffer_size: int = 0, *, replay: bool = False) -> Stream:
+    shards = Shards(buffer_size=buffer_size, make=IndexData().__getitem__)
+    return Stream(shards, replay=replay)
+
+
+class StreamModule(IndexModule):
+    """Training data that is a stream, and validation data that is one, too."""
+
+    def __init__(self, setting: Setting, make: Callable[[], Stream]) -> None:
+        super().__init__(setting)
+        self.make = make
+
+    def setup(self) -> None:
+        super().setup()
+        params = helios.DataLoaderParams(
+            batch_size=self.setting.batch_size,
+            collate_fn=noisy_collate,
+            num_workers=self.setting.num_workers,
+        )
+        self._train_dataset = self._create_dataset(self.make(), params)
+        self._valid_dataset = self._create_dataset(make_rows(), params)
+
+
+def make_setting(make: Callable[[], Stream], **more: Any) -> Setting:
+    options = {"total_steps": 12, "batch_size": 7, "valid_frequency": 5, **more}
+    return Setting(make_data=partial(StreamModule, make=make), **options)
+
+
+def sidecars(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("small/*_iter_*.json"))]
+
+
+class Disturb(Plugin):
+    """Draws in hooks between batches, and changes weights by that."""
+
+    def __init__(self) -> None:
+        super().__init__("disturb")
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_epoch_end(self, current_epoch: int) -> None:
+        self._act()
+
+    def on_validation_end(self, validation_cycle: int) -> None:
+        self._act()
+
+    def _act(self) -> None:
+        with torch.no_grad():
+            self.trainer.model.net[-1].bias += 0.1 * torch.rand(1)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("make", [make_rows, make_shards, partial(make_shards, 4)])
+def test_a_run_on_a_stream_resumes_everywhere(tmp_path: Path, make: Callable[[], Stream]) -> None:
+    setting = make_setting(make, accumulation=2)
+    whole = resume_everywhere(lambda folder: train(folder, setting, Disturb()), tmp_path)
+    ids = [i for batch, _ in whole.records.values() for i in batch]
+    assert sorted(ids[:NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+    assert len(whole.records) == 24
+    has_state = make is make_shards
+    for sidecar in sidecars(tmp_path / "whole"):
+        assert sidecar["level"] == "restart"
+        assert sidecar["claims"] == (
+            ["claimed by Shards, tried at the first start"] if has_state else []
+        )
+        assert not sidecar["missing"]
+
+
+def test_epochs_of_a_stream_resume_everywhere_also_inside(tmp_path: Path) -> None:
+    setting = make_setting(make_rows, unit="epoch", total_steps=3, accumulation=4, requests=True)
+    with_workers = dataclasses.replace(setting, num_workers=1)
+
+    def resume(folder: Path) -> Outcome:
+        return train(folder, with_workers)
+
+    resume_everywhere(lambda folder: train(folder, setting), tmp_path, make_resumed=resume)
+
+
+def test_what_is_read_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, make_setting(make_rows, total_steps=4))
+    said = capsys.readouterr().err
+    assert "a resume inside an epoch reads the epoch again" in said
+    assert "is read again up to its position" not in said
+    train(tmp_path, make_setting(make_rows, total_steps=5))
+    lines = capsys.readouterr().err.splitlines()
+    (text,) = (line for line in lines if "is read again up to its position" in line)
+    assert "epoch 1 is read again up to its position, 28 samples of each replica, which" in text
+    assert text.endswith(" s.")
+
+
+def test_a_replay_that_is_asked_for_ignores_states(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(tmp_path / "whole", make_setting(make_shards))
+    first = train(tmp_path / "again", make_setting(make_shards, total_steps=4))
+    assert "is read again" not in capsys.readouterr().err
+    second = train(tmp_path / "again", make_setting(partial(make_shards, replay=True)))
+    assert "28 samples of each replica" in capsys.readouterr().err
+    assert {**first.records, **second.records} == whole.records
+
+
+def test_another_source_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, make_setting(make_shards, total_steps=3))
+    with pytest.raises(RunMismatchError, match=r"dataset: .*Shards.* -> .*Stream\(partial\)"):
+        train(tmp_path, make_setting(make_rows))
+
+
+def test_fewer_shards_than_replicas_are_refused_before_the_training(tmp_path: Path) -> None:
+    options = {"num_replicas": 9}
+    with pytest.raises(ArgumentError, match="a shard for each of the 9 replicas, got 8"):
+        train(tmp_path, make_setting(make_shards, options=options))
