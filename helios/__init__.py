@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from helios.core.moved import install_moved_modules
+from helios.version import __version__
 
 if TYPE_CHECKING:
     from helios.exports import *

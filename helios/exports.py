@@ -35,4 +35,3 @@ from helios.state import TrainingState as TrainingState
 from helios.state import TrainingUnit as TrainingUnit
 from helios.trainer import Trainer as Trainer
 from helios.trainer import find_last_checkpoint as find_last_checkpoint
-from helios.version import __version__ as __version__
