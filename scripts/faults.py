@@ -117,8 +117,8 @@ FAULTS = (
     Fault(
         "states of a stream's parts are used without a test",
         "helios/startup/reporting/loader_claims.py",
-        "    if source.has_states and try_state(source.for_trial()) is Verdict.KEPT:",
-        "    if source.has_states:",
+        "    if name and try_state(source.for_trial()) is Verdict.KEPT:",
+        "    if name:",
         "tests/integration/test_streams.py::test_a_run_on_a_stream_resumes_everywhere",
     ),
     Fault(

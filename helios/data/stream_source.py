@@ -93,24 +93,21 @@ class StreamSource(Source):
         return "exact"
 
     @property
-    def claimant(self) -> str | None:
-        """The class of the source, if the states of its parts are used."""
-        return type(self.loader.stream.source).__qualname__ if self.uses_state else None
-
-    @property
     def ends_together(self) -> bool:
         """Whether this process runs all replicas, so that it sees the end of each part."""
         return len(self.share.block) == self.share.num_replicas
 
-    @property
-    def has_states(self) -> bool:
-        """Whether parts have a state, unless a replay is asked for; opens one to find out."""
+    def find_stateful(self) -> str:
+        """Return the class of the parts if they have a state; opens one to find out.
+
+        The result is empty if they have none, or if a replay is asked for.
+        """
         stream, share = self.loader.stream, self.share
         if stream.replay:
-            return False
+            return ""
         with rng.stream(self._position.order_key()):
             part = stream.open(share.block.start, share.num_replicas, 0)
-        return isinstance(part, Stateful)
+        return type(part).__qualname__ if isinstance(part, Stateful) else ""
 
     @property
     def state_is_per_replica(self) -> bool:

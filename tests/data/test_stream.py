@@ -125,7 +125,8 @@ def test_a_state_gives_the_tail_of_the_epoch_on_any_number_of_processes(
     resumed = make_run(Shards(), 2, num_workers=num_workers)
     for stream in resumed.sources:
         stream.load_state_dict(state)
-        assert stream.claimant == "Shards"
+        assert isinstance(stream, StreamSource)
+        assert stream.uses_state
     tail = resumed.walk(1, batch=2, sample=2 * SIZE * 4)
     assert plain(tail) == whole[2:]
     assert plain(resumed.walk(2)) == plain(make_run(Shards()).walk(2)), "later epochs begin anew"
@@ -143,16 +144,18 @@ def test_states_are_read_and_not_replayed() -> None:
     again.loader.stream.replay = True
     again.load_state_dict(state)
     assert again.batches(1, batch=3, sample=3 * SIZE * 4).replay_length == 100
-    assert (again.claimant, again.has_states) == (None, False)
+    assert (again.uses_state, again.find_stateful()) == (False, "")
 
 
 @pytest.mark.parametrize(("buffer_size", "verdict"), [(0, Verdict.KEPT), (4, Verdict.BROKEN)])
 def test_the_state_of_a_part_is_tried(buffer_size: int, verdict: Verdict) -> None:
     (stream,) = make_run(Shards(buffer_size=buffer_size), num_workers=2).sources
     assert isinstance(stream, StreamSource)
-    assert stream.has_states
+    assert stream.find_stateful() == "Shards"
     assert try_state(stream.for_trial()) is verdict
-    assert not make_run(read_rows).sources[0].has_states  # type: ignore[attr-defined]
+    (rows,) = make_run(read_rows).sources
+    assert isinstance(rows, StreamSource)
+    assert not rows.find_stateful()
 
 
 def make_uneven(index: int, count: int) -> Iterator[torch.Tensor]:

@@ -18,11 +18,14 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 import helios
+from helios.core import rng
 from helios.data import Mixture, Packed, Steps, Stream
+from tests.data.shards import Run, opener
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
 from tests.distributed.test_elastic import KillRank, run, run_to_end
 from tests.support.elastic import Elastic, ElasticData, Pictures, assert_same
 from tests.support.ranks import RankError
+from tests.support.runs import digest
 
 NUM_SAMPLES = NUM_SHARDS * PER_SHARD
 
@@ -167,17 +170,45 @@ def make_tars(tars: list[str]) -> Stream:
     return Stream(partial(_read_tars, tars=tars))
 
 
+def make_stream(kind: str, folder: Path) -> Callable[[], Stream]:
+    """Return what makes the stream of a library, which must be there, or of generators."""
+    if kind == "rows":
+        return make_rows
+    pytest.importorskip(kind)
+    return make_hugging_face if kind == "datasets" else partial(make_tars, _write_tars(folder))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create 3 worker",
+    "ignore:unclosed file:ResourceWarning",  # webdataset leaves its files to Python
+)
+@pytest.mark.parametrize("kind", ["rows", "datasets", "webdataset"])
+def test_streams_of_libraries_depend_on_neither_processes_nor_workers(
+    tmp_path: Path, kind: str
+) -> None:
+    rng.seed_rngs(0)
+    make = make_stream(kind, tmp_path)
+
+    def walk(num_processes: int, num_workers: int, epoch: int, **place: int) -> list[str]:
+        options = {"batch_size": 2, "collate_fn": collate_pictures, "num_workers": num_workers}
+        turns = Run(opener(make(), **options), num_processes, 4).walk(epoch, **place)
+        return [digest(turn) for turn in turns]
+
+    alone = [walk(1, 0, epoch) for epoch in range(2)]
+    assert len({*alone[0], *alone[1]}) == len(alone[0]) + len(alone[1]) == 10
+    for num_processes in range(1, 5):
+        for num_workers in (0, 1, 3):
+            assert walk(num_processes, num_workers, 0) == alone[0]
+            tail = walk(num_processes, num_workers, 1, batch=3, sample=3 * 2 * 4)
+            assert tail == alone[1][3:]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", ["rows", "datasets", "webdataset"])
 def test_streams_of_libraries_survive_kills_at_random(tmp_path: Path, kind: str, seed: int) -> None:
-    if kind != "rows":
-        pytest.importorskip(kind)
-    make: Callable[[], Stream] = make_rows
-    if kind == "datasets":
-        make = make_hugging_face
-    elif kind == "webdataset":
-        make = partial(make_tars, _write_tars(tmp_path))
+    make = make_stream(kind, tmp_path)
     setting = Elastic(num_replicas=4, total_steps=12, make_data=partial(StreamData, make=make))
     alone = run_to_end(tmp_path / "alone", 1, setting)
     ids = [number for turn in alone.turns.values() for number in turn["ids"]]

@@ -75,9 +75,10 @@ def _judge_stream(source: StreamSource, record: Record | None, *, can_save: bool
         return Claim([each for each in record.claims if source.holds_states(record.data["state"])])
     if not can_save:
         return Claim()
-    if source.has_states and try_state(source.for_trial()) is Verdict.KEPT:
+    name = source.find_stateful()
+    if name and try_state(source.for_trial()) is Verdict.KEPT:
         source.uses_state = True
-        return Claim([f"claimed by {source.claimant}, tried at the first start"])
+        return Claim([f"claimed by {name}, tried at the first start"])
     _LOGGER.info(
         "The parts of the stream have no state that brings back the next batch, so a resume inside "
         "an epoch reads the epoch again up to its position. This changes no bit, but takes time."
