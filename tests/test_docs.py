@@ -8,15 +8,20 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+import helios
 from tests.support.warned import collect_warnings
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _COMPILED = _ROOT / "docs" / "recipes" / "compile.md"
+_RECIPES = [
+    page for page in _PAGES if page.parent.name == "recipes" and "Trainer(" in page.read_text()
+]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _OF_STATE = re.compile("incomplete|has no state_dict|train_step changes|cannot be saved|is missing")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -49,6 +54,44 @@ def test_the_code_of_a_page_runs(
             codes.append(leaving.code)
     assert codes in ([], [0])
     assert [warning for warning in warnings if _OF_STATE.search(warning)] == []
+
+
+class Killed(helios.Plugin):
+    """Ends a training in its second epoch."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: helios.TrainingState, should_log: bool) -> None:
+        if state.global_epoch == 2:
+            raise InterruptedError
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("page", [page for page in _RECIPES if page != _COMPILED], ids=_name)
+def test_a_recipe_that_is_killed_ends_with_the_same_ledgers(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = _write_script(page, tmp_path)
+    construct = helios.Trainer.__init__
+
+    def run(folder: str, *plugins: helios.Plugin) -> dict[str, bytes]:
+        def construct_saving(self: helios.Trainer, **options: Any) -> None:
+            saving = {"chkpt_frequency": 1, "chkpt_root": "runs", "on_incomplete": "raise"}
+            plugged = [*options.pop("plugins", ()), *plugins]
+            construct(self, **options | saving, plugins=plugged)
+
+        monkeypatch.setattr(helios.Trainer, "__init__", construct_saving)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        runpy.run_path(str(script), run_name="__main__")
+        return {path.as_posix(): path.read_bytes() for path in Path().rglob("ledger.jsonl")}
+
+    whole = run("whole")
+    with pytest.raises(InterruptedError):
+        run("killed", Killed("killed"))
+    assert run("killed") == whole != {}
 
 
 def test_the_job_files_can_be_read() -> None:
