@@ -122,7 +122,7 @@ class Tracker(Plugin):
             target=to_plain(self._target),
             params=self._params,
             created=self._now(),
-            run_folder="" if run_folder is None else str(run_folder),
+            run_folder="" if run_folder is None else str(run_folder.absolute()),
             since=self._since,
         )
         forks = self._mark is None or self.context.went_back

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -66,7 +67,9 @@ def follow(folder: TrackerFolder, source: int, report: Callable[[str], None]) ->
         time.sleep(_SOON)
     sender: Sender | None = None
     pause, has_failed = _EVERY, False
-    while True:
+    training = os.getppid()
+    # A loader worker of a killed training may still hold its end of the pipe.
+    while os.getppid() == training:
         outcome = orders.outcome
         try:
             sender = sender or _make_sender(folder)
@@ -78,12 +81,14 @@ def follow(folder: TrackerFolder, source: int, report: Callable[[str], None]) ->
         except SupersededError:
             return 1
         except Exception as error:
+            traceback.print_exc()
             if not has_failed or outcome:
                 report(f"{type(error).__name__}: {error}")
             if outcome:
                 return 1
             pause, has_failed = min(2 * pause, _LONGEST), True
         orders.wait(pause)
+    return 1
 
 
 def _is_acquired(lock: FolderLock) -> bool:

@@ -93,7 +93,7 @@ def read_wandb(folder: Path) -> list[dict[str, Any]]:
                 place = row
                 for part in path:
                     place = place.setdefault(part, {})
-                place[name] = json.loads(item.value_json)
+                place[name] = json.loads(item.value_json, parse_int=float)
             found.append(row)
     return found
 

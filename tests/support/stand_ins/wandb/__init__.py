@@ -1,7 +1,7 @@
 """Stands in for Weights & Biases: what Helios uses of it, with JSON in place of its own format.
 
 As in the real library, an offline run has a folder of its own, the values of one step are merged,
-and a step that is smaller than the last one is ignored.
+a step that is smaller than the last one is ignored, and so is a value without a name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Run:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(value.path, target)
                 value = {"path": str(target.relative_to(self.dir))}
-            shown[name] = value
+            if name:
+                shown[name] = value
         if self.history and step < self.history[-1]["_step"]:
             return
         if not self.history or step > self.history[-1]["_step"]:
