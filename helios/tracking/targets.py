@@ -31,7 +31,8 @@ class MLflow:
     Credentials come from the environment, as MLflow documents it.
 
     Args:
-        uri: address of the server, such as ``"http://localhost:5000"``, or of a database.
+        uri: address of the server, such as ``"http://localhost:5000"``. That of a database needs
+            all of MLflow, not only its client.
         experiment: name of the experiment; created if it is missing.
         run_name: name of the run; that of the model by default.
 
