@@ -16,6 +16,7 @@ import helios
 from helios.data import Stream
 from helios.errors import ArgumentError, RunMismatchError
 from helios.plugins import Plugin
+from helios.terminal.progress import NullDisplay
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexData, IndexModule, Outcome, Setting, noisy_collate, train
@@ -47,7 +48,8 @@ class StreamModule(IndexModule):
             num_workers=self.setting.num_workers,
         )
         self._train_dataset = self._create_dataset(self.make(), params)
-        self._valid_dataset = self._create_dataset(make_rows(), params)
+        if self.setting.validates:
+            self._valid_dataset = self._create_dataset(make_rows(), params)
 
 
 def make_setting(make: Callable[[], Stream], **more: Any) -> Setting:
@@ -81,11 +83,11 @@ class Disturb(Plugin):
 
 @pytest.mark.parametrize("make", [make_rows, make_shards, partial(make_shards, 4)])
 def test_a_run_on_a_stream_resumes_everywhere(tmp_path: Path, make: Callable[[], Stream]) -> None:
-    setting = make_setting(make, accumulation=2)
+    setting = make_setting(make, total_steps=8, accumulation=2)
     whole = resume_everywhere(lambda folder: train(folder, setting, Disturb()), tmp_path)
     ids = [i for batch, _ in whole.records.values() for i in batch]
     assert sorted(ids[:NUM_SAMPLES]) == list(range(NUM_SAMPLES))
-    assert len(whole.records) == 24
+    assert len(whole.records) == 16
     has_state = make is make_shards
     for sidecar in sidecars(tmp_path / "whole"):
         assert sidecar["level"] == "restart"
@@ -115,6 +117,17 @@ def test_what_is_read_again_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     (text,) = (line for line in lines if "is read again up to its position" in line)
     assert "epoch 1 is read again up to its position, 28 samples of each replica, which" in text
     assert text.endswith(" s.")
+
+
+def test_a_bar_shows_what_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    for name in ("start_evaluation", "advance_evaluation", "end_evaluation"):
+        monkeypatch.setattr(NullDisplay, name, lambda _, *given: shown.append(given))
+    setting = make_setting(make_rows, validates=False, valid_frequency=None)
+    train(tmp_path, dataclasses.replace(setting, total_steps=4))
+    assert shown == []
+    train(tmp_path, dataclasses.replace(setting, total_steps=5))
+    assert shown == [("reading again", 100), *[()] * 101]
 
 
 def test_a_replay_that_is_asked_for_ignores_states(
