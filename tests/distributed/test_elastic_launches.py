@@ -54,8 +54,7 @@ def read_commands(folder: Path) -> list[dict[str, Any]]:
 def test_what_spawned_ranks_begin_one_process_ends(tmp_path: Path) -> None:
     options = ("--replicas", 3, "--steps", 6)
     alone = train_alone(tmp_path / "alone", *options)
-    kill = ("--kill", "on_backward_end", 4, 1)
-    done = call(elastic_script.main, tmp_path / "both", *options, "--nproc", 2, *kill)
+    done = start(tmp_path / "both", *options, "--nproc", 2, "--kill", "on_backward_end", 4, 1)
     assert done.returncode == 1
     assert "RankError: Rank 1 of 2 was ended by SIGKILL" in done.stderr
     # The run knows its replicas, and the number of threads that its processes had.

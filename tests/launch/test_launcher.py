@@ -391,7 +391,7 @@ def test_what_only_a_notebook_defines_is_refused(
     if file is not None:
         notebook.__file__ = file
     monkeypatch.setitem(sys.modules, "__main__", notebook)
-    rule = "must be started from a script in a file, .* train is defined here. Move the code to"
+    rule = "must be started from a script in a file, .* train is defined here. Move your classes"
     with pytest.raises(UsageError, match=rule):
         spawn(notebook.train, 2)
 
