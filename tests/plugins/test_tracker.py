@@ -274,6 +274,7 @@ def test_a_sender_that_hangs_is_not_waited_for(
     slow.mkdir(parents=True)
     (slow / "__init__.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.setenv("PYTHONPATH", str(slow.parent), prepend=":")
+    monkeypatch.chdir(tmp_path)  # python -c looks in the current folder first
     train(tmp_path, _setting(), Tracker(tmp_path / "tracker", target, patience=0.1))
     assert "Not all points" in capfd.readouterr().err
 
