@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from helios.core.registry import Registry
-from helios.errors import UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
@@ -214,3 +215,27 @@ def _as_types(
     exc: type[BaseException] | Sequence[type[BaseException]],
 ) -> Sequence[type[BaseException]]:
     return [exc] if isinstance(exc, type) else exc
+
+
+def check_folder(plugin: str, folder: object, *, example: str) -> Path:
+    """Return the absolute path of a folder that a plugin writes to, which need not exist.
+
+    Args:
+        plugin: its class, for messages.
+        folder: the argument.
+        example: a good one.
+
+    Raises:
+        ArgumentTypeError: if it is no path.
+        ArgumentError: if it is a file.
+    """
+    if not isinstance(folder, str | Path):
+        raise ArgumentTypeError(
+            f'{plugin}(folder=...) must be a path, got {folder!r}. Pass e.g. "{example}".'
+        )
+    path = Path(folder).absolute()
+    if path.exists() and not path.is_dir():
+        raise ArgumentError(
+            f"{plugin}(folder=...) must be a folder, got the file {str(folder)!r}. Pass another."
+        )
+    return path

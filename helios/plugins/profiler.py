@@ -23,7 +23,7 @@ from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError
 from helios.hooks.context import Context
 from helios.hooks.events import asks_nothing
-from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, check_folder
 from helios.state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Profiler(Plugin):
         **options: Any,
     ) -> None:
         super().__init__("profiler")
-        self._folder = _check_folder(folder)
+        self._folder = check_folder("Profiler", folder, example="runs/traces")
         lengths = {"skip_first": skip_first, "wait": wait, "warmup": warmup, "repeat": repeat}
         for name, value in {**lengths, "active": active}.items():
             _check_count(name, value, least=1 if name == "active" else 0)
@@ -209,19 +209,6 @@ class Profiler(Plugin):
 
 def _record_nothing(step: int) -> ProfilerAction:
     return ProfilerAction.NONE
-
-
-def _check_folder(folder: object) -> Path:
-    if not isinstance(folder, str | Path):
-        raise ArgumentTypeError(
-            f'Profiler(folder=...) must be a path, got {folder!r}. Pass e.g. "runs/traces".'
-        )
-    path = Path(folder).absolute()
-    if path.exists() and not path.is_dir():
-        raise ArgumentError(
-            f"Profiler(folder=...) must be a folder, got the file {str(folder)!r}. Pass another."
-        )
-    return path
 
 
 def _check_count(name: str, value: object, *, least: int) -> None:

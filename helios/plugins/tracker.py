@@ -19,7 +19,7 @@ from helios.core.scalars import as_json
 from helios.distributed.collectives import get_global_rank
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.events import asks_nothing
-from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin
+from helios.plugins.plugin import PLUGIN_REGISTRY, Plugin, check_folder
 from helios.protocols import Clock
 from helios.state import TrainingState
 from helios.tracking import pictures
@@ -79,7 +79,7 @@ class Tracker(Plugin):
         plug_id: str = "tracker",
     ) -> None:
         super().__init__(plug_id)
-        self._folder = _check_folder(folder)
+        self._folder = check_folder("Tracker", folder, example="runs/tracker")
         self._target = _check_target(target, needs_library=sends)
         self._params = _check_params({} if params is None else params)
         if not isinstance(patience, int | float) or not 0 <= patience < float("inf"):
@@ -219,19 +219,6 @@ class Tracker(Plugin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the length of the points."""
         self._mark = state_dict["mark"]
-
-
-def _check_folder(folder: object) -> Path:
-    if not isinstance(folder, str | Path):
-        raise ArgumentTypeError(
-            f'Tracker(folder=...) must be a path, got {folder!r}. Pass e.g. "runs/tracker".'
-        )
-    path = Path(folder).absolute()
-    if path.exists() and not path.is_dir():
-        raise ArgumentError(
-            f"Tracker(folder=...) must be a folder, got the file {str(folder)!r}. Pass another."
-        )
-    return path
 
 
 def _check_target(target: object, *, needs_library: bool) -> Target:
