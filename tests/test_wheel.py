@@ -93,4 +93,6 @@ def test_the_example_of_the_readme_runs(clean: Path) -> None:
     assert example is not None
     (clean / "train.py").write_text(example.group(1), "utf-8")
     run(clean, "python", "train.py")
-    assert run(clean, "helios", "ls", "runs").count("good") == 20
+    found = run(clean, "helios", "ls", "runs")
+    assert "sine_epoch_20_iter_320.pth" in found
+    assert found.count("good") >= 3, "those that the example keeps"
