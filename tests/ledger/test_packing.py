@@ -145,6 +145,8 @@ def test_an_anonymous_archive_names_nobody_and_can_be_verified(named: Path, tmp_
         for name, data in found.items():
             assert secret.lower().encode() not in data.lower(), (secret, name)
     assert not re.search(rb"[\"' ]/(?!usr|dev|proc|sys|etc|bin)\w+/", b"\n".join(found.values()))
+    assert b'"remote"' in plain["run.json"]
+    assert b'"remote"' not in found["run.json"], "not even with another owner"
     assert found["ledger.jsonl"] == (named / "ledger.jsonl").read_bytes()
     folder = tmp_path / "unpacked"
     folder.mkdir()
