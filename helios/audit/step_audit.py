@@ -19,7 +19,7 @@ from torch import Tensor
 from helios.audit.audit_turns import AuditTurn, find_turn
 from helios.audit.gradient_copies import GradientCopy
 from helios.audit.mismatches import Finding, describe, judge
-from helios.audit.step_trace import (
+from helios.loops.step_trace import (
     StepInputs,
     StepTrace,
     leaves_of,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
 from helios.replicas.gradients import FindNetworks, divide, make_gradients
 from helios.replicas.replicas import Replicas
+from helios.replicas.row_norm import norm_by_rows
 
 
 class Engine(ComponentState):
@@ -58,7 +60,7 @@ class Engine(ComponentState):
     """
 
     _internals: ClassVar[str] = (
-        "_bucket_bytes _clipping _gradients _is_scaled _open_micro_batches _precision _replicas "
+        "_bucket_bytes _clipping _clips_by_rows _gradients _is_scaled _open_micro_batches _precision _replicas "
         "_scaler clips gradient_norm sends_early"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
@@ -96,13 +98,15 @@ class Engine(ComponentState):
     def replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._gradients = make_gradients(replicas)
+        self._clips_by_rows = replicas.is_sharded
         # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
         self._is_scaled = self._precision.scaler is not None or is_own
         is_own = redefines(self, Engine, "clip_gradients")
         self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         is_own = redefines(self, Engine, "collect_gradients")
-        self.sends_early = not (self._bucket_bytes is None or replicas.is_whole or is_own)
+        is_late = self._bucket_bytes is None or replicas.is_whole or replicas.is_sharded
+        self.sends_early = not (is_late or is_own)
 
     @property
     def precision(self) -> Precision:
@@ -171,6 +175,37 @@ class Engine(ComponentState):
         """
         self._gradients.collect(optimizer, replica, find_networks, ends_window=ends_window)
 
+    def shard(
+        self,
+        networks: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        units: Sequence[nn.Module] | None,
+    ) -> None:
+        """Shard networks over the processes, if the run is sharded and there are several.
+
+        Args:
+            networks: the networks by path, whole and the same in all processes.
+            optimizers: the optimizers by path, which get the sharded parameters.
+            units: modules whose parameters are gathered together; ``None`` for large children.
+
+        Raises:
+            UsageError: if PyTorch, a network or an optimizer does not allow it.
+        """
+        if self._replicas.is_sharded and not self._replicas.is_whole:
+            # Imported here because it takes long, and only such runs need it.
+            from helios.sharding.networks import shard_networks  # noqa: PLC0415
+
+            self._gradients = shard_networks(networks, optimizers, units, self._replicas)
+
+    @property
+    def has_idle_turn(self) -> bool:
+        """Whether a turn of each iteration has no replica for this process."""
+        return self._gradients.has_idle_turn
+
+    def end_turn(self) -> None:
+        """End the turn of a replica, before one in which this process has none."""
+        self._gradients.end_turn()
+
     def sending_gradients(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = dict
     ) -> AbstractContextManager[None]:
@@ -221,7 +256,11 @@ class Engine(ComponentState):
             optimizer: the optimizer of the parameters.
         """
         self.unscale_gradients(optimizer)
-        self.gradient_norm = self._clipping.apply(parameters_of(optimizer))
+        parameters = parameters_of(optimizer)
+        count = self._replicas.num_processes
+        self.gradient_norm = self._clipping.apply(
+            parameters, norm=partial(norm_by_rows, num_processes=count) if self._clips_by_rows else None
+        )
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters, and return whether the step was committed.

@@ -197,7 +197,7 @@ class SharedTurns(Turns):
         announcer: Announcer,
     ) -> None:
         self._replicas = replicas
-        self._first, self._last = replicas.block.start, replicas.block.stop - 1
+        self._first, self._last = replicas.block[0], replicas.block[-1]
         self._model = model
         self._find_networks = model.discovery.modules
         self._watch = watch

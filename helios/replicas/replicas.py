@@ -17,6 +17,7 @@ from torch import Tensor
 from helios.distributed import pickling
 from helios.distributed.process_groups import DistributedInfo, collective, control_group
 from helios.errors import UsageError
+from helios.replicas.assignment import assign
 from helios.replicas.named_sums import NumberReducer
 from helios.replicas.piggyback import Message
 from helios.replicas.point_to_point import PointToPoint
@@ -43,12 +44,13 @@ class WindowResult:
 
 @final
 class Replicas:
-    """The replicas of a run, and the block of them that this process runs.
+    """The replicas of a run, and which of them this process runs.
 
     Args:
         num_replicas: logical data-parallel workers of the run (V).
         info: rank of this process and number of processes (P).
         device: the device of this process.
+        is_sharded: whether models are sharded over the processes.
 
     Attributes:
         num_replicas: as given.
@@ -57,6 +59,7 @@ class Replicas:
         is_whole: whether this process runs all replicas.
         has_one_each: whether each process runs one replica.
         rank: number of this process, from 0.
+        is_sharded: as given. Replicas are then assigned in waves instead of blocks.
         block: the replicas of this process.
         reducer: adds gradients over replicas.
         device: as given.
@@ -71,6 +74,7 @@ class Replicas:
         info: DistributedInfo = _LONE,
         *,
         device: torch.device | str = "cpu",
+        is_sharded: bool = False,
     ) -> None:
         count, rank = info.world_size, info.rank
         self.num_replicas = num_replicas
@@ -79,11 +83,14 @@ class Replicas:
         self.is_whole = count == 1
         self.has_one_each = count == num_replicas
         self.rank = rank
+        self.is_sharded = is_sharded
+        self.block = assign(count, num_replicas, in_waves=is_sharded)[rank]
         self.reducer = TreeReducer(num_replicas, num_processes=count, rank=rank)
-        self.block = self.reducer.block
         group = None if self.is_whole else control_group()
         self._losses, self._scores = (
-            NumberReducer(num_replicas, num_processes=count, rank=rank, group=group)
+            NumberReducer(
+                num_replicas, num_processes=count, rank=rank, group=group, in_waves=is_sharded
+            )
             for _ in range(2)
         )
         self.device = torch.device(device)

@@ -7,9 +7,11 @@ import inspect
 
 import torch
 
+from helios.engines.engine import Engine
 from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
+from helios.run_state.consistency import check_alike
 
 
 def take_own_processor(model: Model) -> None:
@@ -52,3 +54,15 @@ def move_networks(model: Model, device: torch.device) -> None:
                 f"The network {path!r} gets new parameters on {device}, which optimizers created "
                 "before do not have. Build it there: .to(self.device) in Model.setup()."
             )
+
+
+def shard_networks(model: Model, engine: Engine) -> None:
+    """Shard the networks of a model over the processes, if the run is sharded.
+
+    Raises:
+        UsageError: if a network or an optimizer does not allow it.
+    """
+    replicas = engine.replicas
+    if replicas.is_sharded:
+        replicas.compare(lambda gather: check_alike(model.discovery, gather, too_slow={}))
+        engine.shard(model.discovery.modules(), model.discovery.optimizers(), model.shard())

@@ -20,6 +20,7 @@ from helios.engines.engine import numerics
 from helios.errors import ArgumentError
 from helios.loops.loop_states import LoopStates
 from helios.model.schedulers import Schedulers
+from helios.loops.run_along import RunningAlong
 from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.run_audit import make_audit
@@ -124,7 +125,10 @@ class FitRun(Run):
         self._open_logs(record)
         self._set_up(is_inference=False)
         session = self._build()
-        session.audit = make_audit(self.options.audit, session, self.loop)
+        if self.engine.has_idle_turn:
+            session.audit = RunningAlong(session)
+        else:
+            session.audit = make_audit(self.options.audit, session, self.loop)
         self._take_session(session)
         log_order(self.plugins, self.hooks)
         if record is not None:
