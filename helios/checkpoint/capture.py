@@ -33,6 +33,7 @@ def capture(run: LiveRun) -> Record:
     engine = run.engine.state_dict()
     own = {"model": model, "engine": engine, **_named("plugin", plugins), **_named("loop", loops)}
     owners, lacking = run.owner_states.capture(own)
+    model, plugins, loops, owners = run.replicas.join_shards((model, plugins, loops, owners))
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
     misfits = model.pop("misfits", {}) if run.is_discovered else {}
@@ -138,10 +139,13 @@ class Trained:
         return cls(record.model, record.tables, record.plugins, record.owners)
 
 
-def capture_trained(model: LiveModel, plugins: States, owners: OwnerStates) -> Trained:
+def capture_trained(
+    model: LiveModel, plugins: States, owners: OwnerStates, team: Team
+) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
     state, states = model.state_dict(), plugins.capture()
     attributes, _ = owners.capture({"model": state, **_named("plugin", states)})
+    state, states, attributes = team.join_shards((state, states, attributes))
     return Trained(state, _capture_tables(model), states, attributes)
 
 

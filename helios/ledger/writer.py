@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from helios.ledger.book import EVERY
 from helios.ledger.line import write_float, write_floats, write_hash
 from helios.ledger.seen_batches import SeenBatches, describe_batches
 from helios.ledger.tensor_digests import TensorDigests
@@ -67,6 +68,8 @@ class LedgerWriter:
         attributes: those of the model, in which an optimizer may be replaced.
         tensors: takes the digests of all tensors; ``None`` unless the ledger is full.
         timing: the times of the run; ``None`` on ranks that do not write.
+        every: the number of steps between two hashes of the weights.
+        is_sharded: whether weights are sharded, so that all ranks must read them.
     """
 
     def __init__(
@@ -79,8 +82,12 @@ class LedgerWriter:
         attributes: Mapping[str, Any],
         tensors: TensorDigests | None = None,
         timing: Timing | None = None,
+        every: int = EVERY,
+        is_sharded: bool = False,
     ) -> None:
         self._book = book
+        self._every = every
+        self._reads_weights = book is not None or is_sharded
         self._tensors = tensors
         self._block = block
         self._find_weights = find_weights
@@ -198,15 +205,14 @@ class LedgerWriter:
         """
         if self._tensors is not None:
             self._tensors.exchange()
-        book = self._book
-        if book is None:
-            return
         rest = ""
-        if state.is_step_boundary:
+        if state.is_step_boundary and self._reads_weights:
             if not state.is_step_committed:
                 rest = ',"skipped":1'
-            elif state.global_step % book.every == 0:
+            elif state.global_step % self._every == 0:
                 rest = self._digests()
+        if self._book is None:
+            return
         if self._tensors is not None:
             with self._guard("weights"):
                 rest += self._tensors.describe(state)
@@ -231,9 +237,10 @@ class LedgerWriter:
     def end(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended, not only been interrupted."""
         self.settle()
+        digests = self._digests() if self._reads_weights else ""
         if self._book is not None:
             place = f"{state.global_epoch},{state.global_iteration},{state.global_step}"
-            self._book.append(f'{{"at":[{place}],"end":1{self._digests()}')
+            self._book.append(f'{{"at":[{place}],"end":1{digests}')
 
     def settle(self) -> None:
         """Wait for numbers on an accelerator, so that all lines are complete."""

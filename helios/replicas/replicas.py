@@ -22,6 +22,7 @@ from helios.replicas.named_sums import NumberReducer
 from helios.replicas.piggyback import Message
 from helios.replicas.point_to_point import PointToPoint
 from helios.replicas.tree_reducer import TreeReducer
+from helios.replicas.whole_tensors import join_shards
 
 _LONE = DistributedInfo()
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -150,6 +151,15 @@ class Replicas:
         with collective("Replicas.gather_objects"):
             dist.all_gather_object(found, pickling.dumps(value), group=control_group())
         return [pickling.loads(data) for data in found]
+
+    def join_shards(self, tree: Any) -> Any:
+        """Return a state with whole tensors on rank 0, and placeholders for them on the others.
+
+        A collective call, if models are sharded over several processes.
+        """
+        if self.is_whole or not self.is_sharded:
+            return tree
+        return join_shards(tree, keeps=self.rank == 0)
 
     def hand_over(self, content: Tensor, source: int, target: int) -> None:
         """Send bytes from one process to another; only these two take part.

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
+from helios.core.sharded_tensors import is_sharded, local_of
 
 # State of an optimizer that cannot be tried: two tensors per parameter, as in Adam.
 _USUAL_COPIES = 2
@@ -32,7 +33,7 @@ def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
     """
     held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     dense = [part for tensor in held for part in _stored_tensors(tensor)]
-    storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
+    storages = dict(map(_storage_of, dense))
     sizes = [size for size in storages.values() if size]
     for optimizer in optimizers:
         sizes += _sizes_of_state(optimizer)
@@ -59,8 +60,11 @@ def _stored_tensors(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def _address(tensor: Tensor) -> tuple[str, int]:
-    return str(tensor.device), tensor.untyped_storage().data_ptr()
+def _storage_of(tensor: Tensor) -> tuple[tuple[str, int], int]:
+    """Return the address of a tensor's storage, and its bytes; of a sharded one, of the whole."""
+    storage, place = local_of(tensor).untyped_storage(), str(tensor.device)
+    size = tensor.nbytes if is_sharded(tensor) else storage.nbytes()
+    return (place, storage.data_ptr()), size
 
 
 def _sizes_of_state(optimizer: Optimizer) -> list[int]:

@@ -222,7 +222,7 @@ class Run(ABC):
         All processes build it, because a plugin may gather its state; rank 0 keeps it.
         """
         plugins = PluginStates(self.plugins, carries=False)
-        trained = capture_trained(self.model, plugins, self.owners)
+        trained = capture_trained(self.model, plugins, self.owners, self.replicas)
         if self.plan.info.rank != 0:
             return
         on_cpu = move_to_device(trained, torch.device("cpu"))
