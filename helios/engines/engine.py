@@ -6,7 +6,7 @@ decides nothing: the optimizer loop calls it in the order of an update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
@@ -105,7 +105,7 @@ class Engine(ComponentState):
         is_own = redefines(self, Engine, "clip_gradients")
         self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         is_own = redefines(self, Engine, "collect_gradients")
-        is_late = self._bucket_bytes is None or replicas.is_whole or replicas.is_sharded
+        is_late = self._bucket_bytes is None or replicas.is_whole or replicas.is_spread
         self.sends_early = not (is_late or is_own)
 
     @property
@@ -191,7 +191,7 @@ class Engine(ComponentState):
         Raises:
             UsageError: if PyTorch, a network or an optimizer does not allow it.
         """
-        if self._replicas.is_sharded and not self._replicas.is_whole:
+        if self._replicas.is_spread:
             # Imported here because it takes long, and only such runs need it.
             from helios.sharding.networks import shard_networks  # noqa: PLC0415
 
@@ -201,6 +201,10 @@ class Engine(ComponentState):
     def has_idle_turn(self) -> bool:
         """Whether a turn of each iteration has no replica for this process."""
         return self._gradients.has_idle_turn
+
+    def sharded_parameters(self) -> Iterable[Tensor]:
+        """Return the parameters of which each process holds a shard."""
+        return self._gradients.sharded_parameters()
 
     def end_turn(self) -> None:
         """End the turn of a replica, before one in which this process has none."""

@@ -61,6 +61,7 @@ class Replicas:
         has_one_each: whether each process runs one replica.
         rank: number of this process, from 0.
         is_sharded: as given. Replicas are then assigned in waves instead of blocks.
+        is_spread: whether models are sharded, and there are several processes.
         block: the replicas of this process.
         reducer: adds gradients over replicas.
         device: as given.
@@ -85,6 +86,7 @@ class Replicas:
         self.has_one_each = count == num_replicas
         self.rank = rank
         self.is_sharded = is_sharded
+        self.is_spread = is_sharded and count > 1
         self.block = assign(count, num_replicas, in_waves=is_sharded)[rank]
         self.reducer = TreeReducer(num_replicas, num_processes=count, rank=rank)
         group = None if self.is_whole else control_group()
@@ -107,6 +109,13 @@ class Replicas:
         with collective("Replicas.agree"):
             dist.all_reduce(raised, dist.ReduceOp.MAX, group=control_group())
         return tuple(map(bool, raised.tolist()))
+
+    def find_largest(self, number: int) -> int:
+        """Return the largest of the numbers of all processes; a collective call."""
+        found = torch.tensor(number)
+        with collective("Replicas.find_largest"):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=control_group())
+        return int(found)
 
     def send(
         self, flags: Sequence[bool], losses: Sequence[Mapping[str, Any]] | None, content: Tensor
@@ -157,9 +166,7 @@ class Replicas:
 
         A collective call, if models are sharded over several processes.
         """
-        if self.is_whole or not self.is_sharded:
-            return tree
-        return join_shards(tree, keeps=self.rank == 0)
+        return join_shards(tree, keeps=self.rank == 0) if self.is_spread else tree
 
     def hand_over(self, content: Tensor, source: int, target: int) -> None:
         """Send bytes from one process to another; only these two take part.

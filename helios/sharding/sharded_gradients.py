@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -63,6 +63,10 @@ class ShardedGradients(Gradients):
     def has_idle_turn(self) -> bool:
         """Whether a turn of each iteration has no replica for this process."""
         return self._waves.has_idle_turn
+
+    def sharded_parameters(self) -> Iterable[Tensor]:
+        """Return the parameters of all networks."""
+        return self._parameters.values()
 
     def drop_old(self, optimizer: Optimizer) -> None:
         """Set the gradients to None, and check that the same parameters are trained.

@@ -151,7 +151,7 @@ def make_writer(
         tensors=tensors,
         timing=timing,
         every=every,
-        is_sharded=replicas.is_sharded and not replicas.is_whole,
+        is_sharded=replicas.is_spread,
     )
 
 
