@@ -139,9 +139,7 @@ class Trained:
         return cls(record.model, record.tables, record.plugins, record.owners)
 
 
-def capture_trained(
-    model: LiveModel, plugins: States, owners: OwnerStates, team: Team
-) -> Trained:
+def capture_trained(model: LiveModel, plugins: States, owners: OwnerStates, team: Team) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
     state, states = model.state_dict(), plugins.capture()
     attributes, _ = owners.capture({"model": state, **_named("plugin", states)})

@@ -40,7 +40,9 @@ class EvaluationLoop(Loop):
         step_name: name of the model's step.
     """
 
-    _internals: ClassVar[str] = "_batches _kept _loader _modes _pass_number _randomness _sources _step"
+    _internals: ClassVar[str] = (
+        "_batches _kept _loader _modes _pass_number _randomness _sources _step"
+    )
 
     phase: ClassVar[Phase]
     noun: ClassVar[str]

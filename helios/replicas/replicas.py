@@ -201,6 +201,11 @@ class Replicas:
         Raises:
             UsageError: if a process runs several replicas.
         """
+        if self.is_sharded:
+            raise UsageError(
+                f"{who} needs whole models, because gradients of sharded ones are summed by "
+                f'Helios only. Use sharding="none"{remedy}.'
+            )
         if not self.has_one_each:
             raise UsageError(
                 f"{who} needs one process per replica{why}, but num_replicas is "

@@ -52,9 +52,11 @@ def _row_squares(local: Tensor) -> Tensor:
 def _gather_rows(rows: list[Tensor], counts: list[int], num_processes: int) -> list[Tensor]:
     """Return the rows of all processes. The first processes have ceil(count / P) of each."""
     sizes = [-(-count // num_processes) for count in counts]
-    own = torch.cat([pad(part, (0, size - len(part))) for part, size in zip(rows, sizes)])
+    own = torch.cat(
+        [pad(part, (0, size - len(part))) for part, size in zip(rows, sizes, strict=True)]
+    )
     found = own.new_empty(num_processes, len(own))
     with collective("norm_by_rows"):
         dist.all_gather_into_tensor(found.view(-1), own)
-    parts = found.split(sizes, dim=1)
+    parts = torch.split(found, sizes, dim=1)
     return [part.reshape(-1)[:count] for part, count in zip(parts, counts, strict=True)]
