@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
@@ -261,10 +261,26 @@ class Engine(ComponentState):
             optimizer: the optimizer of the parameters.
         """
         self.unscale_gradients(optimizer)
-        find_norm = None
-        if self.clips_by_rows:
-            find_norm = partial(norm_by_rows, num_processes=self._replicas.num_processes)
+        find_norm = self.find_norm if self.clips_by_rows else None
         self.gradient_norm = self._clipping.apply(parameters_of(optimizer), find_norm)
+
+    def find_norm(self, gradients: Sequence[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
+        """Return a norm of gradients; where models are sharded, all processes call this together.
+
+        Args:
+            gradients: one, or several in a list.
+            norm_type: the ``p`` of the norm; 2 or ``inf`` where models are sharded.
+
+        Raises:
+            UsageError: for another one there, whose bits depend on the number of processes.
+        """
+        replicas = self._replicas
+        if replicas.is_sharded:
+            several = [gradients] if isinstance(gradients, Tensor) else gradients
+            return norm_by_rows(several, replicas.num_processes, norm_type=norm_type)
+        if isinstance(gradients, Tensor):
+            return torch.linalg.vector_norm(gradients, norm_type)
+        return get_total_norm(gradients, norm_type)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters, and return whether the step was committed.

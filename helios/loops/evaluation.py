@@ -86,7 +86,9 @@ class EvaluationLoop(Loop):
         session, enter = self._session, self._modes.enter_context
         is_inside_fit = session.phase is Phase.TRAINING
         self._randomness.enter_context(session.entering(self.phase, self._pass_number))
-        enter(torch.no_grad() if is_inside_fit else torch.inference_mode())
+        # Inference mode makes tensors that a sharded model cannot keep for the next pass.
+        is_kept = is_inside_fit or session.turns.keeps_batches
+        enter(torch.no_grad() if is_kept else torch.inference_mode())
         enter(DisableCuDNNBenchmarkContext())
         self._modes.callback(session.model.train)
         session.model.eval()

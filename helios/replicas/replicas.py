@@ -161,6 +161,16 @@ class Replicas:
             dist.all_gather_object(found, pickling.dumps(value), group=control_group())
         return [pickling.loads(data) for data in found]
 
+    def gather_replicas(self, values: Sequence[Any]) -> list[Any]:
+        """Return a small value of every replica, in their order.
+
+        Args:
+            values: one for each replica of this process, in order.
+        """
+        found = self.gather_objects(dict(zip(self.block, values, strict=True)))
+        by_replica = {replica: value for part in found for replica, value in part.items()}
+        return [by_replica[replica] for replica in range(self.num_replicas)]
+
     def join_shards(self, tree: Any) -> Any:
         """Return a state with whole tensors on rank 0, and placeholders for them on the others.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from helios.errors import UsageError
 
@@ -140,9 +140,3 @@ def shard_unit(module: nn.Module, mesh: DeviceMesh) -> Unit:
 def is_in_backward() -> bool:
     """Return whether autograd is running, as when activations are computed again."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001
-
-
-def cut(whole: Tensor, like: Tensor) -> DTensor:
-    """Return this process's shard of a whole tensor, as that of a sharded one; sends nothing."""
-    assert isinstance(like, DTensor)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

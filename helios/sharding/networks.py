@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
-from helios.core.sharded_tensors import is_sharded
+from helios.core.sharded_tensors import cut_like, is_sharded
 from helios.replicas.replicas import Replicas
-from helios.sharding.fsdp_adapter import cut, make_mesh, require_fsdp, shard_unit
+from helios.sharding.fsdp_adapter import make_mesh, require_fsdp, shard_unit
 from helios.sharding.sharded_gradients import ShardedGradients
 
 _LOGGER = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _cut_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
     place = prefix.removesuffix(".")
     for name, parameter in module.named_parameters(place, remove_duplicate=False):
         if _is_whole(state.get(name), parameter):
-            state[name] = cut(state[name], parameter)
+            state[name] = cut_like(state[name], parameter)
 
 
 def _cut_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _cut_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[st
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         if number in found:
             found[number] = {
-                name: cut(value, parameter) if _is_whole(value, parameter) else value
+                name: cut_like(value, parameter) if _is_whole(value, parameter) else value
                 for name, value in found[number].items()
             }
     return {**state, "state": found}
