@@ -279,7 +279,8 @@ class Engine(ComponentState):
             several = [gradients] if isinstance(gradients, Tensor) else gradients
             return norm_by_rows(several, replicas.num_processes, norm_type=norm_type)
         if isinstance(gradients, Tensor):
-            return torch.linalg.vector_norm(gradients, norm_type)
+            found: Tensor = torch.linalg.vector_norm(gradients, norm_type)
+            return found
         return get_total_norm(gradients, norm_type)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:

@@ -79,8 +79,8 @@ def _gather_rows(rows: list[Tensor], counts: list[int], num_processes: int) -> l
     own = torch.cat(
         [pad(part, (0, size - len(part))) for part, size in zip(rows, sizes, strict=True)]
     )
-    found = own.new_empty(num_processes, len(own))
+    found = [torch.empty_like(own) for _ in range(num_processes)]
     with collective("norm_by_rows"):
-        dist.all_gather_into_tensor(found.view(-1), own)
-    parts = torch.split(found, sizes, dim=1)
+        dist.all_gather(found, own)
+    parts = torch.split(torch.stack(found), sizes, dim=1)
     return [part.reshape(-1)[:count] for part, count in zip(parts, counts, strict=True)]

@@ -74,10 +74,21 @@ def _once(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _exchange(optimizers: Iterable[Optimizer], new: Mapping[int, Tensor]) -> None:
-    """Put the sharded parameters in the places of the whole ones."""
+    """Put the sharded parameters in the places of the whole ones, and cut what is kept of them."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [new[id(each)] for each in group["params"]]
+            for place, whole in enumerate(group["params"]):
+                group["params"][place] = parameter = new[id(whole)]
+                if whole in optimizer.state:
+                    optimizer.state[parameter] = _cut_table(optimizer.state.pop(whole), parameter)
+
+
+def _cut_table(table: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return an optimizer's state of a parameter, with shards of what has its shape."""
+    return {
+        name: cut_like(value, parameter) if _is_whole(value, parameter) else value
+        for name, value in table.items()
+    }
 
 
 def _cut_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -94,10 +105,7 @@ def _cut_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[st
     found = dict(state["state"])
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         if number in found:
-            found[number] = {
-                name: cut_like(value, parameter) if _is_whole(value, parameter) else value
-                for name, value in found[number].items()
-            }
+            found[number] = _cut_table(found[number], parameter)
     return {**state, "state": found}
 
 

@@ -82,8 +82,3 @@ def _check_optimizer(path: str, optimizer: Optimizer) -> None:
             f'Trainer(sharding="full") needs optimizers without fused kernels, whose bits depend '
             f"on where a shard ends, but {path} has fused=True. Pass foreach=True instead."
         )
-    if optimizer.state:
-        raise UsageError(
-            f'Trainer(sharding="full") needs optimizers that have no state after setup(), but '
-            f"{path} was stepped or loaded there. Load it with a checkpoint of Helios."
-        )
