@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
@@ -18,58 +19,84 @@ def find_units(
     """Return the modules that are units by name, each before those inside of it.
 
     Args:
-        networks: the networks by path; each of them with parameters is a unit.
+        networks: the networks by path. Each is a unit; of a list or dict, each member.
         named: other units, as ``Model.shard`` has returned them; ``None`` for the large modules.
 
     Raises:
         ArgumentTypeError: if ``named`` holds something else than modules of the networks.
-        UsageError: if a tied parameter would be in two units, or a unit has several types.
+        UsageError: if a tied parameter would be in two units, if a unit has several types, or if a
+            parameter is in no module with a forward.
     """
-    networks = {path: network for path, network in networks.items() if [*network.parameters()]}
+    roots = [root for path, network in networks.items() for root in _find_roots(path, network)]
     names = {
         id(module): (f"{path}.{name}" if name else path, module)
-        for path, network in networks.items()
-        for name, module in network.named_modules()
+        for path, root in roots
+        for name, module in root.named_modules()
     }
     if named is None:
-        inner = {id(part) for each in networks.values() for part in _default_units(each)}
+        inner = {id(part) for _, root in roots for part in _find_large(root)}
     else:
         for module in named:
-            if id(module) not in names:
+            if id(module) not in names or not _is_called(module):
                 raise ArgumentTypeError(
-                    "Model.shard() must return modules of the model's networks, got "
-                    f"{type(module).__name__}. Return e.g. list(self.net.layers)."
+                    "Model.shard() must return modules of the model's networks that have a "
+                    f"forward, got {type(module).__name__}. Return e.g. list(self.net.layers)."
                 )
         inner = set(map(id, named))
-    inner |= set(map(id, networks.values()))
+    inner |= {id(root) for _, root in roots}
     units = {name: module for key, (name, module) in names.items() if key in inner}
     _check_units(units)
     return units
 
 
-def _default_units(network: nn.Module) -> Iterator[nn.Module]:
+def _is_called(module: nn.Module) -> bool:
+    """Return whether a module has a forward, before which its parameters can be gathered."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _find_roots(path: str, network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules with parameters and a forward, with their names.
+
+    Raises:
+        UsageError: for a parameter outside of them.
+    """
+    if not any(True for _ in network.parameters()):
+        return
+    if _is_called(network):
+        yield path, network
+        return
+    for name, _ in network.named_parameters(recurse=False):
+        raise UsageError(
+            f'Trainer(sharding="full") needs parameters of modules with a forward, but {path} '
+            f"({type(network).__name__}), which holds {name}, has none. Use it in the forward of a "
+            "module that holds it."
+        )
+    for name, child in network.named_children():
+        yield from _find_roots(f"{path}.{name}", child)
+
+
+def _find_large(root: nn.Module) -> Iterator[nn.Module]:
     """Yield the children, and the members of lists of modules, that are large enough.
 
-    A module that shares a parameter with others is left to the network.
+    A module that shares a parameter with others is left to the root.
     """
-    owners: dict[int, int] = {}
-    for module in network.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    candidates = [*network.children()]
-    for module in network.modules():
+    owners = _count_owners(root)
+    candidates = [*root.children()]
+    for module in root.modules():
         if isinstance(module, nn.ModuleList):
             candidates += module
     for module in candidates:
-        inside: dict[int, int] = {}
-        for part in module.modules():
-            for parameter in part.parameters(recurse=False):
-                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
         is_large = sum(parameter.numel() for parameter in module.parameters()) >= LEAST_ELEMENTS
-        is_alone = all(owners[key] == count for key, count in inside.items())
-        is_called = type(module).forward is not nn.Module.forward
-        if is_large and is_alone and is_called:
+        is_alone = all(owners[key] == count for key, count in _count_owners(module).items())
+        if is_large and is_alone and _is_called(module):
             yield module
+
+
+def _count_owners(module: nn.Module) -> Counter[int]:
+    """Return how many modules hold each parameter."""
+    return Counter(
+        id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False)
+    )
 
 
 def _check_units(units: Mapping[str, nn.Module]) -> None:

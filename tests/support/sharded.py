@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, dropout, gelu
 from torch.utils.checkpoint import checkpoint
 
 import helios
@@ -68,8 +68,8 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, is_odd: bool) -> Tensor:
-        hidden = F.gelu(self.up(self.norm(x)))
-        hidden = self.down(F.dropout(hidden, 0.1, self.training)) + self.frozen(x)
+        hidden = gelu(self.up(self.norm(x)))
+        hidden = self.down(dropout(hidden, 0.1, self.training)) + self.frozen(x)
         if is_odd:
             hidden = hidden + self.sometimes(x)
         return x + self.scale * self.batch_norm(hidden)
@@ -126,12 +126,12 @@ class ShardedModel(helios.Model):
 
     def train_step(self, batch: Any, state: TrainingState) -> Tensor:
         indices, words, following = batch
-        return F.cross_entropy(self.net(words, int(indices[0]) % 2 == 1), following)
+        return cross_entropy(self.net(words, int(indices[0]) % 2 == 1), following)
 
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
         indices, words, following = batch
         self.num_seen += len(indices)
-        loss = F.cross_entropy(self.net(words, False), following, reduction="sum")
+        loss = cross_entropy(self.net(words, False), following, reduction="sum")
         return {"loss": (loss.item(), len(indices)), "seen": (len(indices), 1)}
 
     def on_training_end(self) -> None:
