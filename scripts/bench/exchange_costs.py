@@ -1,7 +1,7 @@
 """Models what summing gradients costs on many machines: the tree, rings, and NCCL's tree.
 
-Nothing is measured here. The time of a round is its latency plus the bytes of the slowest process over
-the bandwidth of the link that it uses; the rounds of one way follow each other. ``python
+Nothing is measured here. The time of a round is its latency plus the bytes of the slowest process
+over the bandwidth of the link that it uses; rounds follow each other. ``python
 scripts/bench/exchange_costs.py`` prints the table of docs/sharding.md.
 """
 
@@ -43,7 +43,7 @@ def ring(num_ranks: int, num_bytes: float) -> tuple[int, float, float, float]:
 
 
 def double_tree(num_ranks: int, num_bytes: float) -> tuple[int, float, float, float]:
-    """NCCL's tree: a chain inside each machine, two pipelined trees between them, for a whole sum."""
+    """NCCL's tree: chains inside of machines, two pipelined trees between them; a whole sum."""
     machines = max(1, num_ranks // GPUS)
     rounds = 2 * (GPUS - 1 + math.ceil(math.log2(machines)))
     inside = 2 * (GPUS - 1) * INSIDE[0] + 2 * num_bytes / INSIDE[1]
