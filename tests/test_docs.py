@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tqdm import tqdm
 
 import helios
 from tests.support.warned import collect_warnings
@@ -46,6 +47,8 @@ def test_the_code_of_a_page_runs(
 ) -> None:
     script = _write_script(page, tmp_path)
     monkeypatch.chdir(tmp_path)
+    # Bars of other libraries would leave a thread that watches them.
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
     codes = []
     with collect_warnings() as warnings:
         try:
