@@ -2867,8 +2867,8 @@ FAULTS = (
     Fault(
         "a signal ends an interpreter that is being torn down",
         "helios/core/signal_watch.py",
-        "        atexit.register(ignore_signals,",
-        "        tuple((ignore_signals,",
+        "[n for n in self.numbers if self._ends_process(n)]",
+        "[]",
         "tests/core/test_signal_watch.py::test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal",
     ),
     Fault(

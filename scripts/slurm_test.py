@@ -159,6 +159,16 @@ def signal_all_tasks(scene: Scene) -> dict[int, int]:
     return {0: 2}
 
 
+def signal_before_training(scene: Scene) -> dict[int, int]:
+    job = scene.submit("elastic.sh")
+    steps = ("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i")
+    wait_until(lambda: f"{job}.0" in scene.cluster.call(*steps).split(), "tasks that import")
+    scene.cluster.call("scancel", "--signal=USR1", job)
+    scene.resume(job)
+    scene.complete(job)
+    return {0: 1}
+
+
 def requeue_on_fewer_tasks(scene: Scene) -> dict[int, int]:
     cluster, second = scene.cluster, scene.cluster.nodes[1]
     job = scene.submit("elastic.sh")
@@ -189,8 +199,8 @@ def requeue_one_of_an_array(scene: Scene) -> dict[int, int]:
 
 def reach_the_time_limit(scene: Scene) -> dict[int, int]:
     # SLURM sends the signal up to a minute early, and its limits are whole minutes.
-    options = ("--array=2", "--time=2", "--signal=USR1@60")
-    job = f"{scene.submit('array.sh', *options, pause=0.6)}_2"
+    options = ("--array=2", "--time=3", "--signal=USR1@60")
+    job = f"{scene.submit('array.sh', *options, pause=0.8)}_2"
     scene.resume(job)
     scene.complete(job)
     return {2: 2}
@@ -213,9 +223,10 @@ def end_and_submit_again(*command: str) -> Callable[[Scene], dict[int, int]]:
 CASES: dict[str, Callable[[Scene], dict[int, int]]] = {
     "srun -n 4 -N 2": train_by_srun,
     "scancel --signal=USR1": signal_all_tasks,
+    "SIGUSR1 while python starts": signal_before_training,
     "requeue, another srun -n": requeue_on_fewer_tasks,
     "array, scontrol requeue": requeue_one_of_an_array,
-    "--signal=USR1@60": reach_the_time_limit,
+    "time limit, --signal=USR1@60": reach_the_time_limit,
     "scancel, sbatch again": end_and_submit_again("scancel"),
     "SIGKILL, sbatch again": end_and_submit_again("scancel", "--signal=KILL"),
 }
