@@ -2857,6 +2857,62 @@ FAULTS = (
         "        if self.is_over or is_past:",
         "tests/ledger/test_replay.py::test_weights_that_differ_at_the_end_only_are_found",
     ),
+    Fault(
+        "SLURM ends tasks that are exiting with 75",
+        "helios/startup/launching/launch_call.py",
+        "            call.runtime.listener.ignore_the_rest()\n",
+        "            pass\n",
+        "tests/distributed/test_signals.py::test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them",
+    ),
+    Fault(
+        "a signal ends an interpreter that is being torn down",
+        "helios/core/signal_watch.py",
+        "[n for n in self.numbers if self._ends_process(n)]",
+        "[]",
+        "tests/core/test_signal_watch.py::test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal",
+    ),
+    Fault(
+        "a process that is to exit keeps the handler of the user away",
+        "helios/core/signal_watch.py",
+        "        if not (self._stays and self._ends_process(number)):",
+        "        if not self._stays:",
+        "tests/core/test_signal_watch.py::test_a_handler_of_the_user_is_restored_in_such_a_process_too",
+    ),
+    Fault(
+        "jobs of an array share a port",
+        "helios/launch/launcher.py",
+        '(job + zlib.crc32(b"%d" % step))',
+        'zlib.crc32(b"%d.%d" % (job, step))',
+        "tests/launch/test_launcher.py::test_no_two_jobs_of_an_array_have_one_port",
+    ),
+    Fault(
+        "rank 0 is sought on a machine that no job names",
+        "helios/launch/launcher.py",
+        'return re.sub(r"\\[(\\w+)[^]]*\\]", r"\\1", first[0] if first else "")',
+        'return first[0] if first else ""',
+        "tests/launch/test_launcher.py::test_rank_0_is_on_the_first_machine_of_the_step",
+    ),
+    Fault(
+        "ranks of another job are taken for own",
+        "helios/distributed/process_groups.py",
+        "is_torchrun else urlsplit(meeting).path",
+        "is_torchrun else meeting[:3]",
+        "tests/distributed/test_collectives.py::test_ranks_of_another_job_at_the_same_port_are_not_taken_for_own",
+    ),
+    Fault(
+        "nobody says how to change a port that is in use",
+        "helios/distributed/process_groups.py",
+        '        if "EADDRINUSE" not in str(error):',
+        "        if error:",
+        "tests/distributed/test_collectives.py::test_a_port_that_is_in_use_is_named_with_its_variable",
+    ),
+    Fault(
+        "git waits for the end of a forked worker",
+        "helios/ledger/manifest/git_state.py",
+        "                close_fds=False,\n",
+        "",
+        "tests/ledger/test_manifest.py::test_git_is_started_without_a_pipe_that_a_forked_worker_would_keep_open",
+    ),
 )
 
 

@@ -96,9 +96,15 @@ def test_a_recipe_that_is_killed_ends_with_the_same_ledgers(
 
 def test_the_job_files_can_be_read() -> None:
     text = (_ROOT / "docs" / "recipes" / "clusters.md").read_text()
-    ((kind, script), (other, job)) = re.findall(r"^```(\w+)\n(.*?)^```", text, _BLOCK.flags)
-    assert (kind, other) == ("bash", "yaml")
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, _BLOCK.flags)
+    scripts = [block for kind, block in blocks if kind == "bash"]
+    (job,) = (block for kind, block in blocks if kind == "yaml")
+    # Those that scripts/slurm_test runs.
+    tried = runpy.run_path(str(_ROOT / "scripts" / "slurm_test.py"))
+    assert tried["job_files"]() == scripts
+    assert len(scripts) == 2
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     document = yaml.safe_load(job)
     volumes = {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
     (container,) = document["spec"]["template"]["spec"]["containers"]
