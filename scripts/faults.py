@@ -206,6 +206,27 @@ FAULTS = (
         f"{POINTS}::test_a_kill_while_a_course_is_cut_off_mixes_nothing",
     ),
     Fault(
+        "two trainings write to the folder of a tracker",
+        "helios/tracking/point_store.py",
+        "        self._lock.acquire()\n",
+        "",
+        f"{TRACKERS}::test_a_second_training_with_the_folder_is_refused_and_changes_nothing",
+    ),
+    Fault(
+        "a tracker that moves its folder aside loses its lock",
+        "helios/tracking/point_store.py",
+        "            self._lock.renew()\n",
+        "",
+        f"{POINTS}::test_the_folder_stays_locked_when_it_is_moved_or_copied_aside",
+    ),
+    Fault(
+        "a tracker that copies its folder aside loses its lock",
+        "helios/tracking/point_store.py",
+        "ignore_patterns(LOCK_NAME, WRITER_LOCK_NAME)",
+        "ignore_patterns(LOCK_NAME)",
+        f"{POINTS}::test_the_folder_stays_locked_when_it_is_moved_or_copied_aside",
+    ),
+    Fault(
         "points count as sent before the server has acknowledged them",
         "helios/tracking/sender.py",
         "            send(rows)\n",
