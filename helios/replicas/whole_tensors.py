@@ -36,7 +36,7 @@ class _Joining:
         found = value
         if is_sharded(value):
             found = self._gather(value)
-        elif isinstance(value, Mapping) and hasattr(value, "items"):
+        elif isinstance(value, Mapping):
             parts = {key: self.join(part) for key, part in value.items()}
             if any(parts[key] is not value[key] for key in parts):
                 found = _like(value, parts)
