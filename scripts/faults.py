@@ -52,6 +52,7 @@ AUDITS = "tests/audit/test_step_audit.py"
 AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
+SHARDED = "tests/sharding/test_sharded_training.py"
 REWINDS = "tests/integration/test_rewind.py"
 TRACKERS = "tests/plugins/test_tracker.py"
 SENDERS = "tests/tracking/test_sender.py"
@@ -71,6 +72,97 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "zeros of a module that runs twice are added to its gradients",
+        "helios/sharding/unit_sum.py",
+        "        if has_new:",
+        "        if True:",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "a sharded module that runs twice is reduced after its first backward",
+        "helios/sharding/unit_sum.py",
+        "        return self._num_forwards <= 0",
+        "        return True",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "activations that are computed again count as a call of a sharded module",
+        "helios/sharding/unit_sum.py",
+        "        if torch.is_grad_enabled() and not is_in_backward():",
+        "        if torch.is_grad_enabled():",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "halves of gradients are added farthest rank first",
+        "helios/sharding/unit_sum.py",
+        "    for level in range(group.size().bit_length() - 1):",
+        "    for level in reversed(range(group.size().bit_length() - 1)):",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "what a process without a replica computes counts as a gradient",
+        "helios/sharding/sharded_gradients.py",
+        "        if not self._waves.is_idle:",
+        "        if True:",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "sharded parameters that no replica uses have gradients of zero",
+        "helios/sharding/sharded_gradients.py",
+        "        there = self._find_present(sorted(self._trained))",
+        "        there = sorted(self._trained)",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "a process that computes along keeps the buffers of its repeated step",
+        "helios/loops/run_along.py",
+        "        with StepTrace(session, ()).erased():",
+        "        with __import__('contextlib').nullcontext():",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "one process adds the micro-batches of each replica first, where several cannot",
+        "helios/replicas/gradients.py",
+        "        if self._replicas.is_sharded:",
+        "        if self._replicas.is_spread:",
+        f"{SHARDED}::test_accumulated_and_clipped_the_bits_are_those_of_one_process",
+    ),
+    Fault(
+        "the norm of sharded gradients is that of one shard",
+        "helios/replicas/row_norm.py",
+        "        if is_sharded(gradients[0]):",
+        "        if False:",
+        f"{SHARDED}::test_accumulated_and_clipped_the_bits_are_those_of_one_process",
+    ),
+    Fault(
+        "the order of accumulation is not stored",
+        "helios/startup/checkpoint_search/run_identity.py",
+        '        found["accumulation_order"] = "micro-batches"',
+        "        pass",
+        f"{SHARDED}::test_what_sums_in_another_order_must_not_change",
+    ),
+    Fault(
+        "a validation of a sharded model leaves what its repeated step has changed",
+        "helios/loops/evaluation.py",
+        "        before.erase()",
+        "        pass",
+        f"{SHARDED}::test_validations_end_together_and_count_once",
+    ),
+    Fault(
+        "each process names the gradients of its own shards only",
+        "helios/plugins/nonfinite_report.py",
+        "    return NonFiniteReport(losses, dict(sorted(gradients.items())))",
+        "    return NonFiniteReport(losses, found[0].gradients if found else {})",
+        "tests/sharding/test_sharded_training.py::test_a_shard_that_is_not_finite_is_seen_by_all",
+    ),
+    Fault(
+        "losses of replicas in waves are summed in the order of processes",
+        "helios/replicas/named_sums.py",
+        "        return rows if self._is_in_order else rows[self._rows_in_order]",
+        "        return rows",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
     Fault(
         "reading a stream at the end of an epoch changes what hooks draw",
         "helios/data/stream_source.py",
