@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tests.distributed.test_elastic import KillRank
-from tests.support.elastic import Elastic, train
+from tests.support.elastic import Elastic, KillRank, train
 
 
 def main() -> None:
