@@ -105,7 +105,7 @@ FAULTS = (
         "helios/sharding/sharded_gradients.py",
         "        if not self._waves.is_idle:",
         "        if True:",
-        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+        "tests/sharding/test_sharded_gradients.py::test_gradients_of_a_repeated_step_do_not_count",
     ),
     Fault(
         "sharded parameters that no replica uses have gradients of zero",
@@ -161,7 +161,7 @@ FAULTS = (
         "helios/replicas/named_sums.py",
         "        return rows if self._is_in_order else rows[self._rows_in_order]",
         "        return rows",
-        "tests/distributed/test_scores.py::test_rows_come_in_the_order_of_replicas",
+        "tests/sharding/test_waves.py::test_rows_of_waves_are_put_in_the_order_of_replicas",
     ),
     Fault(
         "reading a stream at the end of an epoch changes what hooks draw",
