@@ -237,9 +237,23 @@ FAULTS = (
     Fault(
         "all epochs of a mixture's source have one order",
         "helios/data/samplers.py",
-        "            keys = [rng.key(*fields, epoch + row) for row in range(int(rows[-1]) + 1)]",
-        "            keys = [rng.key(*fields, 0) for row in range(int(rows[-1]) + 1)]",
+        "            keys += [rng.key(*fields, each) for each in epochs]",
+        "            keys += [rng.key(*fields, 0) for each in epochs]",
         "tests/data/test_mixture.py::test_each_source_is_used_up_before_it_begins_again",
+    ),
+    Fault(
+        "the samples of a mixture that are enciphered again are of other sources",
+        "helios/data/permutation.py",
+        "else _pick(self._parts, stray)",
+        "else _pick(self._parts, slice(len(stray)))",
+        "tests/data/test_mixture.py::test_each_source_is_used_up_before_it_begins_again",
+    ),
+    Fault(
+        "a mixture's sources of one length share their order",
+        "helios/data/permutation.py",
+        "places = orders.searchsorted(rows[here])",
+        "places = np.zeros_like(here)",
+        "tests/data/test_mixture.py::test_the_order_stays_what_it_is",
     ),
     Fault(
         "the weights of a mixture are not compared at a resume",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,16 +26,22 @@ _NUM_ROUNDS = 12
 _MIN_BITS = 4
 _MAX_LENGTH = (1 << 63) - 1
 
+_ONE = np.uint64(1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
-_ROUND_A = np.uint32(0x7FEB352D)
-_ROUND_B = np.uint32(0x846CA68B)
-_ROUND_C = np.uint32(0x9E3779B1)
+# Arrays without dimensions: with scalars, operations on short arrays take twice as long.
+_ROUND_A = np.array(0x7FEB352D, dtype=np.uint32)
+_ROUND_B = np.array(0x846CA68B, dtype=np.uint32)
+_ROUND_C = np.array(0x9E3779B1, dtype=np.uint32)
+_SHIFT_A = np.array(15, dtype=np.uint32)
+_SHIFT_B = np.array(16, dtype=np.uint32)
 
 _Ints = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 _Halves = npt.NDArray[np.uint32]
+# Sizes, numbers of low bits, the shifts of the high and the low half, and the keys of all rounds.
+_Parts: TypeAlias = tuple[_Words, _Words, _Halves, _Halves]
 
 
 def _mix(words: _Words) -> _Words:
@@ -100,60 +106,86 @@ class _Network:
     half as many. Halves of one bit would need more, hence at least four bits.
 
     Args:
-        length: size of the range.
-        seeds: shape (1,), or (n,) to encipher element i of n under seed i.
+        lengths: the sizes of n ranges.
+        seeds: the seed of each; shape (n,).
+        rows: the range of each element; ``None`` if element i is of range i.
         num_rounds: rounds of the network.
     """
 
-    def __init__(self, length: int, seeds: _Words, *, num_rounds: int = _NUM_ROUNDS) -> None:
-        bits = max(_MIN_BITS, (length - 1).bit_length())
-        self._length = length
-        self._low_bits = bits - bits // 2
-        self._shifts = (np.uint32(32 - bits // 2), np.uint32(32 - self._low_bits))
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        seeds: _Words,
+        rows: _Ints | None = None,
+        *,
+        num_rounds: int = _NUM_ROUNDS,
+    ) -> None:
+        bits = np.array([max(_MIN_BITS, (length - 1).bit_length()) for length in lengths])
+        low_bits = bits - bits // 2
         words = _expand(seeds, num_rounds)
         halves = (words.astype(np.uint32), (words >> np.uint64(32)).astype(np.uint32))
-        self._keys: _Halves = np.stack(halves, axis=1)
+        parts: _Parts = (
+            np.array(lengths, dtype=np.uint64),
+            low_bits.astype(np.uint64),
+            np.stack([32 - bits // 2, 32 - low_bits]).astype(np.uint32),
+            np.stack(halves, axis=1),
+        )
+        self._num_rounds = num_rounds
+        # The last dimension is that of elements; a single range has none.
+        self._is_single = len(lengths) == 1
+        if self._is_single:
+            parts = _pick(parts, 0)
+        elif rows is not None:
+            parts = _pick(parts, rows)
+        self._parts = parts
 
     def encipher(self, positions: _Ints) -> _Ints:
-        return self._walk(positions, range(len(self._keys)))
+        return self._walk(positions, range(self._num_rounds))
 
     def decipher(self, samples: _Ints) -> _Ints:
-        return self._walk(samples, range(len(self._keys))[::-1])
+        return self._walk(samples, range(self._num_rounds)[::-1])
 
     def _walk(self, values: _Ints, rounds: range) -> _Ints:
-        found = self._cross(values.astype(np.uint64), self._keys, rounds)
-        stray = np.flatnonzero(found >= self._length)
+        found = _cross(values.astype(np.uint64), self._parts, rounds)
+        stray = np.flatnonzero(found >= self._parts[0])
         while stray.size:
-            keys = self._keys if self._keys.shape[2] == 1 else self._keys[:, :, stray]
-            moved = self._cross(found[stray], keys, rounds)
+            parts = self._parts if self._is_single else _pick(self._parts, stray)
+            moved = _cross(found[stray], parts, rounds)
             found[stray] = moved
-            stray = stray[moved >= self._length]
+            stray = stray[moved >= parts[0]]
         return found.astype(np.int64)
 
-    def _cross(self, words: _Words, keys: _Halves, rounds: range) -> _Words:
-        """Apply all rounds once; each round is its own inverse."""
-        low_bits = np.uint64(self._low_bits)
-        high = (words >> low_bits).astype(np.uint32)
-        low = (words & np.uint64((1 << self._low_bits) - 1)).astype(np.uint32)
-        for number in rounds:
-            if number % 2:
-                low ^= _round(high, keys[number], self._shifts[1])
-            else:
-                high ^= _round(low, keys[number], self._shifts[0])
-        crossed: _Words = high.astype(np.uint64)
-        crossed <<= low_bits
-        crossed |= low
-        return crossed
+
+def _pick(parts: _Parts, places: Any) -> _Parts:
+    lengths, low_bits, shifts, keys = parts
+    return lengths[..., places], low_bits[..., places], shifts[..., places], keys[..., places]
 
 
-def _round(half: _Halves, keys: _Halves, shift: np.uint32) -> _Halves:
+def _cross(words: _Words, parts: _Parts, rounds: range) -> _Words:
+    """Apply all rounds once; each round is its own inverse."""
+    _, low_bits, (high_shift, low_shift), keys = parts
+    high = (words >> low_bits).astype(np.uint32)
+    low = (words & ((_ONE << low_bits) - _ONE)).astype(np.uint32)
+    for number in rounds:
+        first, second = keys[number]
+        if number % 2:
+            low ^= _round(high, first, second, low_shift)
+        else:
+            high ^= _round(low, first, second, high_shift)
+    crossed: _Words = high.astype(np.uint64)
+    crossed <<= low_bits
+    crossed |= low
+    return crossed
+
+
+def _round(half: _Halves, first: _Halves, second: _Halves, shift: _Halves) -> _Halves:
     """Hash one half with two words; the result is the top bits, which depend on all others."""
-    mixed: _Halves = half ^ keys[0]
+    mixed: _Halves = half ^ first
     mixed *= _ROUND_A
-    mixed ^= mixed >> np.uint32(15)
-    mixed += keys[1]
+    mixed ^= mixed >> _SHIFT_A
+    mixed += second
     mixed *= _ROUND_B
-    mixed ^= mixed >> np.uint32(16)
+    mixed ^= mixed >> _SHIFT_B
     mixed *= _ROUND_C
     mixed >>= shift
     return mixed
@@ -190,7 +222,7 @@ class Permutation:
         if length <= _SORTED_LIMIT:
             self._map = _SortedOrder(length, seed)
         else:
-            self._map = _Network(length, np.array([seed], dtype=np.uint64))
+            self._map = _Network([length], np.array([seed], dtype=np.uint64))
 
     def at(self, positions: _Ints) -> _Ints:
         """Return the samples at the given positions.
@@ -252,20 +284,30 @@ class Permutation:
             )
 
 
-def permute_under_keys(length: int, keys: Sequence[int], rows: _Ints, positions: _Ints) -> _Ints:
-    """Return the samples at positions of several permutations of one range at once.
+def permute_under_keys(
+    lengths: Sequence[int], keys: Sequence[int], rows: _Ints, positions: _Ints
+) -> _Ints:
+    """Return the samples at positions of several permutations at once.
 
     These are keyed permutations, too, but not those of :class:`Permutation`, whose cost for a
     single position of a range of 65,536 is that of sorting all of it.
 
     Args:
-        length: size of the range; positive.
+        lengths: size of the range of each permutation; positive.
         keys: the key of each permutation.
         rows: which permutation each element uses.
         positions: the position of each element; shape as ``rows``.
     """
-    seeds = np.array([rng.key("permutation", length, key) for key in keys], dtype=np.uint64)
-    if length <= _ROW_LIMIT:
-        found: _Ints = _hashes(length, seeds).argsort(axis=1)[rows, positions]
-        return found
-    return _Network(length, seeds[rows]).encipher(positions)
+    pairs = zip(lengths, keys, strict=True)
+    seeds = np.array([rng.key("permutation", *pair) for pair in pairs], dtype=np.uint64)
+    sizes, found = np.array(lengths), np.empty_like(positions)
+    size_of = sizes[rows]
+    long = np.flatnonzero(size_of > _ROW_LIMIT)
+    if long.size:
+        found[long] = _Network(lengths, seeds, rows[long]).encipher(positions[long])
+    for length in {length for length in lengths if length <= _ROW_LIMIT}:
+        orders = np.flatnonzero(sizes == length)
+        here = np.flatnonzero(size_of == length)
+        places = orders.searchsorted(rows[here])
+        found[here] = _hashes(length, seeds[orders]).argsort(axis=1)[places, positions[here]]
+    return found

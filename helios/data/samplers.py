@@ -280,28 +280,44 @@ class MixtureSampler(ResumableSampler):
     def _block(self, number: int) -> list[int]:
         """Return the samples of one block of positions, which are counted over all epochs."""
         befores, afters = (self.mixture.count_before(each) for each in (number, number + 1))
+        counts = [after - before for before, after in zip(befores, afters, strict=True)]
         key = rng.key("mixture", self.run_seed, self.seed, number)
         block = np.arange(MIXED_AT_ONCE)
-        places = permute_under_keys(len(block), [key], np.zeros_like(block), block)
+        places = permute_under_keys([len(block)], [key], np.zeros_like(block), block)
+        # Sorted within a source, because one that is not shuffled is used in its own order.
+        firsts = np.repeat(np.arange(len(counts)), counts) * MIXED_AT_ONCE
         found = np.empty_like(block)
-        first = 0
-        for source, (before, after) in enumerate(zip(befores, afters, strict=True)):
-            if count := after - before:
-                # Sorted, because a source that is not shuffled is used in its own order.
-                found[np.sort(places[first : first + count])] = self._next(source, before, count)
-                first += count
+        found[np.sort(firsts + places) - firsts] = self._next(befores, counts)
         return cast(list[int], found.tolist())
 
-    def _next(self, source: int, before: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the samples of a source that follow a number of samples in all its epochs."""
-        mixture, length = self.mixture, self.mixture.lengths[source]
-        epoch, within = divmod(before, length)
-        rows, positions = np.divmod(np.arange(within, within + count), length)
-        if self.shuffle:
+    def _next(self, befores: list[int], counts: list[int]) -> npt.NDArray[np.int64]:
+        """Return the samples that follow, source by source.
+
+        Args:
+            befores: samples of each source before them, in all its epochs.
+            counts: how many of each source follow.
+        """
+        mixture = self.mixture
+        lengths: list[int] = []
+        keys: list[int] = []
+        rows, positions = [], []
+        for source, (before, count) in enumerate(zip(befores, counts, strict=True)):
+            if not count:
+                continue
+            length = mixture.lengths[source]
+            epoch, within = divmod(before, length)
+            laps, numbers = np.divmod(np.arange(within, within + count), length)
+            rows.append(laps + len(keys))
+            positions.append(numbers)
             fields = ("order", self.run_seed, self.seed, "source", mixture.names[source])
-            keys = [rng.key(*fields, epoch + row) for row in range(int(rows[-1]) + 1)]
-            positions = permute_under_keys(length, keys, rows, positions)
-        return positions + mixture.offsets[source]
+            epochs = range(epoch, epoch + int(laps[-1]) + 1)
+            keys += [rng.key(*fields, each) for each in epochs]
+            lengths += [length] * len(epochs)
+        found: npt.NDArray[np.int64] = np.concatenate(positions)
+        if self.shuffle:
+            found = permute_under_keys(lengths, keys, np.concatenate(rows), found)
+        found += np.repeat(mixture.offsets, counts)
+        return found
 
 
 ResumableSamplerType: TypeAlias = ResumableSampler | ResumableDistributedSampler

@@ -7,6 +7,10 @@ in batches with their keys, which Helios needs and RandomSampler has not::
 
     .venv/bin/python scripts/bench/order.py [--large]
 
+``--mixtures`` measures mixtures in place of that: milliseconds to the first block of samples, from
+positions up to 10^12; of each position the fastest of some repetitions, over positions the median
+and the slowest.
+
 MiB are those of ``tracemalloc``, which sees NumPy, for Helios; for RandomSampler, whose tensor
 ``tracemalloc`` does not see, they are the growth of a fresh process. ``--large`` adds
 RandomSampler's row of 10^8, which takes 5 GiB and a minute.
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import random
 import resource
 import statistics
 import sys
@@ -28,13 +33,15 @@ from typing import NamedTuple
 
 from torch.utils.data import BatchSampler, RandomSampler
 
+from helios.data import Mixture
 from helios.data.keyed import KeyedBatchSampler
 from helios.data.order import Position, PositionalOrder
-from helios.data.samplers import ResumableRandomSampler
+from helios.data.samplers import MixtureSampler, ResumableRandomSampler
 
 BATCH_SIZE = 32
 NUM_BATCHES = 10_000
 NUM_REPEATS = 7
+NUM_POSITIONS = 100
 MIB = 2**20
 SHARES = (0.0, 0.9)
 
@@ -126,10 +133,43 @@ def show(name: str, length: int, share: float, row: Row) -> None:
     )
 
 
+def seek_mixture(lengths: list[int]) -> list[float]:
+    """Return the milliseconds to the first block of a mixture, from some positions, sorted."""
+    sources = {str(n): (range(length), 0.1 + 0.37 * n) for n, length in enumerate(lengths)}
+    sampler = MixtureSampler(Mixture(sources, length=10**13))
+    draw = random.Random(0)
+    found = []
+    for _ in range(NUM_POSITIONS):
+        start = int(10 ** draw.uniform(0, 12))
+        make = partial(sampler.blocks, start)
+        found.append(min(seconds_to_first(make) for _ in range(NUM_REPEATS)) * 1e3)
+    return sorted(found)
+
+
+def show_mixtures() -> None:
+    """Print a row for each number and kind of sources."""
+    kinds: dict[str, Callable[[int], list[int]]] = {
+        "3, 4 ...": lambda count: [3 + n for n in range(count)],
+        "1,000, 1,007 ...": lambda count: [1_000 + 7 * n for n in range(count)],
+        "50 ... 10^12": lambda count: [int(50 * 2e10 ** (n / (count - 1))) for n in range(count)],
+        "2^20 + 1": lambda count: [2**20 + 1] * count,
+    }
+    print(f"{'sources':>7} {'samples of each':<16} {'median [ms]':>12} {'slowest [ms]':>13}")
+    for count in (2, 4, 8, 16):
+        for name, lengths_of in kinds.items():
+            found = seek_mixture(lengths_of(count))
+            print(f"{count:>7} {name:<16} {statistics.median(found):>12.2f} {found[-1]:>13.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="RandomSampler at 10^8 too")
-    largest = 10**8 if parser.parse_args().large else 10**7
+    parser.add_argument("--mixtures", action="store_true", help="mixtures in place of that")
+    arguments = parser.parse_args()
+    if arguments.mixtures:
+        show_mixtures()
+        return
+    largest = 10**8 if arguments.large else 10**7
     print(
         f"{'order':<14} {'samples':<7} {'from':>5} {'first [ms]':>12} {'MiB':>10} "
         f"{'ns/index':>9} {'with keys':>9}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from hashlib import sha256
 from itertools import chain, islice
 from typing import Any
 
@@ -90,6 +91,19 @@ def test_any_position_gives_the_tail_of_the_order(position: int) -> None:
     )
     assert start(mixture, position, 9) != start(mixture, position, 9, run_seed=2)
     assert start(mixture, position, 9) != start(mixture, position, 9, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "expected"), [(True, "fffe2e9b867e31e0"), (False, "a877a2494196ce35")]
+)
+def test_the_order_stays_what_it_is(shuffle: bool, expected: str) -> None:
+    lengths = (1, 7, 511, 512, 513, 600, 2**16 + 1, 10**12)
+    mixture = mix(lengths, (1, 2, 3, 4, 5, 6, 7, 8.5), length=10**13)
+    found = sha256()
+    for position in (0, 77, 10**6, 10**12 + 5):
+        samples = start(mixture, position, 600, seed=3, shuffle=shuffle)
+        found.update(repr(samples).encode())
+    assert found.hexdigest()[:16] == expected
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def seeds():
 
 
 def network(length, seed=1, **options):
-    return _Network(length, np.array([seed], dtype=np.uint64), **options)
+    return _Network([length], np.array([seed], dtype=np.uint64), **options)
 
 
 def pairs_of_positions(length):
@@ -42,7 +42,7 @@ def pairs_of_positions(length):
 
 def network_samples(length, seeds, **options):
     """Samples under every seed at each pair of positions; shape (pairs, 2, seeds)."""
-    tested = _Network(length, seeds, **options)
+    tested = _Network([length] * len(seeds), seeds, **options)
     pairs = pairs_of_positions(length)
     known = {p: tested.encipher(np.full(len(seeds), p)) for p in np.unique(pairs)}
     return np.array([[known[first], known[second]] for first, second in pairs])

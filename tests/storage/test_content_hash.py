@@ -215,6 +215,16 @@ def test_a_fingerprint_stays_what_it_is_in_ledgers(value: Any, expected: int) ->
     assert fingerprint(value, 3).value == expected
 
 
+def test_a_dictionary_of_tensors_is_hashed_alike_in_any_order_and_by_either_path() -> None:
+    names = ["y", "x", "10", "9", "long name", "é", ""]
+    tensors = {name: torch.full((number + 1,), number) for number, name in enumerate(names)}
+    found = set()
+    for order in (names, sorted(names), names[::-1]):
+        batch = {name: tensors[name] for name in order}
+        found |= {fingerprint(batch), fingerprint(UserDict(batch))}
+    assert len(found) == 1
+
+
 def test_what_was_read_does_not_follow_later_changes() -> None:
     x, y = torch.ones(3), torch.zeros(2)
     for batch in ([x, y], (x, y), {"x": x, "y": y}, [x, [y]]):
