@@ -229,9 +229,9 @@ FAULTS = (
     Fault(
         "listing checkpoints imports PyTorch",
         "helios/checkpoint/status.py",
-        "from helios.storage.container_checks import check_directory\n",
-        "from helios.storage import codec\n"
-        "from helios.storage.container_checks import check_directory\n",
+        "from helios.checkpoint.sidecar import Sidecar, check_schema\n",
+        "from helios.checkpoint.sidecar import Sidecar, check_schema\n"
+        "from helios.storage import codec\n",
         "tests/test_deferred.py::test_commands_that_read_text_import_no_pytorch",
     ),
     Fault(
@@ -1351,7 +1351,7 @@ FAULTS = (
     ),
     Fault(
         "an interruption cuts the wait for a save short",
-        "helios/checkpoint/saver.py",
+        "helios/checkpoint/writer_thread.py",
         "        self._is_idle.wait()\n",
         "",
         "tests/checkpoint/test_saver.py"
@@ -1670,7 +1670,7 @@ FAULTS = (
     Fault(
         "a damaged checkpoint is loaded by a silent fresh start",
         "helios/checkpoint/store.py",
-        "            self._refuse_silent_restart(self.damaged + self._find_damaged())",
+        "            self._refuse_silent_restart(self.damaged + find_damaged(self._path))",
         "            pass",
         "tests/integration/test_which_run.py",
     ),
@@ -2211,9 +2211,9 @@ FAULTS = (
         "too little memory for a copy costs the save",
         "helios/checkpoint/saver.py",
         "        except MemoryError as error:\n"
-        "            self._do_without_copies(error)\n            draft",
+        "            self._do_without_copies(error)\n            return draft",
         "        except ZeroDivisionError as error:\n"
-        "            self._do_without_copies(error)\n            draft",
+        "            self._do_without_copies(error)\n            return draft",
         f"{SAVER}::test_a_copy_that_fails_in_the_middle_costs_no_save",
     ),
     Fault(
@@ -2354,7 +2354,7 @@ FAULTS = (
     Fault(
         "a digest that differs is good to the tools",
         "helios/checkpoint/status.py",
-        "            is_verified = loading.compare_bytes(self.path, self._sidecar)",
+        "            is_verified = self._contents.compare_bytes(self._sidecar)",
         "            is_verified = True",
         f"{COMMANDS}::test_verify_says_good_or_why_not_and_its_code_too",
     ),

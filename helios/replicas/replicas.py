@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helios.core.sharded_tensors import RowShare
 from helios.distributed import pickling
 from helios.distributed.process_groups import DistributedInfo, collective, control_group
 from helios.errors import UsageError
@@ -152,12 +153,19 @@ class Replicas:
             dist.all_gather_object(found, pickling.dumps(value), group=control_group())
         return [pickling.loads(data) for data in found]
 
+    @property
+    def share(self) -> RowShare | None:
+        """Which rows of sharded tensors this process holds; ``None`` if it holds all of them."""
+        if self.is_whole or not self.is_sharded:
+            return None
+        return RowShare(self.rank, self.num_processes)
+
     def join_shards(self, tree: Any) -> Any:
         """Return a state with whole tensors on rank 0, and placeholders for them on the others.
 
         A collective call, if models are sharded over several processes.
         """
-        if self.is_whole or not self.is_sharded:
+        if self.share is None:
             return tree
         return join_shards(tree, keeps=self.rank == 0)
 

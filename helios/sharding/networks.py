@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
-from helios.core.sharded_tensors import is_sharded
+from helios.core.sharded_tensors import RowShare, is_deferred, is_sharded, read_deferred
 from helios.errors import ArgumentTypeError, UsageError
 from helios.replicas.replicas import Replicas
 from helios.sharding.elementwise import check_optimizer
-from helios.sharding.fsdp_adapter import Unit, cut, make_mesh, require_fsdp, shard_unit
+from helios.sharding.fsdp_adapter import as_sharded, cut, make_mesh, require_fsdp, shard_unit
 from helios.sharding.sharded_gradients import ShardedGradients
 
 _LOGGER = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ def _cut_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
         saved = state.get(name)
         if is_sharded(parameter) and isinstance(saved, Tensor) and not is_sharded(saved):
             if saved.shape == parameter.shape:
-                state[name] = cut(saved, parameter)
+                state[name] = _cut(saved, parameter)
 
 
 def _cut_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -211,10 +211,18 @@ def _cut_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[st
     for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
         if number in found and is_sharded(parameter):
             found[number] = {
-                name: cut(value, parameter) if _fits(value, parameter) else value
+                name: _cut(value, parameter) if _fits(value, parameter) else value
                 for name, value in found[number].items()
             }
     return {**state, "state": found}
+
+
+def _cut(value: Tensor, like: Any) -> Tensor:
+    """Return this process's shard of a tensor, of which no more is read if it is deferred."""
+    if not is_deferred(value):
+        return cut(value, like)
+    share = RowShare(like.device_mesh.get_local_rank(), like.device_mesh.size())
+    return as_sharded(read_deferred(value, share).to(like.device), like)
 
 
 def _fits(value: object, parameter: Tensor) -> bool:
