@@ -40,7 +40,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ledger": _TOOLS,
     "tracking": (*_TOOLS, "ledger"),
     "migration": (*_TOOLS, "checkpoint"),
-    "engines": (*_TOOLS, "replicas", "launch"),
+    "sharding": (*_TOOLS, "replicas"),
+    "engines": (*_TOOLS, "replicas", "launch", "sharding"),
     "requests": (*_TOOLS, "replicas"),
     "model": (*_TOOLS, "hooks", "data", "run_state", "engines"),
     "plugins": (*_TOOLS, "hooks", "run_state", "tracking"),
@@ -57,7 +58,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "trainer": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "launch", "run_state", "checkpoint"),
-        *("ledger", "engines", "requests", "model", "plugins", "session", "loops", "audit"),
+        *("ledger", "sharding", "engines", "requests", "model", "plugins", "session", "loops"),
+        "audit",
     ),
     # What the façade shows; nothing imports it.
     "exports": (

@@ -19,6 +19,11 @@ from torch import Tensor
 from helios.audit.audit_turns import AuditTurn, find_turn
 from helios.audit.gradient_copies import GradientCopy
 from helios.audit.mismatches import Finding, describe, judge
+from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
+from helios.core.parameters import parameters_of
+from helios.distributed.process_groups import count_collectives
+from helios.errors import AuditError
+from helios.loops.step import begin_forward, loss_of, take_step
 from helios.loops.step_trace import (
     StepInputs,
     StepTrace,
@@ -26,11 +31,6 @@ from helios.loops.step_trace import (
     read_generators,
     set_generators,
 )
-from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
-from helios.core.parameters import parameters_of
-from helios.distributed.process_groups import count_collectives
-from helios.errors import AuditError
-from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.snapshot import Snapshot
 from helios.run_state.consistency import find_lazy
 from helios.run_state.replica_watch import TurnWatch

@@ -62,6 +62,34 @@ def whole_of(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()  # type: ignore[no-any-return]
 
 
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor as one of which this process holds a shard; nothing is sent.
+
+    Of a deferred tensor, only these rows are read.
+
+    Args:
+        whole: the same on all processes.
+        like: a tensor of the same shape; if it is not sharded, ``whole`` is returned.
+    """
+    if not is_sharded(like) or is_sharded(whole):
+        return whole
+    if is_deferred(whole):
+        return _read_shard(whole, like)
+    distribute = sys.modules[_MODULE].distribute_tensor
+    with torch.no_grad():
+        found: Tensor = distribute(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return found
+
+
+def _read_shard(deferred: Tensor, like: Any) -> Tensor:
+    mesh = like.device_mesh
+    own = read_deferred(deferred, RowShare(mesh.get_local_rank(), mesh.size())).to(like.device)
+    sizes = {"shape": like.shape, "stride": like.stride()}
+    kind = sys.modules[_MODULE].DTensor
+    found: Tensor = kind.from_local(own, mesh, like.placements, run_check=False, **sizes)
+    return found
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """Return the shard of this process; of a tensor that is not sharded, the tensor itself."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # noqa: SLF001

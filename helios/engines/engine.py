@@ -6,13 +6,13 @@ decides nothing: the optimizer loop calls it in the order of an update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
@@ -49,6 +49,7 @@ class Engine(ComponentState):
         device: the device of the training.
         sends_early: whether gradients are sent during backward.
         clips: whether :meth:`clip_gradients` does anything.
+        clips_by_rows: whether the norm is summed by rows, as for sharded gradients.
         gradient_norm: the norm of the gradients before ``clip_norm`` was last applied in this
             iteration; ``None`` if it was not.
         unsaved: names of attributes that training changes and that no checkpoint needs.
@@ -60,8 +61,8 @@ class Engine(ComponentState):
     """
 
     _internals: ClassVar[str] = (
-        "_bucket_bytes _clipping _clips_by_rows _gradients _is_scaled _open_micro_batches _precision _replicas "
-        "_scaler clips gradient_norm sends_early"
+        "_bucket_bytes _clipping _gradients _is_scaled _open_micro_batches _precision _replicas "
+        "_scaler clips clips_by_rows gradient_norm sends_early"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
@@ -98,14 +99,14 @@ class Engine(ComponentState):
     def replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._gradients = make_gradients(replicas)
-        self._clips_by_rows = replicas.is_sharded
+        self.clips_by_rows = replicas.is_sharded and self._clipping.clip_norm is not None
         # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
         self._is_scaled = self._precision.scaler is not None or is_own
         is_own = redefines(self, Engine, "clip_gradients")
         self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         is_own = redefines(self, Engine, "collect_gradients")
-        is_late = self._bucket_bytes is None or replicas.is_whole or replicas.is_sharded
+        is_late = self._bucket_bytes is None or replicas.is_whole or replicas.is_spread
         self.sends_early = not (is_late or is_own)
 
     @property
@@ -179,21 +180,21 @@ class Engine(ComponentState):
         self,
         networks: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
-        units: Sequence[nn.Module] | None,
+        units: Mapping[str, nn.Module],
     ) -> None:
         """Shard networks over the processes, if the run is sharded and there are several.
 
         Args:
             networks: the networks by path, whole and the same in all processes.
             optimizers: the optimizers by path, which get the sharded parameters.
-            units: modules whose parameters are gathered together; ``None`` for large children.
+            units: modules whose parameters are gathered together, by name.
 
         Raises:
-            UsageError: if PyTorch, a network or an optimizer does not allow it.
+            UsageError: if this PyTorch cannot do it.
         """
-        if self._replicas.is_sharded and not self._replicas.is_whole:
+        if self._replicas.is_spread:
             # Imported here because it takes long, and only such runs need it.
-            from helios.sharding.networks import shard_networks  # noqa: PLC0415
+            from helios.sharding.networks import shard_networks
 
             self._gradients = shard_networks(networks, optimizers, units, self._replicas)
 
@@ -201,6 +202,10 @@ class Engine(ComponentState):
     def has_idle_turn(self) -> bool:
         """Whether a turn of each iteration has no replica for this process."""
         return self._gradients.has_idle_turn
+
+    def sharded_parameters(self) -> Iterable[Tensor]:
+        """Return the parameters of which each process holds a shard."""
+        return self._gradients.sharded_parameters()
 
     def end_turn(self) -> None:
         """End the turn of a replica, before one in which this process has none."""
@@ -256,11 +261,27 @@ class Engine(ComponentState):
             optimizer: the optimizer of the parameters.
         """
         self.unscale_gradients(optimizer)
-        parameters = parameters_of(optimizer)
-        count = self._replicas.num_processes
-        self.gradient_norm = self._clipping.apply(
-            parameters, norm=partial(norm_by_rows, num_processes=count) if self._clips_by_rows else None
-        )
+        find_norm = self.find_norm if self.clips_by_rows else None
+        self.gradient_norm = self._clipping.apply(parameters_of(optimizer), find_norm)
+
+    def find_norm(self, gradients: Sequence[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
+        """Return a norm of gradients; where models are sharded, all processes call this together.
+
+        Args:
+            gradients: one, or several in a list.
+            norm_type: the ``p`` of the norm; 2 or ``inf`` where models are sharded.
+
+        Raises:
+            UsageError: for another one there, whose bits depend on the number of processes.
+        """
+        replicas = self._replicas
+        if replicas.is_sharded:
+            several = [gradients] if isinstance(gradients, Tensor) else gradients
+            return norm_by_rows(several, replicas.num_processes, norm_type=norm_type)
+        if isinstance(gradients, Tensor):
+            found: Tensor = torch.linalg.vector_norm(gradients, norm_type)
+            return found
+        return get_total_norm(gradients, norm_type)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters, and return whether the step was committed.

@@ -1,12 +1,11 @@
 """Computes along in turns in which this process has no replica, because sharding needs everybody.
 
 In such a turn the process repeats its last step. The others do not look at its gradients, and it
-leaves no trace.
+leaves no trace. Attributes of model and plugins are copied before, if the step changes any.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from helios.loops.step import begin_forward, loss_of, take_step
 from helios.loops.step_trace import StepTrace
+from helios.model.snapshot import Snapshot
 from helios.run_state.replica_watch import TurnWatch
 from helios.session import Session
 from helios.state import TrainingState
-
-_LOGGER = logging.getLogger(__name__)
 
 
 @final
@@ -32,7 +30,7 @@ class RunningAlong:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._batch: Any = None
-        self._has_watched = False
+        self._keeps_attributes = True
 
     def if_due(self) -> RunningAlong:
         """Return this object: every iteration has such a turn."""
@@ -54,21 +52,32 @@ class RunningAlong:
             return
         self._batch = None
         session.engine.end_turn()
-        watch = None if self._has_watched else TurnWatch(session, self._warn, reads_weights=False)
+        if not self._keeps_attributes:
+            self._repeat(batch)
+            return
+        watch = TurnWatch(session, self._note, reads_weights=False, sees_unsaved=True)
+        before = copy_attributes(session)
+        self._keeps_attributes = False
+        self._repeat(batch)
+        watch.conclude(is_manual=False)
+        # The gradients of the turn are not a trace of it.
+        parameters = [*session.engine.sharded_parameters()]
+        gradients = [parameter.grad for parameter in parameters]
+        before.erase()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _repeat(self, batch: Any) -> None:
+        session = self._session
         with StepTrace(session, ()).erased():
             loss = loss_of(take_step(session, "train_step", batch, session.state, has_begun=True))
             assert loss is not None, "a step is automatic or manual, never both"
             session.engine.backward_loss(loss)
-        if watch is not None:
-            self._has_watched = True
-            watch.conclude(is_manual=False)
 
-    def _warn(self, found: list[str], *, is_manual: bool) -> None:
-        if found:
-            _LOGGER.warning(
-                "%s.train_step changes %s. In this process it is called once more in each "
-                "iteration, because the sharded model needs all processes when the last replicas "
-                "train. Change it in on_training_batch_end.",
-                type(self._session.model).__name__,
-                ", ".join(found),
-            )
+    def _note(self, found: list[str], *, is_manual: bool) -> None:
+        self._keeps_attributes = bool(found)
+
+
+def copy_attributes(session: Session) -> Snapshot:
+    """Return a copy of what a step may change in the model and in plugins."""
+    return Snapshot([session.model, *session.plugins.values()])

@@ -60,9 +60,7 @@ def _blocks_of_fewest_subtrees(num_processes: int, num_replicas: int) -> tuple[r
     return best[num_longer][1]
 
 
-def block_of(
-    rank: int, num_processes: int, num_replicas: int, *, in_waves: bool = False
-) -> range:
+def block_of(rank: int, num_processes: int, num_replicas: int, *, in_waves: bool = False) -> range:
     """Return the replicas that one process runs.
 
     Raises:

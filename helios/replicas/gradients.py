@@ -8,13 +8,13 @@ single replica the gradients stay where backward has put them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
@@ -38,6 +38,10 @@ class Gradients:
 
     is_open: bool = False
     has_idle_turn: bool = False
+
+    def sharded_parameters(self) -> Iterable[Tensor]:
+        """Return the parameters of which each process holds a shard."""
+        return ()
 
     def end_turn(self) -> None:
         """End the turn of a replica, before one in which this process has none."""

@@ -62,6 +62,7 @@ class Replicas:
         has_one_each: whether each process runs one replica.
         rank: number of this process, from 0.
         is_sharded: as given. Replicas are then assigned in waves instead of blocks.
+        is_spread: whether models are sharded, and there are several processes.
         block: the replicas of this process.
         reducer: adds gradients over replicas.
         device: as given.
@@ -86,6 +87,7 @@ class Replicas:
         self.has_one_each = count == num_replicas
         self.rank = rank
         self.is_sharded = is_sharded
+        self.is_spread = is_sharded and count > 1
         self.block = assign(count, num_replicas, in_waves=is_sharded)[rank]
         self.reducer = TreeReducer(num_replicas, num_processes=count, rank=rank)
         group = None if self.is_whole else control_group()
@@ -108,6 +110,13 @@ class Replicas:
         with collective("Replicas.agree"):
             dist.all_reduce(raised, dist.ReduceOp.MAX, group=control_group())
         return tuple(map(bool, raised.tolist()))
+
+    def find_largest(self, number: int) -> int:
+        """Return the largest of the numbers of all processes; a collective call."""
+        found = torch.tensor(number)
+        with collective("Replicas.find_largest"):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=control_group())
+        return int(found)
 
     def send(
         self, flags: Sequence[bool], losses: Sequence[Mapping[str, Any]] | None, content: Tensor
@@ -156,18 +165,24 @@ class Replicas:
     @property
     def share(self) -> RowShare | None:
         """Which rows of sharded tensors this process holds; ``None`` if it holds all of them."""
-        if self.is_whole or not self.is_sharded:
-            return None
-        return RowShare(self.rank, self.num_processes)
+        return RowShare(self.rank, self.num_processes) if self.is_spread else None
+
+    def gather_replicas(self, values: Sequence[Any]) -> list[Any]:
+        """Return a small value of every replica, in their order.
+
+        Args:
+            values: one for each replica of this process, in order.
+        """
+        found = self.gather_objects(dict(zip(self.block, values, strict=True)))
+        by_replica = {replica: value for part in found for replica, value in part.items()}
+        return [by_replica[replica] for replica in range(self.num_replicas)]
 
     def join_shards(self, tree: Any) -> Any:
         """Return a state with whole tensors on rank 0, and placeholders for them on the others.
 
         A collective call, if models are sharded over several processes.
         """
-        if self.share is None:
-            return tree
-        return join_shards(tree, keeps=self.rank == 0)
+        return join_shards(tree, keeps=self.rank == 0) if self.is_spread else tree
 
     def hand_over(self, content: Tensor, source: int, target: int) -> None:
         """Send bytes from one process to another; only these two take part.
@@ -202,6 +217,11 @@ class Replicas:
         Raises:
             UsageError: if a process runs several replicas.
         """
+        if self.is_sharded:
+            raise UsageError(
+                f"{who} needs whole models, because gradients of sharded ones are summed by "
+                f'Helios only. Use sharding="none"{remedy}.'
+            )
         if not self.has_one_each:
             raise UsageError(
                 f"{who} needs one process per replica{why}, but num_replicas is "

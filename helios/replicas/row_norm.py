@@ -6,6 +6,7 @@ element, in float32; the rows are then added at once, in float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -15,24 +16,47 @@ from torch.nn.functional import pad
 
 from helios.core.sharded_tensors import is_sharded, local_of
 from helios.distributed.process_groups import collective
+from helios.errors import UsageError
 
 
-def norm_by_rows(gradients: Sequence[Tensor], num_processes: int = 1) -> Tensor:
-    """Return the 2-norm of all gradients, with the same bits for any number of processes.
+def norm_by_rows(
+    gradients: Sequence[Tensor], num_processes: int = 1, *, norm_type: float = 2.0
+) -> Tensor:
+    """Return a norm of all gradients, with the same bits for any number of processes.
 
     Args:
         gradients: at least one; all are sharded over the processes, or none is.
         num_processes: number of processes that hold shards; all of them call this together.
+        norm_type: 2, or ``inf`` for the largest magnitude.
 
     Returns:
         A float32 tensor without dimensions, on the device of the gradients.
+
+    Raises:
+        UsageError: for another norm.
     """
+    if norm_type not in (2.0, math.inf):
+        raise UsageError(
+            f"The norm of sharded gradients must be of type 2 or inf, got {norm_type}: others "
+            "depend on the number of processes. Pass norm_type=2.0."
+        )
+    is_largest = norm_type == math.inf
+    measure = _largest_of_rows if is_largest else _row_squares
     with torch.no_grad():
-        rows = [_row_squares(local_of(gradient)) for gradient in gradients]
+        rows = [measure(local_of(gradient)) for gradient in gradients]
         if is_sharded(gradients[0]):
             counts = [gradient.shape[0] if gradient.dim() else 1 for gradient in gradients]
             rows = _gather_rows(rows, counts, num_processes)
-        return torch.cat(rows).double().sum().sqrt().float()
+        values = torch.cat(rows)
+        return values.max() if is_largest else values.double().sum().sqrt().float()
+
+
+def _largest_of_rows(local: Tensor) -> Tensor:
+    """Return the largest magnitude of each row."""
+    count = local.shape[0] if local.dim() else 1
+    if local.numel() == 0:
+        return local.new_zeros(count, dtype=torch.float32)
+    return local.to(torch.float32).reshape(count, -1).abs().amax(1)
 
 
 def _row_squares(local: Tensor) -> Tensor:
@@ -52,9 +76,11 @@ def _row_squares(local: Tensor) -> Tensor:
 def _gather_rows(rows: list[Tensor], counts: list[int], num_processes: int) -> list[Tensor]:
     """Return the rows of all processes. The first processes have ceil(count / P) of each."""
     sizes = [-(-count // num_processes) for count in counts]
-    own = torch.cat([pad(part, (0, size - len(part))) for part, size in zip(rows, sizes)])
-    found = own.new_empty(num_processes, len(own))
+    own = torch.cat(
+        [pad(part, (0, size - len(part))) for part, size in zip(rows, sizes, strict=True)]
+    )
+    found = [torch.empty_like(own) for _ in range(num_processes)]
     with collective("norm_by_rows"):
-        dist.all_gather_into_tensor(found.view(-1), own)
-    parts = found.split(sizes, dim=1)
+        dist.all_gather(found, own)
+    parts = torch.split(torch.stack(found), sizes, dim=1)
     return [part.reshape(-1)[:count] for part, count in zip(parts, counts, strict=True)]

@@ -14,7 +14,7 @@ from helios.distributed.process_groups import collective
 def join_shards(tree: Any, *, keeps: bool) -> Any:
     """Return a tree of dicts, lists and tuples with whole tensors; all processes call it alike.
 
-    One tensor after the other is gathered. What occurs twice in the tree does so in the result.
+    Tensors are gathered one by one. What occurs twice in the tree occurs twice in the result.
 
     Args:
         tree: values of any kind; it is not changed, and returned itself if nothing is sharded.

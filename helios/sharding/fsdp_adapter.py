@@ -14,11 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from helios.errors import UsageError
 
-__all__ = ["FSDPModule", "Reduction", "Unit", "cut", "make_mesh", "shard_unit"]
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+except ImportError as error:
+    raise UsageError(
+        f'Trainer(sharding="full") needs a newer PyTorch than {torch.__version__}, whose FSDP '
+        'cannot add gradients in the order of the replicas. Install one, or use sharding="none".'
+    ) from error
 
 _NEEDED = (
     *("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"),
@@ -56,13 +62,13 @@ def make_mesh(device: torch.device, num_processes: int) -> DeviceMesh:
 
 
 @final
-class _Comm:
+class _Comm(ReduceScatter):
     """Calls a reduction where FSDP calls its reduce-scatter."""
 
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -71,7 +77,7 @@ class _Comm:
         input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
-        async_op: bool = False,  # noqa: FBT001, FBT002 - FSDP's interface
+        async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM, "gradients are summed, and divided once at the end"
         assert not async_op, "FSDP waits for events of the stream"
@@ -96,6 +102,11 @@ class Unit:
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         module.set_reduce_scatter_unused_params(True)
+
+    def before_forward(self, call: Callable[..., None]) -> None:
+        """Call a function before each forward of the module, with and without gradients."""
+        assert isinstance(self.module, nn.Module)
+        self.module.register_forward_pre_hook(call)
 
     def watch_gradients(self, notices: dict[int, Notice]) -> None:
         """Call a function when a parameter has got its gradient in a backward.
@@ -128,21 +139,4 @@ def shard_unit(module: nn.Module, mesh: DeviceMesh) -> Unit:
 
 def is_in_backward() -> bool:
     """Return whether autograd is running, as when activations are computed again."""
-    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined] # noqa: SLF001
-
-
-def cut(whole: Tensor, like: DTensor) -> DTensor:
-    """Return this process's shard of a whole tensor, as that of a sharded one; sends nothing."""
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def as_sharded(local: Tensor, like: DTensor) -> DTensor:
-    """Return a shard of this process as a part of a tensor like another one."""
-    return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001

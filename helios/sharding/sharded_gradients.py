@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import final
 
@@ -35,6 +35,7 @@ class ShardedGradients(Gradients):
     ) -> None:
         self._replicas = replicas
         self._waves = Waves(replicas.num_replicas, replicas.num_processes, replicas.rank)
+        self.has_idle_turn = self._waves.has_idle_turn
         self._parameters = parameters
         self._trained = _trained(parameters)
         self._sums: dict[str, Tensor] = {}
@@ -46,7 +47,7 @@ class ShardedGradients(Gradients):
 
     def _connect(self, unit: Unit, unit_sum: UnitSum, names: Mapping[int, str]) -> None:
         unit.use(unit_sum)
-        unit.module.register_forward_pre_hook(unit_sum.count_forward)
+        unit.before_forward(unit_sum.count_forward)
         unit.watch_gradients(
             {
                 id(parameter): partial(self._note, unit_sum, names[id(parameter)])
@@ -59,10 +60,9 @@ class ShardedGradients(Gradients):
         if not self._waves.is_idle:
             self._present.add(name)
 
-    @property
-    def has_idle_turn(self) -> bool:
-        """Whether a turn of each iteration has no replica for this process."""
-        return self._waves.has_idle_turn
+    def sharded_parameters(self) -> Iterable[Tensor]:
+        """Return the parameters of all networks."""
+        return self._parameters.values()
 
     def drop_old(self, optimizer: Optimizer) -> None:
         """Set the gradients to None, and check that the same parameters are trained.

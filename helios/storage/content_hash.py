@@ -2,8 +2,8 @@
 
 It is the same in every process, and on every machine of the same byte order. Nothing is pickled:
 what is neither a tensor, an array, a plain value nor a container of these is counted as unseen, and
-only the name of its class enters the fingerprint. Sharded tensors are read as whole ones, so that all
-processes must read them together. The entries of a dictionary have no order.
+only the name of its class enters the fingerprint. The entries of a dictionary have no order. A
+sharded tensor is read as the whole one, by all processes together.
 """
 
 from __future__ import annotations

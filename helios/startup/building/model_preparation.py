@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,6 +15,9 @@ from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.run_state.consistency import check_alike
+from helios.run_state.discovery import Discovery
+from helios.sharding.requirements import check_shardable
+from helios.sharding.units import find_units
 
 
 def take_own_processor(model: Model) -> None:
@@ -63,6 +69,15 @@ def shard_networks(model: Model, engine: Engine) -> None:
         UsageError: if a network or an optimizer does not allow it.
     """
     replicas = engine.replicas
-    if replicas.is_sharded:
-        replicas.compare(lambda gather: check_alike(model.discovery, gather, too_slow={}))
-        engine.shard(model.discovery.modules(), model.discovery.optimizers(), model.shard())
+    if not replicas.is_sharded:
+        return
+    discovery = model.discovery
+    networks, optimizers = discovery.modules(), discovery.optimizers()
+    check_shardable(networks, optimizers, discovery.moved()[0])
+    units = find_units(networks, model.shard())
+    replicas.compare(partial(_check_weights, discovery))
+    engine.shard(networks, optimizers, units)
+
+
+def _check_weights(discovery: Discovery, gather: Callable[[Any], list[Any]]) -> None:
+    check_alike(discovery, gather, too_slow={})

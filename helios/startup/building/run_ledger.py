@@ -16,6 +16,7 @@ from helios.ledger.book import EVERY, Book
 from helios.ledger.line import FULL, STEPS, hash_of
 from helios.ledger.tensor_digests import TensorDigests
 from helios.ledger.timing import Timing
+from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
@@ -145,13 +146,16 @@ def make_writer(
     return LedgerWriter(
         book,
         replicas.block,
-        find_weights=find_weights,
+        weights=WeightDigests(
+            find_weights,
+            discovery.optimizers,
+            is_read=book is not None or replicas.is_spread,
+            every=every,
+        ),
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
         tensors=tensors,
         timing=timing,
-        every=every,
-        is_sharded=replicas.is_sharded and not replicas.is_whole,
     )
 
 

@@ -19,8 +19,8 @@ from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
 from helios.loops.loop_states import LoopStates
-from helios.model.schedulers import Schedulers
 from helios.loops.run_along import RunningAlong
+from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.run_audit import make_audit

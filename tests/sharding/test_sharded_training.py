@@ -1,0 +1,165 @@
+"""Sharded networks train to the bits of whole ones, on any number of processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from helios.plugins import EMA, GradientNormMonitor, NaNGuard
+from helios.sharding.fsdp_adapter import Unit
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import WIDTH, Kill, Sharded, fit, read_bits, train
+
+QUICK = [(3, 2), (5, 4)]
+MATRIX = [(v, p) for v in (3, 4, 5, 8) for p in range(1, min(v, 4) + 1)]
+EVERYTHING = {"accumulation_steps": 2, "clip_norm": 0.5}
+
+
+def cases(quick: list[tuple[int, int]], full: list[tuple[int, int]]) -> list[Any]:
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.full) for case in full]
+
+
+@pytest.mark.parametrize(("num_replicas", "num_processes"), cases(QUICK, MATRIX))
+def test_sharded_networks_have_the_bits_of_whole_ones(
+    tmp_path: Path, num_replicas: int, num_processes: int
+) -> None:
+    setting = Sharded(num_replicas)
+    train(tmp_path / "whole", 1, replace(setting, sharding="none"))
+    train(tmp_path / "sharded", num_processes, setting)
+    assert read_bits(tmp_path / "sharded") == read_bits(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "num_processes"), cases([(3, 2)], [case for case in MATRIX if case[1] > 1])
+)
+def test_accumulated_and_clipped_the_bits_are_those_of_one_process(
+    tmp_path: Path, num_replicas: int, num_processes: int
+) -> None:
+    setting = Sharded(num_replicas, options=EVERYTHING)
+    train(tmp_path / "alone", 1, setting)
+    train(tmp_path / "several", num_processes, setting)
+    assert read_bits(tmp_path / "several") == read_bits(tmp_path / "alone")
+
+
+def fit_with_stock_sums(rank: int, folder: Path, setting: Sharded) -> None:
+    def use(self: Unit, reduction: object) -> None:
+        self.module.set_force_sum_reduction_for_comms(True)
+        self.module.set_gradient_divide_factor(1.0)
+        self.module.set_reduce_scatter_unused_params(True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "use", use)
+        fit(rank, folder, setting)
+
+
+def test_the_reduce_scatter_of_torch_would_give_other_bits(tmp_path: Path) -> None:
+    setting = Sharded(3)
+    train(tmp_path / "ours", 3, setting)
+    run_ranks(fit_with_stock_sums, 3, tmp_path / "stock", setting)
+    assert read_bits(tmp_path / "stock") != read_bits(tmp_path / "ours")
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_bfloat16_is_equal_too(tmp_path: Path, precision: str) -> None:
+    setting = Sharded(3, has_norm=False, options={"precision": precision})
+    train(tmp_path / "whole", 1, replace(setting, sharding="none"))
+    train(tmp_path / "sharded", 3, setting)
+    assert read_bits(tmp_path / "sharded") == read_bits(tmp_path / "whole")
+
+
+RESTARTS = [(3, 2), (2, 3), (2, 1), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*case, marks=() if case == (3, 2) else pytest.mark.full) for case in RESTARTS],
+)
+def test_a_killed_run_goes_on_in_other_processes(tmp_path: Path, before: int, after: int) -> None:
+    setting = Sharded(3, total_steps=5, options=EVERYTHING)
+    train(tmp_path / "undisturbed", 1, setting)
+    with pytest.raises(RankError):
+        train(tmp_path / "killed", before, setting, Kill(iteration=6, rank=before - 1))
+    train(tmp_path / "killed", after, setting)
+    assert read_bits(tmp_path / "killed") == read_bits(tmp_path / "undisturbed")
+
+
+def test_a_run_may_change_between_whole_and_sharded(tmp_path: Path) -> None:
+    setting = Sharded(3, total_steps=3)
+    train(tmp_path / "undisturbed", 1, replace(setting, total_steps=5))
+    train(tmp_path / "changed", 2, setting)
+    train(tmp_path / "changed", 3, replace(setting, total_steps=4, sharding="none"))
+    train(tmp_path / "changed", 3, replace(setting, total_steps=5))
+    assert read_bits(tmp_path / "changed")[0] == read_bits(tmp_path / "undisturbed")[0]
+
+
+@pytest.mark.parametrize(("option", "name"), [("clip_norm", "norm"), ("accumulation_steps", "acc")])
+def test_what_sums_in_another_order_must_not_change(tmp_path: Path, option: str, name: str) -> None:
+    setting = Sharded(2, total_steps=1, options={option: 2})
+    train(tmp_path, 1, setting)
+    with pytest.raises(RankError, match=name):
+        train(tmp_path, 1, replace(setting, total_steps=2, sharding="none"))
+
+
+def make_plugins() -> list[Any]:
+    return [EMA(0.9), NaNGuard("skip"), GradientNormMonitor(per_parameter=True)]
+
+
+def test_plugins_see_the_same_bits(tmp_path: Path) -> None:
+    setting = Sharded(3, num_valid=13, options={"print_frequency": 1})
+    alone = train(tmp_path / "alone", 1, setting, *make_plugins())
+    several = train(tmp_path / "several", 2, setting, *make_plugins())
+    assert read_bits(tmp_path / "several") == read_bits(tmp_path / "alone")
+    assert several[0]["loss"] == several[1]["loss"] == alone[0]["loss"]
+
+
+def fit_with_a_bad_gradient(rank: int, folder: Path, setting: Sharded) -> None:
+    """The gradient of the first row of a weight, in one process's shard, is NaN in a step."""
+    guard = NaNGuard("skip")
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        is_there = guard.context.state.global_iteration == 2
+        return torch.cat([gradient[:1] * float("nan"), gradient[1:]]) if is_there else gradient
+
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight * 1.0
+        if self.out_features == 2 * WIDTH + 3 and weight.requires_grad:
+            weight.register_hook(spoil)
+        return nn.functional.linear(x, weight, self.bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", forward)
+        fit(rank, folder, setting, guard)
+    assert guard.num_skipped == 1
+
+
+def test_a_shard_that_is_not_finite_is_seen_by_all(tmp_path: Path) -> None:
+    setting = Sharded(3)
+    run_ranks(fit_with_a_bad_gradient, 1, tmp_path / "alone", setting)
+    run_ranks(fit_with_a_bad_gradient, 3, tmp_path / "several", setting)
+    assert read_bits(tmp_path / "several") == read_bits(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("num_valid", [13, 8, 7])
+def test_validations_end_together_and_count_once(tmp_path: Path, num_valid: int) -> None:
+    setting = Sharded(3, num_valid=num_valid, total_steps=2)
+    (alone,) = train(tmp_path / "alone", 1, setting)
+    several = train(tmp_path / "several", 2, setting)
+    assert [each["loss"] for each in several] == [alone["loss"]] * 2
+    assert sum(each["num_seen"] for each in several) == alone["num_seen"] == num_valid
+
+
+def test_a_validation_with_too_few_samples_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="must have a batch for each process"):
+        train(tmp_path, 3, Sharded(3, num_valid=2))
+
+
+def test_the_first_validation_may_be_a_trial(tmp_path: Path) -> None:
+    setting = Sharded(3, num_valid=9, total_steps=2)
+    train(tmp_path / "plain", 2, setting)
+    train(tmp_path / "tried", 2, replace(setting, options={"sanity_steps": 2}))
+    assert read_bits(tmp_path / "tried") == read_bits(tmp_path / "plain")
