@@ -220,7 +220,7 @@ class ShardedFolder(Contents):
             )
         if not digests:
             check_container(self.record_path)
-        self.reader.verify(share)
+        self.reader.verify(share, _DEFERRED)
         return is_confirmed and bool(digests)
 
     def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:

@@ -34,12 +34,13 @@ class ShardReader:
         self._folder = folder
         self._files: dict[int, _MappedFile] = {}
 
-    def verify(self, share: RowShare | None = None) -> None:
+    def verify(self, share: RowShare | None, prefix: str) -> None:
         """Compare bytes with their digests.
 
         Args:
-            share: only those of the rows of one process, and its share of the files' headers;
-                ``None`` for every byte.
+            share: only the rows of one process, and its share of the files' headers; ``None`` for
+                every byte.
+            prefix: how the names of tensors begin of which only these rows are verified.
 
         Raises:
             DamagedCheckpointError: if some differ.
@@ -50,9 +51,10 @@ class ShardReader:
                 self._open(number).verify(0, file.size)
             return
         ends = [file.size for file in self.index.files]
-        for tensor in self.index.tensors.values():
-            size = _row_bytes(tensor)
-            for piece, _, begin, count in _cover(tensor, *share.rows(tensor.shape[0])):
+        for name, tensor in self.index.tensors.items():
+            size, count = _row_bytes(tensor), tensor.shape[0]
+            rows = share.rows(count) if name.startswith(prefix) else (0, count)
+            for piece, _, begin, count in _cover(tensor, *rows):
                 self._open(piece.file).verify(begin, begin + count * size)
             for piece in tensor.pieces:
                 ends[piece.file] = min(ends[piece.file], piece.begin)
