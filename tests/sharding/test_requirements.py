@@ -138,7 +138,7 @@ def test_large_children_and_members_of_lists_are_units(monkeypatch: pytest.Monke
 def test_the_members_of_a_list_of_networks_are_units() -> None:
     networks = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ModuleList([nn.Linear(2, 2)])})
     assert [*find_units({"nets": networks}, [])] == ["nets.a", "nets.b.0"]
-    with pytest.raises(UsageError, match="has none. Use it in the forward"):
+    with pytest.raises(UsageError, match="which holds 0, has none"):
         find_units({"loose": nn.ParameterList([nn.Parameter(torch.ones(2))])}, [])
     with pytest.raises(ArgumentTypeError, match="that have a forward, got ModuleDict"):
         find_units({"nets": networks}, [networks])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from helios.plugins import EMA, GradientNormMonitor, NaNGuard
+from helios.core.sharded_tensors import local_of
+from helios.plugins import EMA, GradientNormMonitor, NaNGuard, Plugin
 from helios.sharding.fsdp_adapter import Unit
+from helios.sharding.waves import NodeSums
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import WIDTH, Kill, Sharded, fit, read_bits, train
 
@@ -163,3 +167,54 @@ def test_the_first_validation_may_be_a_trial(tmp_path: Path) -> None:
     train(tmp_path / "plain", 2, setting)
     train(tmp_path / "tried", 2, replace(setting, options={"sanity_steps": 2}))
     assert read_bits(tmp_path / "tried") == read_bits(tmp_path / "plain")
+
+
+class Measure(Plugin):
+    """Writes how many elements of parameters and optimizer state a process holds."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("measure")
+        self.folder = folder
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_end(self) -> None:
+        model = self.context.model
+        state = [value for each in model.optimizer.state.values() for value in each.values()]
+        tensors = [*model.net.parameters(), *(value for value in state if value.dim())]
+        counts = {
+            "own": sum(local_of(each.detach()).numel() for each in tensors),
+            "whole": sum(each.numel() for each in tensors),
+            "padding": sum(each[0].numel() for each in tensors),
+        }
+        (self.folder / f"memory-{self.context.global_rank}.json").write_text(json.dumps(counts))
+
+
+def fit_counting_sums(rank: int, folder: Path, setting: Sharded) -> int:
+    most, release = 0, NodeSums.release_buffers
+
+    def count(self: NodeSums, buffers: list[torch.Tensor]) -> None:
+        nonlocal most
+        release(self, buffers)
+        stored = {value.untyped_storage().data_ptr() for value in self._values.values()}
+        bytes_of = sum(value.untyped_storage().nbytes() for value in self._values.values())
+        # No sum keeps more than itself alive.
+        assert bytes_of == sum(value.nbytes for value in self._values.values())
+        most = max(most, len(stored))
+
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NodeSums, "release_buffers", count)
+        fit(rank, folder, setting, Measure(folder))
+    return most
+
+
+def test_a_process_holds_its_part_and_few_sums(tmp_path: Path) -> None:
+    folder, setting = tmp_path / "run", Sharded(8, total_steps=1, num_samples=32)
+    folder.mkdir()
+    most = run_ranks(fit_counting_sums, 3, folder / "sums", setting)
+    assert 1 <= max(most) <= math.log2(8) + 1
+    for path in sorted((folder / "sums").glob("memory-*.json")):
+        counts = json.loads(path.read_text())
+        assert counts["own"] <= counts["whole"] / 3 + counts["padding"]
