@@ -17,7 +17,7 @@ from torch import Tensor
 
 from helios.checkpoint.shard_index import RankNote, Rows, rank_file
 from helios.checkpoint.writer_thread import WriterThread
-from helios.core.sharded_tensors import local_of, replace_sharded
+from helios.core.sharded_tensors import RowShare, local_of, replace_sharded
 from helios.errors import SaveError, StateError
 from helios.storage import files
 from helios.storage.shard_file import dtype_code, write_shard_file
@@ -82,6 +82,8 @@ def split_sharded(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Ow
     """
     rows: dict[str, OwnRows] = {}
     seen: dict[Any, OwnRows] = {}
+    # Asking a mesh takes as long as copying some ten thousand elements.
+    shares: dict[int, RowShare] = {}
 
     def take(path: str, tensor: Any) -> ShardedValue:
         name = path.removeprefix(".")
@@ -91,7 +93,12 @@ def split_sharded(payload: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Ow
         # Also where this process has no row, and so no address: all must see the same ties.
         storage = local.untyped_storage()._cdata  # noqa: SLF001 - an identity
         place = (storage, local.storage_offset(), tensor.shape, tensor.dtype)
-        rows[name] = seen.setdefault(place, _rows_of(name, tensor))
+        if place not in seen:
+            mesh = tensor.device_mesh
+            if id(mesh) not in shares:
+                shares[id(mesh)] = RowShare(mesh.get_local_rank(), mesh.size())
+            seen[place] = _rows_of(name, tensor, shares[id(mesh)])
+        rows[name] = seen[place]
         return ShardedValue(name)
 
     return replace_sharded(payload, take), rows
@@ -102,16 +109,15 @@ def refer_to_sharded(tree: Any, root: str) -> Any:
     return replace_sharded(tree, lambda path, _: ShardedValue(path), root=root)
 
 
-def _rows_of(name: str, tensor: Any) -> OwnRows:
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.ndim != 1 or not placements[0].is_shard(0):
+def _rows_of(name: str, tensor: Any, share: RowShare) -> OwnRows:
+    placements = tensor.placements
+    if len(placements) != 1 or not placements[0].is_shard(0):
         raise StateError(
-            f"{name} is sharded as {placements} over a mesh of {mesh.ndim} dimensions, but a "
-            "checkpoint holds shards of rows only. Save a tensor that is sharded on dimension 0."
+            f"{name} is sharded as {placements}, but a checkpoint holds shards of rows only. Save "
+            "a tensor that is sharded on dimension 0 of a mesh of one dimension."
         )
     dtype_code(tensor.dtype, name=name)
-    count, rank = tensor.shape[0], mesh.get_local_rank()
-    first = min(rank * -(-count // mesh.size()), count)
+    first, _ = share.rows(tensor.shape[0])
     return OwnRows(local_of(tensor).detach(), first, tuple(tensor.shape))
 
 

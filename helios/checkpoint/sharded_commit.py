@@ -26,7 +26,7 @@ from helios.errors import SaveError
 from helios.storage import codec, files
 from helios.storage.digest import digest_file
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = (0.001, 0.05)
 # A rank whose file has not grown for so long is taken for dead, unless rank 0 needs long itself.
 _STALL_SECONDS = 60.0
 _SLOWER = 10.0
@@ -89,7 +89,7 @@ class RankParts:
             OSError: if the folder cannot be read.
         """
         notes = {0: own}
-        watch = _Progress(self._clock)
+        watch, pause = _Progress(self._clock), _POLL_SECONDS[0]
         while True:
             for rank in range(self.plan.num_ranks):
                 if rank not in notes and (note := self._read(rank)) is not None:
@@ -106,7 +106,8 @@ class RankParts:
                     f"rank {absent[0]} of {self.plan.num_ranks} has not written its part of "
                     f"{self.plan.path}, and nothing has changed there for {limit:.0f} seconds"
                 )
-            self._has_news.wait(_POLL_SECONDS)
+            self._has_news.wait(pause)
+            pause = min(2 * pause, _POLL_SECONDS[1])
 
     def _read(self, rank: int) -> RankNote | None:
         with contextlib.suppress(FileNotFoundError):
