@@ -52,6 +52,7 @@ AUDITS = "tests/audit/test_step_audit.py"
 AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
+SHARDED = "tests/sharding/test_sharded_training.py"
 REWINDS = "tests/integration/test_rewind.py"
 TRACKERS = "tests/plugins/test_tracker.py"
 SENDERS = "tests/tracking/test_sender.py"
@@ -71,6 +72,97 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "zeros of a module that runs twice are added to its gradients",
+        "helios/sharding/unit_sum.py",
+        "        if has_new:",
+        "        if True:",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "a sharded module that runs twice is reduced after its first backward",
+        "helios/sharding/unit_sum.py",
+        "        return self._num_forwards <= 0",
+        "        return True",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "activations that are computed again count as a call of a sharded module",
+        "helios/sharding/unit_sum.py",
+        "        if torch.is_grad_enabled() and not is_in_backward():",
+        "        if torch.is_grad_enabled():",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "halves of gradients are added farthest rank first",
+        "helios/sharding/unit_sum.py",
+        "    for level in range(group.size().bit_length() - 1):",
+        "    for level in reversed(range(group.size().bit_length() - 1)):",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "what a process without a replica computes counts as a gradient",
+        "helios/sharding/sharded_gradients.py",
+        "        if not self._waves.is_idle:",
+        "        if True:",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "sharded parameters that no replica uses have gradients of zero",
+        "helios/sharding/sharded_gradients.py",
+        "        there = self._find_present(sorted(self._trained))",
+        "        there = sorted(self._trained)",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "a process that computes along keeps the buffers of its repeated step",
+        "helios/loops/run_along.py",
+        "        with StepTrace(session, ()).erased():",
+        "        with __import__('contextlib').nullcontext():",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "one process adds the micro-batches of each replica first, where several cannot",
+        "helios/replicas/gradients.py",
+        "        if self._replicas.is_sharded:",
+        "        if self._replicas.is_spread:",
+        f"{SHARDED}::test_accumulated_and_clipped_the_bits_are_those_of_one_process",
+    ),
+    Fault(
+        "the norm of sharded gradients is that of one shard",
+        "helios/replicas/row_norm.py",
+        "        if is_sharded(gradients[0]):",
+        "        if False:",
+        f"{SHARDED}::test_accumulated_and_clipped_the_bits_are_those_of_one_process",
+    ),
+    Fault(
+        "the order of accumulation is not stored",
+        "helios/startup/checkpoint_search/run_identity.py",
+        '        found["accumulation_order"] = "micro-batches"',
+        "        pass",
+        f"{SHARDED}::test_what_sums_in_another_order_must_not_change",
+    ),
+    Fault(
+        "a validation of a sharded model leaves what its repeated step has changed",
+        "helios/loops/evaluation.py",
+        "        before.erase()",
+        "        pass",
+        f"{SHARDED}::test_validations_end_together_and_count_once",
+    ),
+    Fault(
+        "each process names the gradients of its own shards only",
+        "helios/plugins/nonfinite_report.py",
+        "    return NonFiniteReport(losses, dict(sorted(gradients.items())))",
+        "    return NonFiniteReport(losses, found[0].gradients if found else {})",
+        "tests/sharding/test_sharded_training.py::test_a_shard_that_is_not_finite_is_seen_by_all",
+    ),
+    Fault(
+        "losses of replicas in waves are summed in the order of processes",
+        "helios/replicas/named_sums.py",
+        "        return rows if self._is_in_order else rows[self._rows_in_order]",
+        "        return rows",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
     Fault(
         "reading a stream at the end of an epoch changes what hooks draw",
         "helios/data/stream_source.py",
@@ -204,6 +296,27 @@ FAULTS = (
         "        if found is not None and found.cut is not None:",
         "        if found is not None and found.cut is not None and mark is None:",
         f"{POINTS}::test_a_kill_while_a_course_is_cut_off_mixes_nothing",
+    ),
+    Fault(
+        "two trainings write to the folder of a tracker",
+        "helios/tracking/point_store.py",
+        "        self._lock.acquire()\n",
+        "",
+        f"{TRACKERS}::test_a_second_training_with_the_folder_is_refused_and_changes_nothing",
+    ),
+    Fault(
+        "a tracker that moves its folder aside loses its lock",
+        "helios/tracking/point_store.py",
+        "            self._lock.renew()\n",
+        "",
+        f"{POINTS}::test_the_folder_stays_locked_when_it_is_moved_or_copied_aside",
+    ),
+    Fault(
+        "a tracker that copies its folder aside loses its lock",
+        "helios/tracking/point_store.py",
+        "ignore_patterns(LOCK_NAME, WRITER_LOCK_NAME)",
+        "ignore_patterns(LOCK_NAME)",
+        f"{POINTS}::test_the_folder_stays_locked_when_it_is_moved_or_copied_aside",
     ),
     Fault(
         "points count as sent before the server has acknowledged them",
@@ -2856,6 +2969,62 @@ FAULTS = (
         "        if self.is_over or (is_past and not is_end and not self._meets_end):",
         "        if self.is_over or is_past:",
         "tests/ledger/test_replay.py::test_weights_that_differ_at_the_end_only_are_found",
+    ),
+    Fault(
+        "SLURM ends tasks that are exiting with 75",
+        "helios/startup/launching/launch_call.py",
+        "            call.runtime.listener.ignore_the_rest()\n",
+        "            pass\n",
+        "tests/distributed/test_signals.py::test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them",
+    ),
+    Fault(
+        "a signal ends an interpreter that is being torn down",
+        "helios/core/signal_watch.py",
+        "[n for n in self.numbers if self._ends_process(n)]",
+        "[]",
+        "tests/core/test_signal_watch.py::test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal",
+    ),
+    Fault(
+        "a process that is to exit keeps the handler of the user away",
+        "helios/core/signal_watch.py",
+        "        if not (self._stays and self._ends_process(number)):",
+        "        if not self._stays:",
+        "tests/core/test_signal_watch.py::test_a_handler_of_the_user_is_restored_in_such_a_process_too",
+    ),
+    Fault(
+        "jobs of an array share a port",
+        "helios/launch/launcher.py",
+        '(job + zlib.crc32(b"%d" % step))',
+        'zlib.crc32(b"%d.%d" % (job, step))',
+        "tests/launch/test_launcher.py::test_no_two_jobs_of_an_array_have_one_port",
+    ),
+    Fault(
+        "rank 0 is sought on a machine that no job names",
+        "helios/launch/launcher.py",
+        'return re.sub(r"\\[(\\w+)[^]]*\\]", r"\\1", first[0] if first else "")',
+        'return first[0] if first else ""',
+        "tests/launch/test_launcher.py::test_rank_0_is_on_the_first_machine_of_the_step",
+    ),
+    Fault(
+        "ranks of another job are taken for own",
+        "helios/distributed/process_groups.py",
+        "is_torchrun else urlsplit(meeting).path",
+        "is_torchrun else meeting[:3]",
+        "tests/distributed/test_collectives.py::test_ranks_of_another_job_at_the_same_port_are_not_taken_for_own",
+    ),
+    Fault(
+        "nobody says how to change a port that is in use",
+        "helios/distributed/process_groups.py",
+        '        if "EADDRINUSE" not in str(error):',
+        "        if error:",
+        "tests/distributed/test_collectives.py::test_a_port_that_is_in_use_is_named_with_its_variable",
+    ),
+    Fault(
+        "git waits for the end of a forked worker",
+        "helios/ledger/manifest/git_state.py",
+        "                close_fds=False,\n",
+        "",
+        "tests/ledger/test_manifest.py::test_git_is_started_without_a_pipe_that_a_forked_worker_would_keep_open",
     ),
 )
 

@@ -50,8 +50,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("requests", "model", "plugins"),
     ),
     "loops": (
-        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "engines", "requests", "model"),
-        *("plugins", "session"),
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "engines", "requests"),
+        *("model", "plugins", "session"),
     ),
     "audit": (
         *(*_TOOLS, "terminal", "replicas", "run_state", "engines", "model", "session", "loops"),

@@ -14,14 +14,19 @@ import pytest
 import yaml
 
 import helios
+from helios.storage.content_hash import fingerprint
+from tests.support.kills import KillAt, run_in_child
 from tests.support.warned import collect_warnings
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _COMPILED = _ROOT / "docs" / "recipes" / "compile.md"
+_REPLAY = _ROOT / "docs" / "recipes" / "reinforcement-learning.md"
 _RECIPES = [
     page for page in _PAGES if page.parent.name == "recipes" and "Trainer(" in page.read_text()
 ]
+_BARS = "tqdm.tqdm.monitor_interval"
+"""Seconds; 0 starts no thread, which the bars of `datasets` would leave behind."""
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _OF_STATE = re.compile("incomplete|has no state_dict|train_step changes|cannot be saved|is missing")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -46,6 +51,7 @@ def test_the_code_of_a_page_runs(
 ) -> None:
     script = _write_script(page, tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_BARS, 0)
     codes = []
     with collect_warnings() as warnings:
         try:
@@ -74,6 +80,7 @@ def test_a_recipe_that_is_killed_ends_with_the_same_ledgers(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = _write_script(page, tmp_path)
+    monkeypatch.setattr(_BARS, 0)
     construct = helios.Trainer.__init__
 
     def run(folder: str, *plugins: helios.Plugin) -> dict[str, bytes]:
@@ -94,11 +101,52 @@ def test_a_recipe_that_is_killed_ends_with_the_same_ledgers(
     assert run("killed") == whole != {}
 
 
+def test_a_replay_buffer_has_the_same_bytes_after_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe in three epochs, killed in the middle of episodes."""
+    script = _write_script(_REPLAY, tmp_path)
+    construct = helios.Trainer.__init__
+
+    def train(name: str, *plugins: helios.Plugin) -> int:
+        def construct_short(self: helios.Trainer, **options: Any) -> None:
+            options |= {"total_steps": 3, "chkpt_root": tmp_path / name, "plugins": plugins}
+            construct(self, **options)
+
+        def run() -> None:
+            monkeypatch.setattr(helios.Trainer, "__init__", construct_short)
+            definitions = script.read_text().partition("\nagent = train(")[0]
+            exec(compile(definitions, "page.py", "exec"), vars_ := {"__name__": "page"})
+            vars_["train"]("agent")
+
+        return run_in_child(run, tmp_path / "outcome")
+
+    assert train("whole") == 0
+    for iteration in (234, 1234):
+        assert train("killed", KillAt("on_training_batch_end", iteration)) == -9
+    assert train("killed") == 0
+    states = [
+        helios.load_checkpoint(tmp_path / name / "agent" / "agent_epoch_3_iter_1500.pth")["model"]
+        for name in ("whole", "killed")
+    ]
+    rows, rows_after_kills = (
+        state["objects"]["replay"]["rows"][:1500].numpy().tobytes() for state in states
+    )
+    assert rows_after_kills == rows != bytes(len(rows))
+    assert fingerprint(states[1]) == fingerprint(states[0])
+
+
 def test_the_job_files_can_be_read() -> None:
     text = (_ROOT / "docs" / "recipes" / "clusters.md").read_text()
-    ((kind, script), (other, job)) = re.findall(r"^```(\w+)\n(.*?)^```", text, _BLOCK.flags)
-    assert (kind, other) == ("bash", "yaml")
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", text, _BLOCK.flags)
+    scripts = [block for kind, block in blocks if kind == "bash"]
+    (job,) = (block for kind, block in blocks if kind == "yaml")
+    # Those that scripts/slurm_test runs.
+    tried = runpy.run_path(str(_ROOT / "scripts" / "slurm_test.py"))
+    assert tried["job_files"]() == scripts
+    assert len(scripts) == 2
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     document = yaml.safe_load(job)
     volumes = {volume["name"] for volume in document["spec"]["template"]["spec"]["volumes"]}
     (container,) = document["spec"]["template"]["spec"]["containers"]

@@ -41,7 +41,8 @@ def existing_file(path: str) -> Path:
     """
     found = Path(path)
     if not found.is_file():
-        raise ArgumentError(f"There must be a file at the given path, got {path}. Correct it.")
+        remedy = "It is a folder: pass a file in it" if found.is_dir() else "Correct it"
+        raise ArgumentError(f"There must be a file at the given path, got {path}. {remedy}.")
     return found
 
 

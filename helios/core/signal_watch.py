@@ -8,6 +8,7 @@ runs. The thread recognizes a second Ctrl-C, and calls ``give_up`` when the grac
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import math
 import os
@@ -75,6 +76,7 @@ class SignalReceiver:
         self._last_press = -math.inf
         self._is_patient = False
         self._is_closing = False
+        self._stays = False
         self._pid = os.getpid()
         self._found: dict[int, _Handler] = {}
         self._wakeup = -1
@@ -94,9 +96,24 @@ class SignalReceiver:
         """Disable the grace period from now on."""
         self._is_patient = True
 
+    def stay(self) -> None:
+        """Keep handling, until this process has ended, the signals that would otherwise end it."""
+        self._stays = True
+        # While the interpreter is torn down, it restores the default actions of Python handlers.
+        atexit.register(ignore_signals, [n for n in self.numbers if self._ends_process(n)])
+
+    def _ends_process(self, number: int) -> bool:
+        return self._found[number] in (signal.SIG_DFL, None)
+
+    def _give_back(self, number: int) -> None:
+        if not (self._stays and self._ends_process(number)):
+            _restore(number, self._found[number])
+
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Install the handlers for a block; the previous ones are restored afterwards.
+
+        After :meth:`stay`, only those that are functions, or ignore a signal, are restored.
 
         Call it in the main thread, the only one where Python handles signals. Signals blocked
         since the start of the process (see :func:`held_back`) are unblocked and delivered.
@@ -105,7 +122,7 @@ class SignalReceiver:
             # Handlers are installed first and restored last, so no signal acts in between.
             for number in self.numbers:
                 self._found[number] = signal.signal(number, self)
-                stack.callback(_restore, number, self._found[number])
+                stack.callback(self._give_back, number)
             self._open_ear(stack)
             if sys.platform != "win32":
                 mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self.numbers)

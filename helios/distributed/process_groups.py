@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -89,15 +90,17 @@ def join_group(
     Args:
         info: the ranks of this process and the number of processes.
         backend: ``"nccl"`` for CUDA, ``"gloo"`` for the CPU; the control group always uses gloo.
-        meeting: URL of the rendezvous: ``"tcp://host:port"`` (a free port on the machine of rank
-            0), ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for
-            torchrun's variables. A single process needs none.
+        meeting: URL of the rendezvous: ``"tcp://host:port/name"`` (a free port on the machine of
+            rank 0; ranks that give another name at the same port are not mistaken for own ones),
+            ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for torchrun's
+            variables. A single process needs none.
         timeout: timeout of collectives in the default group.
         control_timeout: timeout of collectives in the control group.
         device: the GPU of this process, for NCCL.
 
     Raises:
-        UsageError: if this process is already in a group (a ``RuntimeError``).
+        UsageError: if this process is already in a group, or if the port of rank 0 is in use (a
+            ``RuntimeError``).
     """
     if is_dist_active():
         raise UsageError(
@@ -133,13 +136,28 @@ def _meet(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
         return dist.HashStore()  # type: ignore[attr-defined]
     store = _Process.stores.get(meeting)
     if store is None:
-        found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
-        store, _, _ = next(found)
-        if meeting == _TORCHRUN_MEETING:
-            store = dist.PrefixStore(_name_start(store, info, timeout), store)  # type: ignore[attr-defined]
-        _Process.stores[meeting] = store
+        store = _open_store(info, meeting, timeout)
+        is_torchrun = meeting == _TORCHRUN_MEETING
+        name = _name_start(store, info, timeout) if is_torchrun else urlsplit(meeting).path
+        store = _Process.stores[meeting] = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
     _Process.num_joins += 1
     return dist.PrefixStore(f"helios/{_Process.num_joins}", store)  # type: ignore[attr-defined]
+
+
+def _open_store(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
+    try:
+        found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
+        store, _, _ = next(found)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        place = urlsplit(meeting)
+        raise UsageError(
+            f"Rank 0 must listen at port {place.port} of {place.hostname}, where the other ranks "
+            "find it, but another process uses this port. Start all ranks with the environment "
+            "variable MASTER_PORT set to a free one, such as 23456."
+        ) from error
+    return store
 
 
 def _name_start(store: Any, info: DistributedInfo, timeout: timedelta) -> str:

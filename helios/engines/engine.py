@@ -6,32 +6,31 @@ decides nothing: the optimizer loop calls it in the order of an update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
 from helios.engines import data_parallel
 from helios.engines.clipping import Clipping
-from helios.engines.components import ComponentState, Maker, build_model
+from helios.engines.components import Maker, build_model
 from helios.engines.device import device_of_rank, select_gpus
 from helios.engines.numerics import numerics as numerics
 from helios.engines.precision import Precision, check_precision
 from helios.engines.process_member import redefines
 from helios.engines.scaler import LossScaler
+from helios.engines.sharding_engine import ShardingEngine
 from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
 from helios.replicas.gradients import FindNetworks, divide, make_gradients
 from helios.replicas.replicas import Replicas
-from helios.replicas.row_norm import norm_by_rows
 
 
-class Engine(ComponentState):
+class Engine(ShardingEngine):
     """A device, a precision and the replicas of a run, and what is done with a loss there.
 
     This is the only engine class. Subclass it and override a method to change what it does.
@@ -176,41 +175,6 @@ class Engine(ComponentState):
         """
         self._gradients.collect(optimizer, replica, find_networks, ends_window=ends_window)
 
-    def shard(
-        self,
-        networks: Mapping[str, nn.Module],
-        optimizers: Mapping[str, Optimizer],
-        units: Mapping[str, nn.Module],
-    ) -> None:
-        """Shard networks over the processes, if the run is sharded and there are several.
-
-        Args:
-            networks: the networks by path, whole and the same in all processes.
-            optimizers: the optimizers by path, which get the sharded parameters.
-            units: modules whose parameters are gathered together, by name.
-
-        Raises:
-            UsageError: if this PyTorch cannot do it.
-        """
-        if self._replicas.is_spread:
-            # Imported here because it takes long, and only such runs need it.
-            from helios.sharding.networks import shard_networks
-
-            self._gradients = shard_networks(networks, optimizers, units, self._replicas)
-
-    @property
-    def has_idle_turn(self) -> bool:
-        """Whether a turn of each iteration has no replica for this process."""
-        return self._gradients.has_idle_turn
-
-    def sharded_parameters(self) -> Iterable[Tensor]:
-        """Return the parameters of which each process holds a shard."""
-        return self._gradients.sharded_parameters()
-
-    def end_turn(self) -> None:
-        """End the turn of a replica, before one in which this process has none."""
-        self._gradients.end_turn()
-
     def sending_gradients(
         self, optimizer: Optimizer, replica: int, find_networks: FindNetworks = dict
     ) -> AbstractContextManager[None]:
@@ -263,25 +227,6 @@ class Engine(ComponentState):
         self.unscale_gradients(optimizer)
         find_norm = self.find_norm if self.clips_by_rows else None
         self.gradient_norm = self._clipping.apply(parameters_of(optimizer), find_norm)
-
-    def find_norm(self, gradients: Sequence[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
-        """Return a norm of gradients; where models are sharded, all processes call this together.
-
-        Args:
-            gradients: one, or several in a list.
-            norm_type: the ``p`` of the norm; 2 or ``inf`` where models are sharded.
-
-        Raises:
-            UsageError: for another one there, whose bits depend on the number of processes.
-        """
-        replicas = self._replicas
-        if replicas.is_sharded:
-            several = [gradients] if isinstance(gradients, Tensor) else gradients
-            return norm_by_rows(several, replicas.num_processes, norm_type=norm_type)
-        if isinstance(gradients, Tensor):
-            found: Tensor = torch.linalg.vector_norm(gradients, norm_type)
-            return found
-        return get_total_norm(gradients, norm_type)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters, and return whether the step was committed.

@@ -145,20 +145,31 @@ def _read_srun(variables: Mapping[str, str]) -> Launch:
 
 
 def _find_srun_meeting(variables: Mapping[str, str]) -> str:
-    host, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+    """Return where the tasks of a step meet: the same for all of them, of no other step."""
     nodes = _number(variables, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=1)
-    if not host and nodes > 1:
+    host = variables.get("MASTER_ADDR") or _find_first_node(variables, nodes)
+    if not host:
         raise UsageError(
-            f"srun has started this training on {nodes} machines, but MASTER_ADDR, the machine of "
-            "rank 0, is not set. Add this line before srun: export MASTER_ADDR=$(scontrol show "
-            'hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+            f"srun has started this training on {nodes} machines, but neither SLURM_STEP_NODELIST "
+            "nor MASTER_ADDR, the machine of rank 0, is set. Add this line before srun: export "
+            'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         )
-    if not port:
-        # The same port for all tasks of a step, and another one for the next step or job.
-        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        step = ".".join(variables.get(name, "") for name in names)
-        port = str(_FIRST_PORT + zlib.crc32(step.encode()) % _NUM_PORTS)
-    return f"tcp://{host or '127.0.0.1'}:{port}"
+    job, step, restarts = (
+        _number(variables, f"SLURM_{name}", default=0)
+        for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+    )
+    # Jobs of an array have consecutive numbers, and often share a machine: no two have one port.
+    free = _FIRST_PORT + (job + zlib.crc32(b"%d" % step)) % _NUM_PORTS
+    return f"tcp://{host}:{variables.get('MASTER_PORT') or free}/{job}.{step}.{restarts}"
+
+
+def _find_first_node(variables: Mapping[str, str], nodes: int) -> str:
+    """Return the machine of rank 0, the first of e.g. ``"gpu[003-005,009],cpu1"``; may be empty."""
+    if nodes == 1:
+        return "127.0.0.1"
+    names = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
+    first = re.match(r"(\[[^]]*\]|[^,[])*", names)
+    return re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0] if first else "")
 
 
 def _count_local_tasks(variables: Mapping[str, str], world_size: int) -> int:

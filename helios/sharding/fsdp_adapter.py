@@ -48,7 +48,7 @@ def require_fsdp() -> None:
     Raises:
         UsageError: if it has not.
     """
-    missing = [name for name in _NEEDED if not hasattr(FSDPModule, name)]
+    missing = sorted({*_NEEDED}.difference(dir(FSDPModule)))
     if missing:
         raise UsageError(
             f'Trainer(sharding="full") needs a PyTorch whose FSDPModule has {", ".join(missing)}; '

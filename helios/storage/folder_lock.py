@@ -35,6 +35,7 @@ _HELD_BY_ANOTHER = frozenset((errno.EACCES, errno.EAGAIN))
 _MAX_BYTES = 4096
 _PATIENCE = 10.0
 _PAUSE = 0.1
+_REMEDY = "give this run another chkpt_root, or its model another save_name"
 
 
 class _Held:
@@ -57,11 +58,22 @@ class FolderLock:
     Args:
         folder: the folder of the run.
         makes_folder: whether to create a missing folder; if not, nothing is locked then.
+        name: name of the lock file; locks with different names do not exclude each other.
+        remedy: what the error says that the second run can use instead.
     """
 
-    def __init__(self, folder: Path, *, makes_folder: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        makes_folder: bool = True,
+        name: str = LOCK_NAME,
+        remedy: str = _REMEDY,
+    ) -> None:
         self._folder = folder
         self._makes_folder = makes_folder
+        self._name = name
+        self._remedy = remedy
         self._descriptor: int | None = None
         self._key: tuple[int, int] | None = None
         self._has_warned = False
@@ -69,7 +81,7 @@ class FolderLock:
     @property
     def path(self) -> Path:
         """The lock file."""
-        return self._folder / LOCK_NAME
+        return self._folder / self._name
 
     @property
     def is_held(self) -> bool:
@@ -226,8 +238,7 @@ class FolderLock:
     def _describe(self, owner: str) -> FolderInUseError:
         return FolderInUseError(
             f"The folder {self._folder} is in use by another run: {owner}. Wait for that run to "
-            "end or stop it, and start again; or give this run another chkpt_root, or its model "
-            "another save_name."
+            f"end or stop it, and start again; or {self._remedy}."
         )
 
 

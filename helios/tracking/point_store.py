@@ -19,10 +19,14 @@ from enum import Enum
 from typing import Any
 
 from helios.storage import files
+from helios.storage.folder_lock import LOCK_NAME, FolderLock
 from helios.storage.row_file import RowFile
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 
 _LOGGER = logging.getLogger(__name__)
+
+WRITER_LOCK_NAME = ".helios-writer-lock"
+"""Name of the lock file of the tracker that writes; the process that sends has its own."""
 
 
 class Repeat(Enum):
@@ -115,14 +119,29 @@ class PointStore:
         self.run = replace(run, key=uuid.uuid4().hex)
         self._forks = forks
         self._file = PointFile(folder.points)
+        self._lock = FolderLock(
+            folder.path, name=WRITER_LOCK_NAME, remedy="give each Tracker a folder of its own"
+        )
         self._has_warned = False
 
     def open(self, mark: Mapping[str, Any] | None) -> None:
         """Open the points where a checkpoint has them; ``None`` without a checkpoint.
 
         Raises:
+            FolderInUseError: if another tracker writes to the folder.
             UsageError: if the folder cannot be read.
         """
+        self._lock.acquire()
+        try:
+            self._open(mark)
+            # A folder that was moved aside has taken its lock along.
+            self._lock.renew()
+        except BaseException:
+            self._file.close()
+            self._lock.release()
+            raise
+
+    def _open(self, mark: Mapping[str, Any] | None) -> None:
         found = self.folder.read_run()
         if mark is None and found is not None and not self._is_alike(found):
             aside = files.rename_aside(self.folder.path)
@@ -219,7 +238,10 @@ class PointStore:
         """Begin a new run on the server, with the points up to here."""
         size = self._file.mark()["size"]
         aside = files.find_free(self.folder.path)
-        shutil.copytree(self.folder.path, aside)
+        # Reading the lock file would release the lock.
+        shutil.copytree(
+            self.folder.path, aside, ignore=shutil.ignore_patterns(LOCK_NAME, WRITER_LOCK_NAME)
+        )
         _LOGGER.warning(
             "%s: training has taken another course than the stored points from iteration %d on. "
             "A new run with all points begins on the server. The earlier one stays there as it is; "
@@ -250,5 +272,8 @@ class PointStore:
     def close(self, outcome: str) -> None:
         """Note how the start has ended, and close the file."""
         self.run = replace(self.run, outcome=outcome)
-        self.folder.write_run(self.run)
-        self._file.close()
+        try:
+            self.folder.write_run(self.run)
+        finally:
+            self._file.close()
+            self._lock.release()

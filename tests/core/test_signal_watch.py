@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -80,6 +82,48 @@ def test_everything_is_restored_after_an_error_too(found: Callable[..., Any]) ->
         raise LookupError
     assert signal.getsignal(signal.SIGTERM) is found
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def say_and_wait(mouth: Connection) -> None:
+    mouth.send("running")
+    pass_time(60)
+
+
+def stay_and_end() -> None:
+    """Send SIGTERM after the block, before the interpreter ends and while it does."""
+    receiver = SignalReceiver([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    atexit._clear()
+    ends = []
+    atexit.register(lambda: ends.append(signal.getsignal(signal.SIGTERM)))
+    with receiver.installed():
+        receiver.stay()
+    send(signal.SIGTERM, signal.SIGUSR1)
+    ear, mouth = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=say_and_wait, args=(mouth,))
+    child.start()
+    ear.recv()
+    child.terminate()
+    child.join()
+    assert child.exitcode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    atexit._run_exitfuncs()
+    assert ends == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    send(signal.SIGTERM)
+
+
+def test_a_process_that_is_to_exit_by_itself_is_ended_by_no_signal() -> None:
+    process = FORK.Process(target=stay_and_end)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_handler_of_the_user_is_restored_in_such_a_process_too(found: Callable[..., Any]) -> None:
+    receiver = SignalReceiver([signal.SIGTERM])
+    with receiver.installed():
+        receiver.stay()
+    assert signal.getsignal(signal.SIGTERM) is found
 
 
 def test_a_second_interrupt_is_obeyed_and_an_echo_of_the_first_is_not() -> None:

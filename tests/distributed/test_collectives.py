@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 import threading
@@ -164,6 +165,38 @@ def test_a_group_that_the_user_has_made_is_used_and_stays() -> None:
     ):
         pass
     collectives.shutdown_dist()
+
+
+def join_as_rank_1(meeting: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the store in which a new process would find the others."""
+    monkeypatch.setattr(process_groups._Process, "stores", {})
+    monkeypatch.setattr(process_groups._Process, "num_joins", 0)
+    info = process_groups.DistributedInfo(1, 1, 2, 2)
+    return process_groups._meet(info, meeting, datetime.timedelta(seconds=60))
+
+
+def test_ranks_of_another_job_at_the_same_port_are_not_taken_for_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = f"tcp://127.0.0.1:{server.port}"
+    own, same, other = (
+        join_as_rank_1(f"{place}/{job}", monkeypatch) for job in ("7.0.", "7.0.", "8.0.")
+    )
+    own.set("address", "here")
+    assert same.get("address") == b"here"
+    assert not other.check(["address"])
+
+
+def test_a_port_that_is_in_use_is_named_with_its_variable() -> None:
+    info = process_groups.DistributedInfo(0, 0, 1, 2)
+    with socket.socket() as ear:
+        ear.bind(("", 0))
+        ear.listen()
+        port = ear.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"port {port} of localhost.* MASTER_PORT set to a"):
+            process_groups.join_group(info, backend="gloo", meeting=f"tcp://localhost:{port}/7.0.")
+    assert not process_groups.is_dist_active()
 
 
 def test_errors_that_follow_from_a_lost_peer_are_known() -> None:

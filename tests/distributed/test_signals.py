@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import signal
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,32 @@ def test_a_signal_to_one_rank_ends_all_at_one_place(unit: str, rank: int, tmp_pa
     assert newest(folder) == (1, 3)
     assert run_ranks(work, 3, folder, setting) == [0, 0, 0]
     assert_same(read_bits(folder), alone)
+
+
+def run_task(rank: int, folder: Path, setting: Elastic, port: int) -> None:
+    """Train as a task of srun, which SLURM terminates after another one has exited."""
+    own = {"PROCID": rank, "LOCALID": rank, "STEP_ID": 0, "JOB_ID": 7, "STEP_NUM_TASKS": 2}
+    os.environ |= {f"SLURM_{name}": str(value) for name, value in own.items()}
+    os.environ["MASTER_PORT"] = str(port)
+    signals = SignalAt("on_forward_end", 3, (signal.SIGUSR1,), rank=1)
+    trainer, _ = train(folder, setting, signals)
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise SystemExit(trainer.exit_code)
+
+
+def test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them(tmp_path: Path) -> None:
+    setting = Elastic(num_replicas=2, chkpt_frequency=1000, total_steps=8)
+    with socket.socket() as ear:
+        ear.bind(("127.0.0.1", 0))
+        port = ear.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    tasks = [fork.Process(target=run_task, args=(rank, tmp_path, setting, port)) for rank in (0, 1)]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join()
+    assert [task.exitcode for task in tasks] == [75, 75]
+    assert newest(tmp_path) == (1, 3)
 
 
 @slow

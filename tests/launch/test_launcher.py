@@ -466,18 +466,53 @@ def test_torchrun_tells_who_is_who() -> None:
 
 
 def test_srun_tells_who_is_who_by_its_step() -> None:
-    meeting = "tcp://node1:4711"
+    meeting = "tcp://node1:4711/77.0.0"
     assert Launch.read(_SRUN) == Launch(LaunchKind.SRUN, 5, 8, 1, 2, 0, meeting)
     old = {name: value for name, value in _SRUN.items() if not name.startswith("SLURM_STEP_N")}
     old = {**old, "SLURM_NNODES": "3", "SLURM_RESTART_COUNT": "2"}
-    assert Launch.read(old) == Launch(LaunchKind.SRUN, 5, 16, 1, 2, 2, meeting)
+    assert Launch.read(old) == Launch(LaunchKind.SRUN, 5, 16, 1, 2, 2, f"{meeting[:-1]}2")
 
 
 def test_one_machine_of_srun_needs_no_address_and_each_step_has_its_port() -> None:
     here = {**_SRUN, "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "", "MASTER_PORT": ""}
-    meetings = {Launch.read({**here, "SLURM_STEP_ID": step}).meeting for step in "01234"}
-    assert len(meetings) == 5
-    assert all(re.fullmatch(r"tcp://127\.0\.0\.1:[12]\d{4}", meeting) for meeting in meetings)
+    steps = "01234"
+    meetings = [Launch.read({**here, "SLURM_STEP_ID": step}).meeting for step in steps]
+    assert len({meeting.partition("/77.")[0] for meeting in meetings}) == len(meetings)
+    for step, meeting in zip(steps, meetings, strict=True):
+        assert re.fullmatch(rf"tcp://127\.0\.0\.1:[12]\d{{4}}/77\.{step}\.0", meeting)
+
+
+def test_no_two_jobs_of_an_array_have_one_port() -> None:
+    jobs = range(990, 3000)
+    here = {**_SRUN, "MASTER_PORT": ""}
+    places = set()
+    for job in jobs:
+        own = {"SLURM_JOB_ID": str(job), "SLURM_RESTART_COUNT": str(job % 5)}
+        places.add(Launch.read({**here, **own}).meeting.split("/")[2])
+    assert len(places) == len(jobs)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu3", "gpu3"),
+        ("gpu3,cpu[1-2]", "gpu3"),
+        ("gpu[003-005,009],cpu1", "gpu003"),
+        ("gpu[9,11-12]", "gpu9"),
+        ("rack[1-2]n[04-07]-ib,rack3n01", "rack1n04-ib"),
+        ("a.example.org,b.example.org", "a.example.org"),
+    ],
+)
+def test_rank_0_is_on_the_first_machine_of_the_step(nodes: str, first: str) -> None:
+    several = {**_SRUN, "MASTER_ADDR": ""}
+    own = {"SLURM_STEP_NODELIST": nodes, "SLURM_JOB_NODELIST": "others[1-9]"}
+    assert Launch.read({**several, **own}).meeting == f"tcp://{first}:4711/77.0.0"
+    of_job = {"SLURM_JOB_NODELIST": nodes}
+    assert Launch.read({**several, **of_job}).meeting == f"tcp://{first}:4711/77.0.0"
+    assert Launch.read({**_SRUN, **own}).meeting == "tcp://node1:4711/77.0.0"
+
+
+def test_several_machines_without_names_need_an_address() -> None:
     with pytest.raises(UsageError, match=r"on 3 machines.* export MASTER_ADDR=\$\(scontrol"):
         Launch.read({**_SRUN, "MASTER_ADDR": ""})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _posixsubprocess
 import copy
 import functools
 import json
@@ -377,3 +378,17 @@ def test_without_a_repository_or_a_commit_there_is_less_to_say(
     assert describe_git(tmp_path) == {"is_dirty": False, "branch": "trunk"}
     monkeypatch.setenv("PATH", "")
     assert describe_git(tmp_path) == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Python starts programs by posix_spawn there")
+def test_git_is_started_without_a_pipe_that_a_forked_worker_would_keep_open(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork(*arguments: Any) -> int:
+        raise AssertionError("the training would wait for the end of a worker")
+
+    for module in (subprocess, _posixsubprocess):
+        names = [name for name in ("_fork_exec", "fork_exec") if name in vars(module)]
+        for name in names:
+            monkeypatch.setattr(module, name, fork)
+    assert describe_git(repository)["is_dirty"] is False

@@ -21,6 +21,7 @@ from helios.state import TrainingState
 from helios.storage.folder_lock import FolderLock
 from tests.support import tracked
 from tests.support.kills import KillAt, train_in_child
+from tests.support.paused import another_process
 from tests.support.ranks import run_ranks
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, replay, train
@@ -330,6 +331,59 @@ def test_rank_0_stores_what_all_processes_log(tmp_path: Path) -> None:
     _train_ranks(0, tmp_path / "one")
     run_ranks(_train_ranks, 2, tmp_path / "two")
     assert _without_times(tmp_path / "two") == _without_times(tmp_path / "one")
+
+
+class PauseAt(Plugin):
+    """Pauses the training in the middle."""
+
+    def __init__(self, pause: Callable[[], Any]) -> None:
+        super().__init__("pause")
+        self.pause = pause
+
+    unsaved = ("pause",)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
+        if state.global_iteration == 6:
+            self.pause()
+
+
+class Started(Plugin):
+    """Fails the test if a step is made."""
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_training_batch_start(self, state: TrainingState) -> None:
+        raise AssertionError("training has started")
+
+
+def test_a_second_training_with_the_folder_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """Before its first step; without the lock, the rows of both were mixed."""
+    _run(tmp_path / "whole")
+    shared = tmp_path / "first"
+
+    def first(pause: Callable[[], Any]) -> None:
+        train(shared, _setting(), _tracker(shared), Painter(), PauseAt(pause))
+
+    with another_process(first) as pid:
+        for options in ({}, {"params": {"lr": 1.0}}):
+            second = _setting(seed=7)
+            plugins = (_tracker(shared, **options), Painter(), Started("started"))
+            with pytest.raises(FolderInUseError, match=f"process {pid} .* each Tracker a folder"):
+                train(tmp_path / "second", second, *plugins)
+    assert _without_times(shared) == _without_times(tmp_path / "whole")
+    assert sorted(path.name for path in shared.iterdir()) == ["small", "tracker"]
+    _run(shared)
+
+
+def test_two_trackers_with_one_folder_are_refused(tmp_path: Path) -> None:
+    plugins = [_tracker(tmp_path), _tracker(tmp_path, plug_id="other"), Started("started")]
+    with pytest.raises(FolderInUseError, match="each Tracker a folder of its own"):
+        train(tmp_path, _setting(), *plugins)
+    assert list((tmp_path / "tracker").glob(".helios*")) == []
 
 
 @pytest.mark.parametrize(

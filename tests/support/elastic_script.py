@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.test_elastic import KillRank
 from tests.support.elastic import Elastic, train
+from tests.support.quiet import Quiet
+
+DOOMED = "HELIOS_TESTS_DOOMED_AGENT"
+"""The variable of the agent of torchrun that is to be killed."""
+
+
+class KillAgent(Quiet):
+    """Sends SIGKILL to the agent that has started this process, if it is the doomed one."""
+
+    def __init__(self, iteration: int) -> None:
+        super().__init__("kill-agent")
+        self.iteration = iteration
+        self.agent = os.getppid()
+
+    def on_optimizer_step_start(self, *args: Any) -> None:
+        is_it = DOOMED in os.environ and self.trainer.local_rank == 0
+        has_come = self.context.state.global_iteration >= self.iteration
+        if is_it and has_come and os.getppid() == self.agent > 1:
+            os.kill(self.agent, signal.SIGKILL)
 
 
 def main() -> None:
@@ -17,6 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--kill", nargs=3, help="event, iteration, rank (-1: each)")
+    parser.add_argument("--kill-agent", type=int, help="iteration")
     parser.add_argument("--once", action="store_true", help="kill at the first start only")
     options = parser.parse_args()
     setting = Elastic(
@@ -25,11 +48,13 @@ def main() -> None:
         total_steps=options.steps,
         num_workers=1,
     )
-    plugins = []
+    plugins: list[Quiet | KillRank] = []
     has_begun = any(options.folder.glob("turns-*"))
     if options.kill and not (options.once and has_begun):
         event, iteration, rank = options.kill
         plugins.append(KillRank(event, int(iteration), None if rank == "-1" else int(rank)))
+    if options.kill_agent is not None:
+        plugins.append(KillAgent(options.kill_agent))
     trainer, _ = train(options.folder, setting, *plugins, nproc=options.nproc)
     raise SystemExit(trainer.exit_code)
 

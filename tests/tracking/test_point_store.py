@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from helios.errors import UsageError
+from helios.errors import FolderInUseError, UsageError
 from helios.storage import files
-from helios.tracking.point_store import PointStore
+from helios.storage.folder_lock import FolderLock
+from helios.tracking.point_store import WRITER_LOCK_NAME, PointStore
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
+from tests.support.kills import run_in_child
 
 _TARGET = {"kind": "MLflow", "uri": "u"}
 
@@ -48,6 +50,16 @@ def _write(folder: Path, numbers: range, *, marked: int = 0) -> tuple[str, dict[
             mark = store.mark()
     store.close("killed")
     return store.run.key, mark
+
+
+def another_process_is_refused(folder: Path) -> bool:
+    """Try to write to the folder in another process."""
+
+    def write() -> None:
+        with pytest.raises(FolderInUseError):
+            FolderLock(folder, name=WRITER_LOCK_NAME).acquire()
+
+    return run_in_child(write, folder.parent / "outcome") == 0
 
 
 @pytest.fixture
@@ -168,6 +180,7 @@ def test_a_kill_while_a_course_is_cut_off_mixes_nothing(
         with pytest.raises(Killed):
             store.add(_row(3, 0.7))
     store._file.close()
+    store._lock.release()
     store = _open(folder, mark)
     is_new = store.run.key != key
     assert [row["iteration"] for row in _stored(folder)] == ([1, 2] if is_new else [1, 2, 3, 4, 5])
@@ -226,3 +239,13 @@ def test_a_damaged_description_is_an_error_that_names_the_remedy(folder: Path) -
     (folder / "tracker.json").write_text("{")
     with pytest.raises(UsageError, match="Rename the folder"):
         _open(folder)
+
+
+def test_the_folder_stays_locked_when_it_is_moved_or_copied_aside(folder: Path) -> None:
+    _, mark = _write(folder, range(1, 6), marked=2)
+    for options in ({"mark": mark, "forks": True}, {"params": {"lr": 1}}):
+        store = _open(folder, **options)
+        assert store.add(_row(3, 0.7)) == ("mark" in options)
+        assert another_process_is_refused(folder)
+        store.close("killed")
+        assert not another_process_is_refused(folder)

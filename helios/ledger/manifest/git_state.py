@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -15,7 +16,7 @@ _MOST_BYTES = 8 << 20
 _SECONDS = 10.0
 # No file is locked, and no program runs that a repository configures, except its filters, such as
 # that of git-lfs, without which its files would look changed.
-_COMMAND = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=")
+_OPTIONS = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=")
 
 
 def describe_git(folder: Path) -> dict[str, Any]:
@@ -64,13 +65,17 @@ def _describe_patch(folder: Path) -> dict[str, Any]:
 
 def _run(folder: Path, *arguments: str) -> bytes | None:
     """Return the output of a git command, at most 8 MiB; ``None`` if it fails."""
+    git = shutil.which("git")
+    if git is None:
+        return None
     # A loader worker that is forked meanwhile would keep a pipe open, but not a file.
     with tempfile.TemporaryFile() as output:
         try:
-            # A repository on a disk that does not answer must not hold up the end of the run.
+            # A repository on a disk that does not answer must not hold up the end of the run. With
+            # cwd or close_fds, Python would fork, and wait for a pipe that such a worker has too.
             subprocess.run(
-                [*_COMMAND, *arguments],
-                cwd=folder,
+                [git, "-C", str(folder), *_OPTIONS, *arguments],
+                close_fds=False,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.DEVNULL,

@@ -16,7 +16,7 @@ import torch
 
 from helios.checkpoint.capture import Trained
 from helios.launch.ipc import LaunchQueue
-from helios.launch.launcher import spawn
+from helios.launch.launcher import LaunchKind, spawn
 from helios.launch.worker import end_with_launcher
 from helios.startup.checkpoint_search.chosen_checkpoint import require_present
 from helios.startup.checkpoint_search.resume_point import find_replicas, find_stored
@@ -133,7 +133,11 @@ def _take_part(call: Call, process: ThisProcess) -> Any:
         team = Plan(0, process.info.world_size, process.info).make_team()
         stored = on_first(team, lambda: _find_stored(call))
         team.close()
-        return _run_here(call, _plan(call, process, stored), process)
+        result = _run_here(call, _plan(call, process, stored), process)
+        is_interrupted = call.phase is Phase.TRAINING and result is False
+        if is_interrupted and process.launch.kind is LaunchKind.SRUN:
+            call.runtime.listener.ignore_the_rest()
+        return result
 
 
 def _make_run(call: Call, plan: Plan, process: ThisProcess) -> Run:

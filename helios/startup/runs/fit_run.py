@@ -19,7 +19,6 @@ from helios.data.source import Source
 from helios.engines.engine import numerics
 from helios.errors import ArgumentError
 from helios.loops.loop_states import LoopStates
-from helios.loops.run_along import RunningAlong
 from helios.model.schedulers import Schedulers
 from helios.session import Session
 from helios.startup.building import run_outputs
@@ -125,10 +124,7 @@ class FitRun(Run):
         self._open_logs(record)
         self._set_up(is_inference=False)
         session = self._build()
-        if self.engine.has_idle_turn:
-            session.audit = RunningAlong(session)
-        else:
-            session.audit = make_audit(self.options.audit, session, self.loop)
+        session.audit = make_audit(self.options.audit, session, self.loop)
         self._take_session(session)
         log_order(self.plugins, self.hooks)
         if record is not None:

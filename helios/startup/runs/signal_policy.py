@@ -118,6 +118,15 @@ class Listener:
         if self.receiver is not None:
             self.receiver.wait_without_end()
 
+    def ignore_the_rest(self) -> None:
+        """Let no signal end this process before it exits by itself.
+
+        With ``srun --kill-on-bad-exit``, the first task that exits with 75 makes SLURM send SIGTERM
+        to the others. One that is still exiting then would end with 143, which srun would return.
+        """
+        if self.receiver is not None:
+            self.receiver.stay()
+
     def warn_of_late_signals(self) -> None:
         """Log at the regular end that a signal came too late to interrupt anything."""
         if self.receiver is not None and self.receiver.first and not self._has_warned:
