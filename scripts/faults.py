@@ -53,6 +53,8 @@ AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
 SHARDED = "tests/sharding/test_sharded_training.py"
+SHARDED_SAVES = "tests/sharding/test_sharded_checkpoints.py"
+SHARDED_FOLDERS = "tests/checkpoint/test_sharded_folders.py"
 REWINDS = "tests/integration/test_rewind.py"
 TRACKERS = "tests/plugins/test_tracker.py"
 SENDERS = "tests/tracking/test_sender.py"
@@ -72,6 +74,67 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "a sharded checkpoint is committed before all parts are there",
+        "helios/checkpoint/sharded_commit.py",
+        "            if len(notes) == self.plan.num_ranks:",
+        "            if notes:",
+        f"{SHARDED_FOLDERS}::test_rank_0_does_not_wait_for_ever",
+    ),
+    Fault(
+        "notes of an earlier save count",
+        "helios/checkpoint/rank_part.py",
+        'f"rank-{rank:05d}.{self.token}.json"',
+        'f"rank-{rank:05d}.json"',
+        f"{SHARDED_FOLDERS}::test_notes_of_an_earlier_save_to_the_same_path_do_not_count",
+    ),
+    Fault(
+        "the note of a rank is written before its file",
+        "helios/checkpoint/rank_part.py",
+        "            text = self.write().to_json()\n"
+        "            files.write_text_durably(self.plan.note(self._rank), text)",
+        "            files.make_folder(self.plan.draft)\n"
+        '            files.write_text_durably(self.plan.note(self._rank), "{}")\n'
+        "            text = self.write().to_json()",
+        "tests/checkpoint/test_kills.py",
+    ),
+    Fault(
+        "blocks of sharded checkpoints are not verified",
+        "helios/storage/hashed_blocks.py",
+        "            if hashlib.sha256(block).hexdigest() != self._digests[number]:",
+        "            if False:",
+        f"{SHARDED_FOLDERS}::test_one_flipped_bit_anywhere_is_named",
+    ),
+    Fault(
+        "a process reads the rows of its neighbour",
+        "helios/core/sharded_tensors.py",
+        "        return min(self.rank * size, count), min((self.rank + 1) * size, count)",
+        "        rank = (self.rank + 1) % self.num_processes\n"
+        "        return min(rank * size, count), min((rank + 1) * size, count)",
+        f"{SHARDED}::test_a_killed_run_goes_on_in_other_processes",
+    ),
+    Fault(
+        "a part that could not be written is not reported to rank 0",
+        "helios/startup/building/run_saves.py",
+        "                self._newest.fail(token, text)",
+        "                pass",
+        f"{SHARDED_SAVES}::test_a_full_disk_of_one_rank_ends_all_with_the_same_error",
+    ),
+    Fault(
+        "damage that one process has found ends the start",
+        "helios/startup/checkpoint_search/resume_point.py",
+        '    except DamagedCheckpointError as error:\n        return str(error)\n    return ""',
+        '    except ZeroDivisionError as error:\n        return str(error)\n    return ""',
+        f"{SHARDED_SAVES}::"
+        "test_damage_that_only_one_process_can_see_leads_all_to_an_older_checkpoint",
+    ),
+    Fault(
+        "sharded tensors are copied after training goes on",
+        "helios/checkpoint/rank_part.py",
+        "                rows = _copy(rows, self._buffers)\n",
+        "",
+        f"{SHARDED_FOLDERS}::test_what_training_changes_after_the_copy_is_not_in_the_file",
+    ),
     Fault(
         "zeros of a module that runs twice are added to its gradients",
         "helios/sharding/unit_sum.py",

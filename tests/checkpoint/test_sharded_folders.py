@@ -19,6 +19,7 @@ from helios.checkpoint.comparison import compare
 from helios.checkpoint.export import select_weights
 from helios.checkpoint.folder_status import examine_folder
 from helios.checkpoint.outline import outline
+from helios.checkpoint.rank_part import PartWriter
 from helios.checkpoint.shard_index import INDEX_NAME, RECORD_NAME, RankNote, Rows
 from helios.checkpoint.sharded_commit import RankParts
 from helios.checkpoint.status import Checked, Condition, Depth, examine, look_into
@@ -31,6 +32,7 @@ from helios.errors import (
     SaveError,
 )
 from helios.storage.hashed_blocks import BLOCK_BYTES
+from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import names, save
 from tests.checkpoint.sharded_helpers import (
     FORMS,
@@ -38,6 +40,7 @@ from tests.checkpoint.sharded_helpers import (
     is_whole,
     make_parts,
     make_plan,
+    rows_of,
     save_sharded,
     tensor_of,
 )
@@ -433,6 +436,33 @@ def test_processes_that_hold_different_tensors_commit_nothing(folder: RunFolder)
 def test_a_note_is_read_as_it_was_written() -> None:
     note = RankNote(7, ["a"], {"x": Rows("F32", (3, 4), 0, 2, 128)})
     assert RankNote.from_json(note.to_json()) == note
+
+
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_what_training_changes_after_the_copy_is_not_in_the_file(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, has_memory: bool
+) -> None:
+    if not has_memory:
+        monkeypatch.setattr(HostBuffers, "copy", lead_nowhere)
+    plan, writer = make_plan(folder, 1, 4, 1), PartWriter(0, is_async=True, pins=False)
+    live = rows_of(4, 0, 1)
+    live["tied"] = live[NETWORK[0]]
+    part, is_own = writer.draft(plan, live)
+    # Without memory, training waits.
+    assert is_own == has_memory
+    if is_own:
+        for own in live.values():
+            own.tensor.zero_()
+    note = part.write()
+    assert note.tensors["tied"] == note.tensors[NETWORK[0]]
+    found = load_file(plan.draft / "rank-00000-of-00001.safetensors")
+    assert found.keys() == FORMS.keys()
+    assert all(found[name].equal(tensor_of(name, 4)) for name in FORMS)
+    writer.close()
+
+
+def lead_nowhere(*arguments: Any) -> None:
+    raise MemoryError("no host memory")
 
 
 def test_leftovers_of_a_killed_save_are_removed(folder: RunFolder) -> None:
