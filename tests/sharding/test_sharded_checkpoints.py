@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import helios
@@ -21,7 +22,17 @@ from helios.storage import files
 from tests.checkpoint.test_sharded_folders import damage
 from tests.support.kills import kill_self
 from tests.support.ranks import RankError, run_ranks
-from tests.support.sharded import Kill, Network, Sharded, fit, read_bits, train
+from tests.support.sharded import (
+    Data,
+    Kill,
+    Network,
+    Sharded,
+    ShardedModel,
+    Words,
+    fit,
+    read_bits,
+    train,
+)
 
 SYNC = {"store": helios.CheckpointStore(is_async=False)}
 OPERATIONS = ("create", "write", "fsync", "replace", "unlink", "fsync_folder", "make_folder")
@@ -250,8 +261,58 @@ def test_damage_that_only_one_process_can_see_leads_all_to_an_older_checkpoint(
     assert path.with_name(f"{path.name}.damaged").is_dir()
 
 
+class ScoredModel(ShardedModel):
+    """Has a score of the test data."""
+
+    test_step = ShardedModel.valid_step
+
+
+class ScoredData(Data):
+    """Has test data."""
+
+    def setup(self) -> None:
+        super().setup()
+        params = helios.DataLoaderParams(batch_size=2)
+        self._test_dataset = self._create_dataset(Words(13), params)
+
+
+def score(rank: int, folder: Path, setting: Sharded, checkpoint: Any) -> dict[str, float]:
+    """Test a checkpoint as a rank; returns its scores."""
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+    trainer = helios.Trainer(
+        total_steps=0,
+        num_replicas=setting.num_replicas,
+        sharding=setting.sharding,
+        use_cpu=True,
+        print_banner=False,
+        chkpt_root=folder,
+    )
+    model = ScoredModel(folder, setting)
+    trainer.test(model, ScoredData(setting), checkpoint=checkpoint)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dict(model.test_scores)
+
+
 @pytest.mark.full
-def test_a_chosen_folder_is_branched_from_and_tested(tmp_path: Path) -> None:
+def test_a_folder_is_tested_by_any_number_of_processes(tmp_path: Path) -> None:
+    setting = Sharded(3, total_steps=2)
+    train(tmp_path, 2, setting)
+    path = newest(tmp_path)
+    (alone,) = run_ranks(score, 1, tmp_path, replace(setting, sharding="none"), "newest")
+    assert alone["loss"] > 0
+    for checkpoint in (path, "newest"):
+        assert run_ranks(score, 3, tmp_path, setting, checkpoint) == [alone] * 3
+    damage(path / "rank-00001-of-00002.safetensors", -1)
+    older = run_ranks(score, 2, tmp_path, setting, "newest")
+    assert older[0] == older[1] != alone
+    with pytest.raises(RankError, match="rank-00001-of-00002"):
+        run_ranks(score, 2, tmp_path, setting, path)
+
+
+@pytest.mark.full
+def test_a_chosen_folder_is_branched_from(tmp_path: Path) -> None:
     setting = Sharded(2, total_steps=2)
     train(tmp_path / "run", 2, setting)
     train(tmp_path / "undisturbed", 1, replace(setting, total_steps=4))
