@@ -1829,17 +1829,17 @@ FAULTS = (
     ),
     Fault(
         "the digest is not checked",
-        "helios/checkpoint/loading.py",
-        "        if found != sidecar.digest:",
-        "        if False:",
+        "helios/checkpoint/contents.py",
+        "            if found != sidecar.digest:",
+        "            if False:",
         "tests/checkpoint/test_loading.py",
     ),
     Fault(
         "the commit comes before the sidecar",
         "helios/checkpoint/store.py",
         "            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())\n"
-        "            files.replace(partial, path)",
-        "            files.replace(partial, path)\n"
+        "            files.replace(unfinished, path)",
+        "            files.replace(unfinished, path)\n"
         "            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())",
         "tests/checkpoint/test_kills.py",
     ),
@@ -2426,7 +2426,7 @@ FAULTS = (
     Fault(
         "what is half written stays",
         "helios/checkpoint/store.py",
-        "                files.unlink(partial, missing_ok=True)\n                if not",
+        "                files.unlink(unfinished, missing_ok=True)\n                if not",
         "                if not",
         f"{SAVE_FAULTS}::test_each_operation_of_a_save_may_go_wrong_in_one_way",
     ),
@@ -2596,9 +2596,9 @@ FAULTS = (
     ),
     Fault(
         "a file that was put back is damaged",
-        "helios/checkpoint/loading.py",
-        "            if found == sidecar.extra.get(file_names.SOURCE_DIGEST):",
-        "            if False:",
+        "helios/checkpoint/contents.py",
+        "                if found == sidecar.extra.get(file_names.SOURCE_DIGEST):",
+        "                if False:",
         f"{MIGRATIONS}::test_an_old_file_that_was_put_back_is_unmigrated_and_not_damaged",
     ),
     Fault(
