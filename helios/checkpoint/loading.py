@@ -214,7 +214,7 @@ def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[st
     """Return the content of a checkpoint, for scripts and notebooks.
 
     Args:
-        path: the ``.pth`` file.
+        path: the ``.pth`` file or ``.ckpt`` folder.
         safe_types: types that may be built besides tensors and plain values.
 
     Returns:

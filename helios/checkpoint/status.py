@@ -92,7 +92,7 @@ def examine(path: Path, depth: Depth = Depth.GLANCE) -> Status:
     """Examine a file; nothing in it is executed, and nothing is renamed.
 
     Args:
-        path: the ``.pth`` file; its sidecar is expected beside it.
+        path: the ``.pth`` file or ``.ckpt`` folder; its sidecar is expected beside it.
         depth: how closely to examine it.
     """
     return look_into(path, depth)[0]
