@@ -82,7 +82,8 @@ class RunFolder:
         self.damaged: list[Path] = []
         self.share: RowShare | None = None
         self._protected: set[Path] = set()
-        # What is known to be damaged, and is not renamed.
+        self._passed_over: list[Path] = []
+        # Files that are known to be damaged, and could not be renamed.
         self._left: set[Path] = set()
 
     @property
@@ -281,15 +282,19 @@ class RunFolder:
             CheckpointError: if the newest one is undamaged, but cannot be used here.
         """
         types = list(safe_types)
-        self.damaged = []
+        self.damaged = list(self._passed_over)
 
         def look(path: Path) -> Loaded | None:
-            if path in self._left:
+            if path in self._passed_over:
                 return None
             try:
                 return loading.load_present(path, types, maps=True, share=self.share)
             except DamagedCheckpointError as error:
-                self.pass_over(path, str(error), renames=renames_damaged)
+                if path not in self.damaged:
+                    self.damaged.append(path)
+                    _LOGGER.warning("%s Continuing with the next older checkpoint.", error)
+                if renames_damaged:
+                    self._put_aside(path)
                 return None
 
         loaded = file_names.search(self._path, look, listed=listed)
@@ -312,14 +317,17 @@ class RunFolder:
             )
 
     def pass_over(self, path: Path, reason: str, *, renames: bool = True) -> None:
-        """Log that a damaged checkpoint is not used, and rename it, if this process may."""
-        if path not in self.damaged:
-            self.damaged.append(path)
-            _LOGGER.warning("%s Continuing with the next older checkpoint.", reason)
+        """Do not load a checkpoint of which another process has found its part damaged.
+
+        Args:
+            path: the checkpoint.
+            reason: what that process says.
+            renames: as ``renames_damaged`` of :meth:`load_newest`.
+        """
+        self._passed_over.append(path)
+        _LOGGER.warning("%s Continuing with the next older checkpoint.", reason)
         if renames:
             self._put_aside(path)
-        else:
-            self._left.add(path)
 
     def _put_aside(self, path: Path) -> None:
         try:

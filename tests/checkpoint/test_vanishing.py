@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from helios.checkpoint import file_names, folder_status, loading, status
+from helios.checkpoint import contents, file_names, folder_status, loading, status
 from helios.checkpoint.folder_status import StartOutcome
 from helios.checkpoint.status import Condition, Depth
 from helios.checkpoint.store import CheckpointStore, RunFolder, load_checkpoint
@@ -24,7 +24,7 @@ from tests.checkpoint.helpers import is_same, make_payload, save
 STEPS = {
     "listing": (os, "scandir"),
     "sidecar": (loading, "read_sidecar"),
-    "bytes": (loading, "digest_file"),
+    "bytes": (contents, "digest_file"),
     "opening": (codec, "read"),
     "mapping": (torch, "load"),
 }
