@@ -92,9 +92,9 @@ FAULTS = (
         "the note of a rank is written before its file",
         "helios/checkpoint/rank_part.py",
         "            text = self.write().to_json()\n"
-        "            files.write_text_durably(self.plan.note(self._rank), text)",
+        "            _leave(self.plan.note(self._rank), text)",
         "            files.make_folder(self.plan.draft)\n"
-        '            files.write_text_durably(self.plan.note(self._rank), "{}")\n'
+        '            _leave(self.plan.note(self._rank), "{}")\n'
         "            text = self.write().to_json()",
         "tests/checkpoint/test_kills.py",
     ),

@@ -175,14 +175,23 @@ class RankPart:
         """
         try:
             text = self.write().to_json()
-            files.write_text_durably(self.plan.note(self._rank), text)
+            _leave(self.plan.note(self._rank), text)
         except OSError as error:
             failure = SaveError(
                 f"rank {self._rank} could not write its part of {self.plan.path}: {error}"
             )
             with contextlib.suppress(OSError):
-                files.write_text_durably(self.plan.failure(self._rank), str(failure))
+                _leave(self.plan.failure(self._rank), str(failure))
             raise failure from error
+
+
+def _leave(path: Path, text: str) -> None:
+    """Write a note whole; once it is there, rank 0 may rename its folder."""
+    partial = files.temporary_path(path)
+    with files.create(partial) as handle:
+        files.write(handle, text.encode())
+        files.fsync(handle)
+    files.replace(partial, path)
 
 
 @final

@@ -118,8 +118,13 @@ class RankParts:
         return None
 
     def _measure(self) -> dict[str, int]:
+        """Return the size of each file of the draft, as far as it is still there."""
+        sizes = {}
         with os.scandir(self.plan.draft) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries}
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def _check_sizes(self, notes: dict[int, RankNote]) -> None:
         for rank, note in notes.items():

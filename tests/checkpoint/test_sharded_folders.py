@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -31,6 +32,7 @@ from helios.errors import (
     IncompatibleCheckpointError,
     SaveError,
 )
+from helios.storage import files
 from helios.storage.hashed_blocks import BLOCK_BYTES
 from helios.storage.staging import HostBuffers
 from tests.checkpoint.helpers import names, save
@@ -364,6 +366,47 @@ def test_a_rank_that_goes_on_writing_is_waited_for(
     assert is_whole(loading.load(commit(folder, 1, 4, parts)).payload, 4)
 
 
+def test_a_note_that_is_renamed_while_rank_0_looks_is_no_failure(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = make_parts(make_plan(folder, 1, 4, 2), 4)
+    scandir = os.scandir
+
+    def look(place: Any) -> Any:
+        with scandir(place) as entries:
+            listed = list(entries)
+        if Path(place) == other.plan.draft and not other.plan.note(1).exists():
+            # What was listed is gone when its size is asked for.
+            gone = Path(place) / "rank-00001.json.tmp"
+            gone.touch()
+            with scandir(place) as entries:
+                listed = list(entries)
+            gone.unlink()
+            other.publish()
+        return contextlib.nullcontext(listed)
+
+    monkeypatch.setattr(os, "scandir", look)
+    parts = RankParts(own, lambda: False)
+    assert is_whole(loading.load(commit(folder, 1, 4, parts)).payload, 4)
+
+
+def test_a_rank_has_nothing_to_do_in_the_folder_after_its_note(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = make_parts(make_plan(folder, 1, 4, 2), 4)
+    replace = files.replace
+
+    def commit_at_once(source: Path, target: Path) -> None:
+        replace(source, target)
+        if target == other.plan.note(1):
+            monkeypatch.setattr(files, "replace", replace)
+            commit(folder, 1, 4, RankParts(own, lambda: False))
+
+    monkeypatch.setattr(files, "replace", commit_at_once)
+    other.publish()
+    assert is_whole(loading.load(other.plan.path).payload, 4)
+
+
 def test_a_part_that_cannot_be_written_costs_the_save_at_once(
     folder: RunFolder, full_disk: list[str]
 ) -> None:
@@ -396,8 +439,6 @@ def test_rank_0_is_told_where_not_even_that_can_be_written(
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of files that cannot be written."""
-    from helios.storage import files
-
     create, refused = files.create, list[str]()
 
     def check(path: Path) -> Any:
