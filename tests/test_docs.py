@@ -16,19 +16,20 @@ import yaml
 import helios
 from helios.storage.content_hash import fingerprint
 from tests.support.kills import KillAt, run_in_child
+from tests.support.pages import OF_STATE, SHOWN
 from tests.support.warned import collect_warnings
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
 _COMPILED = _ROOT / "docs" / "recipes" / "compile.md"
 _REPLAY = _ROOT / "docs" / "recipes" / "reinforcement-learning.md"
+_SHOWN = [_ROOT / "docs" / page for page in SHOWN]
 _RECIPES = [
     page for page in _PAGES if page.parent.name == "recipes" and "Trainer(" in page.read_text()
 ]
 _BARS = "tqdm.tqdm.monitor_interval"
 """Seconds; 0 starts no thread, which the bars of `datasets` would leave behind."""
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_OF_STATE = re.compile("incomplete|has no state_dict|train_step changes|cannot be saved|is missing")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -45,7 +46,9 @@ def _write_script(page: Path, folder: Path) -> Path:
 
 # torch_geometric uses it when it is imported.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("page", [page for page in _PAGES if page != _COMPILED], ids=_name)
+@pytest.mark.parametrize(
+    "page", [page for page in _PAGES if page not in (_COMPILED, *_SHOWN)], ids=_name
+)
 def test_the_code_of_a_page_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +62,7 @@ def test_the_code_of_a_page_runs(
         except SystemExit as leaving:
             codes.append(leaving.code)
     assert codes in ([], [0])
-    assert [warning for warning in warnings if _OF_STATE.search(warning)] == []
+    assert [warning for warning in warnings if OF_STATE.search(warning)] == []
 
 
 class Killed(helios.Plugin):

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from overhead import Data, Timed, make_data
 
-from helios.ledger.manifest.environment import find_distributions
+from helios.ledger.manifest import environment
 from helios.ledger.manifest.source_files import hash_package
 from helios.startup.building import run_manifest
 from helios.state import TrainingState
@@ -73,7 +73,12 @@ def run(ledger: str) -> list[float]:
     """Return the milliseconds of the first step, from the start of the training, and of others."""
     model = First()
     # These are read once in a process.
-    for read in (run_manifest._describe_git, hash_package, find_distributions):  # noqa: SLF001
+    for read in (
+        run_manifest._describe_git,  # noqa: SLF001
+        hash_package,
+        environment._list_distributions,  # noqa: SLF001
+        environment._find_modules,  # noqa: SLF001
+    ):
         read.cache_clear()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(

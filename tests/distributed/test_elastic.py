@@ -7,9 +7,7 @@ compared on bytes, undisturbed and after kills with a restart on another number 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +18,11 @@ import torch.distributed as dist
 from helios.plugins import Plugin
 from helios.replicas.tree_reducer import TreeReducer
 from helios.state import TrainingState
-from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
+from tests.support.elastic import Bits, Elastic, KillRank, assert_same, read_bits, train
 from tests.support.ranks import RankError, run_ranks
 
 EPOCHS_BY_STEPS = {1: 12, 2: 6}
 """Steps of three epochs of 29 samples over 4 replicas of 2, by accumulation."""
-
-
-class KillRank(Plugin):
-    """Sends SIGKILL to the process of one rank, or of each, in an event of an iteration."""
-
-    def __init__(self, event: str, iteration: int, rank: int | None) -> None:
-        super().__init__("kill-rank")
-        self.iteration = iteration
-        self.rank_to_kill = rank
-        setattr(self, event, self._act)
-
-    def setup(self) -> None:
-        """Nothing to prepare."""
-
-    def _act(self, *args: Any) -> None:
-        is_it = self.rank_to_kill in (None, self.trainer.rank)
-        if is_it and self.context.state.global_iteration >= self.iteration:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Interrupt(Plugin):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from helios.plugins import Plugin
-from tests.distributed.test_elastic import KillRank
 from tests.integration.test_forms import Changing, train_to_end
+from tests.support.elastic import KillRank
 from tests.support.ranks import RankError, run_ranks
 
 

@@ -22,8 +22,8 @@ from helios.core import rng
 from helios.data import Mixture, Packed, Steps, Stream
 from tests.data.shards import Run, opener
 from tests.data.streams import NUM_SHARDS, PER_SHARD, Shards, read_rows
-from tests.distributed.test_elastic import KillRank, run, run_to_end
-from tests.support.elastic import Elastic, ElasticData, Pictures, assert_same
+from tests.distributed.test_elastic import run, run_to_end
+from tests.support.elastic import Elastic, ElasticData, KillRank, Pictures, assert_same
 from tests.support.ranks import RankError
 from tests.support.runs import digest
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import helios
-from tests.distributed.test_elastic import Interrupt, KillRank
-from tests.support.elastic import Elastic, assert_same, read_bits, train
+from tests.distributed.test_elastic import Interrupt
+from tests.support.elastic import Elastic, KillRank, assert_same, read_bits, train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,12 +28,18 @@ from helios.ledger.book import FILE_NAME
 from helios.ledger.differences import CONTENT, NUMERICS, ORDER
 from helios.plugins import Plugin
 from helios.state import TrainingState
-from tests.distributed.test_elastic import KillRank
 from tests.integration.test_yield_loop import _train as train_gan
 from tests.ledger.test_differences import Plan
 from tests.ledger.test_differences import run as run_plan
 from tests.startup.test_alike import Linear
-from tests.support.elastic import Elastic, ElasticData, ElasticModel, Pictures, make_trainer
+from tests.support.elastic import (
+    Elastic,
+    ElasticData,
+    ElasticModel,
+    KillRank,
+    Pictures,
+    make_trainer,
+)
 from tests.support.quiet import Quiet
 from tests.support.ranks import RankError, run_ranks
 from tests.support.resume import assert_equal

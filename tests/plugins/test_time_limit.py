@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -86,8 +88,12 @@ def _code(plugin: Plugin) -> int:
     return plugin.trainer.exit_code
 
 
-def _train_undisturbed(folder: Path, setting: Setting) -> Outcome:
-    outcome = train(folder, dataclasses.replace(setting, chkpt_frequency=1, requests=True))
+@functools.cache
+def _undisturbed(name: str) -> Outcome:
+    """Train a setting without an interruption, once for all tests."""
+    setting = dataclasses.replace(_SETTINGS[name], chkpt_frequency=1, requests=True)
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = train(Path(folder), setting)
     assert outcome.has_ended
     return outcome
 
@@ -225,7 +231,7 @@ def test_the_same_command_goes_on_after_an_interruption(
 def test_a_run_of_short_launches_is_the_undisturbed_one(name: str, tmp_path: Path) -> None:
     """Every start makes one step: interrupted at each safe point, many times in a row."""
     setting = _SETTINGS[name]
-    whole = _train_undisturbed(tmp_path / "whole", setting)
+    whole = _undisturbed(name)
     outcomes = _train_until_done(tmp_path / "cut", setting, lambda _: _launch(1))
     assert len(outcomes) >= len(whole.saves) - 1
     _assert_joined(outcomes, whole)
@@ -243,7 +249,7 @@ def test_a_run_of_longer_launches_is_the_undisturbed_one(
     name: str, limit: int, tmp_path: Path
 ) -> None:
     setting = _SETTINGS[name]
-    whole = _train_undisturbed(tmp_path / "whole", setting)
+    whole = _undisturbed(name)
     outcomes = _train_until_done(tmp_path / "cut", setting, lambda _: _launch(limit))
     assert 2 < len(outcomes) <= len(whole.saves)
     _assert_joined(outcomes, whole)
@@ -253,7 +259,7 @@ def test_a_run_of_longer_launches_is_the_undisturbed_one(
 def test_time_that_goes_by_in_a_validation_counts(name: str, tmp_path: Path) -> None:
     """The safe point behind a validation is the first one at which the run can be left."""
     setting = _SETTINGS[name]
-    whole = _train_undisturbed(tmp_path / "whole", setting)
+    whole = _undisturbed(name)
     outcomes = _train_until_done(
         tmp_path / "cut", setting, lambda _: _launch(2, "on_validation_batch_start")
     )
@@ -430,7 +436,7 @@ def _assert_interruptible(
     check: Callable[[list[Outcome], Outcome], None] = _assert_joined,
 ) -> None:
     setting = _SETTINGS[name]
-    whole = _train_undisturbed(folder / "whole", setting)
+    whole = _undisturbed(name)
     interrupted = 0
     for number in numbers:
         outcomes, was_asked = _interrupt_once(folder / str(number), setting, event, number)
@@ -510,7 +516,7 @@ def test_a_regular_end_at_the_same_boundary_wins(
 @pytest.mark.parametrize("name", ["steps", "accumulated steps", "epochs", "manual epochs"])
 def test_an_interruption_at_the_last_boundary_changes_nothing(name: str, tmp_path: Path) -> None:
     setting = _SETTINGS[name]
-    whole = _train_undisturbed(tmp_path / "whole", setting)
+    whole = _undisturbed(name)
     asker = Asker("on_training_batch_end", len(whole.records))
     outcome = train(tmp_path / "cut", _rarely(setting), asker)
     assert _code(asker) == 0

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,13 @@ from tests.support.ranks import run_ranks
 from tests.support.resume import resume_everywhere
 from tests.support.runs import IndexModule, Outcome, Setting, SmallModel, replay, train
 
+pytestmark = pytest.mark.usefixtures("stand_in_libraries")
 _PLACES = (
     ("on_log", 1),
     ("on_validation_end", 6),
     ("on_save_checkpoint", 8),
     ("on_training_end", 14),
 )
-
-
-@pytest.fixture(autouse=True)
-def _libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tracked.stand_ins(monkeypatch):
-        yield
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'server.db'}"
 
 
 class Painter(Plugin):

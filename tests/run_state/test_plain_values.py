@@ -252,7 +252,7 @@ def test_a_large_value_is_read_to_its_end(make: Any) -> None:
 
 def test_a_value_that_is_nested_too_deeply_for_a_file_is_not_plain() -> None:
     deep: list[Any] = []
-    for _ in range(100_000):
+    for _ in range(20_000):
         deep = [deep]
     before = _look(deep)
     assert before.obstacle == "it is nested more than 100 levels deep: flatten it"

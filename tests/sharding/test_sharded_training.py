@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import torch
 from torch import nn
 
 from helios.core.sharded_tensors import local_of
-from helios.plugins import EMA, GradientNormMonitor, NaNGuard, Plugin
+from helios.plugins import EMA, GradientNormMonitor, NaNGuard, Plugin, nan_guard
 from helios.sharding.fsdp_adapter import Unit
 from helios.sharding.waves import NodeSums
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import WIDTH, Kill, Sharded, fit, read_bits, train
 
-QUICK = [(3, 2), (5, 4)]
+QUICK = [(3, 2), (4, 4), (5, 4)]
 MATRIX = [(v, p) for v in (3, 4, 5, 8) for p in range(1, min(v, 4) + 1)]
 EVERYTHING = {"accumulation_steps": 2, "clip_norm": 0.5}
 
@@ -33,9 +34,11 @@ def test_sharded_networks_have_the_bits_of_whole_ones(
     tmp_path: Path, num_replicas: int, num_processes: int
 ) -> None:
     setting = Sharded(num_replicas)
-    train(tmp_path / "whole", 1, replace(setting, sharding="none"))
-    train(tmp_path / "sharded", num_processes, setting)
+    (whole,) = train(tmp_path / "whole", 1, replace(setting, sharding="none"))
+    sharded = train(tmp_path / "sharded", num_processes, setting)
     assert read_bits(tmp_path / "sharded") == read_bits(tmp_path / "whole")
+    # Steps that a process repeats for others leave no trace.
+    assert sum(each["num_trained"] for each in sharded) == whole["num_trained"]
 
 
 @pytest.mark.parametrize(
@@ -121,31 +124,38 @@ def test_plugins_see_the_same_bits(tmp_path: Path) -> None:
     assert several[0]["loss"] == several[1]["loss"] == alone[0]["loss"]
 
 
-def fit_with_a_bad_gradient(rank: int, folder: Path, setting: Sharded) -> None:
-    """The gradient of the first row of a weight, in one process's shard, is NaN in a step."""
-    guard = NaNGuard("skip")
+def fit_with_bad_gradients(rank: int, folder: Path, setting: Sharded) -> list[str]:
+    """Gradients are NaN in a step: a row in the shard of the first process, one in the last's."""
+    guard, said = NaNGuard("skip"), []
 
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        is_there = guard.context.state.global_iteration == 2
-        return torch.cat([gradient[:1] * float("nan"), gradient[1:]]) if is_there else gradient
+    def spoil(gradient: torch.Tensor, row: int) -> torch.Tensor:
+        if guard.context.state.global_iteration == 2:
+            gradient = gradient.clone()
+            gradient[row] = float("nan")
+        return gradient
 
     def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight * 1.0
-        if self.out_features == 2 * WIDTH + 3 and weight.requires_grad:
-            weight.register_hook(spoil)
+        weight, hidden = self.weight * 1.0, 2 * WIDTH + 3
+        row = {(WIDTH, hidden): 0, (hidden, WIDTH): -1}.get((self.in_features, self.out_features))
+        if row is not None and weight.requires_grad:
+            weight.register_hook(partial(spoil, row=row))
         return nn.functional.linear(x, weight, self.bias)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nan_guard._LOGGER, "warning", lambda text, *args: said.append(text % args))
         patch.setattr(nn.Linear, "forward", forward)
         fit(rank, folder, setting, guard)
-    assert guard.num_skipped == 1
+    return said
 
 
-def test_a_shard_that_is_not_finite_is_seen_by_all(tmp_path: Path) -> None:
+def test_shards_that_are_not_finite_are_named_by_all(tmp_path: Path) -> None:
     setting = Sharded(3)
-    run_ranks(fit_with_a_bad_gradient, 1, tmp_path / "alone", setting)
-    run_ranks(fit_with_a_bad_gradient, 3, tmp_path / "several", setting)
+    (alone,) = run_ranks(fit_with_bad_gradients, 1, tmp_path / "alone", setting)
+    several = run_ranks(fit_with_bad_gradients, 3, tmp_path / "several", setting)
     assert read_bits(tmp_path / "several") == read_bits(tmp_path / "alone")
+    assert several == [alone] * 3
+    assert len(alone) == 1
+    assert "net.layers.0.up.weight, net.layers.0.down.weight" in alone[0]
 
 
 @pytest.mark.parametrize("num_valid", [13, 8, 7])

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,24 @@ class ElasticData(helios.DataModule):
         params = helios.DataLoaderParams(batch_size=2)
         self._valid_dataset = self._create_dataset(Pictures(11), params)
         self._test_dataset = self._create_dataset(Pictures(11), params)
+
+
+class KillRank(Plugin):
+    """Sends SIGKILL to the process of one rank, or of each, in an event of an iteration."""
+
+    def __init__(self, event: str, iteration: int, rank: int | None) -> None:
+        super().__init__("kill-rank")
+        self.iteration = iteration
+        self.rank_to_kill = rank
+        setattr(self, event, self._act)
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def _act(self, *args: Any) -> None:
+        is_it = self.rank_to_kill in (None, self.trainer.rank)
+        if is_it and self.context.state.global_iteration >= self.iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def make_trainer(folder: Path, setting: Elastic, *plugins: Plugin, **more: Any) -> helios.Trainer:

@@ -8,8 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.test_elastic import KillRank
-from tests.support.elastic import Elastic, train
+from tests.support.elastic import Elastic, KillRank, train
 from tests.support.quiet import Quiet
 
 DOOMED = "HELIOS_TESTS_DOOMED_AGENT"

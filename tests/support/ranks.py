@@ -34,6 +34,7 @@ _PRELOADED = [
     "pytest",
     "helios.trainer",
     "tests.support.runs",
+    "tests.support.warm",
 ]
 _LEAVING_SECONDS = 10.0
 _DYING_SECONDS = 2.0

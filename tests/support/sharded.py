@@ -1,7 +1,7 @@
 """A training whose networks may be sharded, with everything that could make a shard differ.
 
 Units are called twice, computed again in backward, tied, frozen, never used, and used by some
-replicas only; no size can be divided by a number of processes.
+replicas only, or by chance; no size can be divided by a number of processes.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Block(nn.Module):
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.never = nn.Linear(3, 3)
         self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.at_random = nn.Linear(WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, is_odd: bool) -> Tensor:
@@ -72,6 +73,8 @@ class Block(nn.Module):
         hidden = self.down(dropout(hidden, 0.1, self.training)) + self.frozen(x)
         if is_odd:
             hidden = hidden + self.sometimes(x)
+        if self.training and torch.rand(()) < 0.15:
+            hidden = hidden + self.at_random(x)
         return x + self.scale * self.batch_norm(hidden)
 
 
@@ -108,7 +111,7 @@ class Words(torch.utils.data.Dataset):
 class ShardedModel(helios.Model):
     """Writes a digest of all parameters, buffers and states of the optimizer when it is trained."""
 
-    unsaved = ("folder", "setting", "num_seen")
+    unsaved = ("folder", "setting", "num_seen", "num_trained")
 
     def __init__(self, folder: Path, setting: Sharded) -> None:
         super().__init__("sharded")
@@ -116,7 +119,7 @@ class ShardedModel(helios.Model):
         self.setting = setting
 
     def setup(self, fast_init: bool = False) -> None:
-        self.num_seen = 0
+        self.num_seen = self.num_trained = 0
         self.net = Network(has_norm=self.setting.has_norm)
         trained = [part for part in self.net.parameters() if part.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.02)
@@ -126,6 +129,7 @@ class ShardedModel(helios.Model):
 
     def train_step(self, batch: Any, state: TrainingState) -> Tensor:
         indices, words, following = batch
+        self.num_trained += len(indices)
         return cross_entropy(self.net(words, int(indices[0]) % 2 == 1), following)
 
     def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
@@ -208,7 +212,7 @@ def fit(rank: int, folder: Path, setting: Sharded, *plugins: Plugin) -> dict[str
     trainer.fit(model, Data(setting))
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return {**model.metrics, "num_seen": model.num_seen}
+    return {**model.metrics, "num_seen": model.num_seen, "num_trained": model.num_trained}
 
 
 def train(folder: Path, num_processes: int, setting: Sharded, *plugins: Plugin) -> list[Any]:

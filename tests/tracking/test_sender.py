@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,8 @@ from helios.tracking.targets import MLflow, Target, WandB, from_plain, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support import tracked
 
+pytestmark = pytest.mark.usefixtures("stand_in_libraries")
 _NAMES = ("loss", "valid/score", "odd (%)")
-
-
-@pytest.fixture(autouse=True)
-def _libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tracked.stand_ins(monkeypatch):
-        yield
-
-
-@pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'server.db'}"
 
 
 def _store(tmp_path: Path, target: Target, *, rows: int = 6, **facts: Any) -> TrackerFolder:

@@ -108,7 +108,6 @@ def _describe_versions() -> dict[str, str]:
     }
 
 
-@functools.lru_cache(maxsize=8)
 def find_distributions(folders: tuple[str, ...]) -> dict[str, str]:
     """Return the version of each installed distribution, by its normalized name.
 
@@ -116,34 +115,37 @@ def find_distributions(folders: tuple[str, ...]) -> dict[str, str]:
         folders: where they are; the first one of a name counts.
     """
     found: dict[str, str] = {}
-    for match, _ in _list_distributions(folders):
+    for match, _ in _find_distributions(folders):
         found.setdefault(_normalize(match[1]), match[2])
     return dict(sorted(found.items()))
 
 
-def _list_distributions(folders: tuple[str, ...]) -> Iterator[tuple[re.Match[str], Path]]:
-    for folder in map(Path, folders):
-        if folder.is_dir():
-            for path in sorted(folder.iterdir()):
-                match = _DISTRIBUTION.fullmatch(path.name)
-                if match is not None:
-                    yield match, path
+def _find_distributions(folders: tuple[str, ...]) -> Iterator[tuple[re.Match[str], Path]]:
+    for folder in folders:
+        yield from _list_distributions(Path(folder).absolute())
+
+
+# By folder, because scripts add folders of their own to sys.path.
+@functools.lru_cache(maxsize=64)
+def _list_distributions(folder: Path) -> list[tuple[re.Match[str], Path]]:
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    matches = ((_DISTRIBUTION.fullmatch(path.name), path) for path in paths)
+    return [(match, path) for match, path in matches if match is not None]
 
 
 def find_imported(folders: tuple[str, ...], modules: Iterable[str]) -> list[str]:
     """Return the normalized names of the distributions that some modules belong to."""
     present = {name.partition(".")[0] for name in modules}
-    owners = _find_modules(folders)
+    owners: dict[str, frozenset[str]] = {}
+    for match, path in _find_distributions(folders):
+        owners.setdefault(_normalize(match[1]), _find_modules(path))
     return sorted(name for name, modules in owners.items() if not present.isdisjoint(modules))
 
 
-@functools.lru_cache(maxsize=8)
-def _find_modules(folders: tuple[str, ...]) -> dict[str, frozenset[str]]:
-    """Return the top-level modules of each distribution."""
-    found: dict[str, frozenset[str]] = {}
-    for match, path in _list_distributions(folders):
-        found.setdefault(_normalize(match[1]), frozenset(_read_modules(path)))
-    return found
+@functools.cache
+def _find_modules(info: Path) -> frozenset[str]:
+    """Return the top-level modules of a distribution."""
+    return frozenset(_read_modules(info))
 
 
 def _read_modules(info: Path) -> Iterator[str]:
