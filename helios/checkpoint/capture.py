@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from helios.checkpoint.rank_part import refer_to_sharded
 from helios.checkpoint.record import Record
 from helios.checkpoint.run_protocols import LiveModel, LiveRun, OwnerStates, States, Team
 from helios.core import rng
@@ -33,7 +34,6 @@ def capture(run: LiveRun) -> Record:
     engine = run.engine.state_dict()
     own = {"model": model, "engine": engine, **_named("plugin", plugins), **_named("loop", loops)}
     owners, lacking = run.owner_states.capture(own)
-    model, plugins, loops, owners = run.replicas.join_shards((model, plugins, loops, owners))
     # A model that overrides state_dict may have a key of this name.
     lost = model.get("missing", {}) if run.is_discovered else {}
     misfits = model.pop("misfits", {}) if run.is_discovered else {}
@@ -204,6 +204,7 @@ def _gather_own_parts(
     source = run.training_source
     if run.replicas.is_whole:
         return []
+    owners = refer_to_sharded(owners, root="owners")
     differing = _find_differing(run, owners)
     if not (run.unshared or source.state_is_per_process or differing):
         return []
@@ -214,7 +215,12 @@ def _gather_own_parts(
         "places": {key: model[key] for key in _OWN_PLACES if key in model}
         if run.is_discovered and run.unshared
         else {},
-        "objects": {path: part for path, part in objects.items() if _holds_any(path, run.unshared)},
+        "objects": {
+            # Sharded tensors are no process's own.
+            path: refer_to_sharded(part, root=f"model.objects.{path}")
+            for path, part in objects.items()
+            if _holds_any(path, run.unshared)
+        },
         "data": source.state_dict() if source.state_is_per_process else None,
         "owners": {name: owners[name] for name in differing if name in owners},
     }

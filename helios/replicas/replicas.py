@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helios.core.sharded_tensors import RowShare
 from helios.distributed import pickling
 from helios.distributed.process_groups import DistributedInfo, collective, control_group
 from helios.errors import UsageError
@@ -160,6 +161,11 @@ class Replicas:
         with collective("Replicas.gather_objects"):
             dist.all_gather_object(found, pickling.dumps(value), group=control_group())
         return [pickling.loads(data) for data in found]
+
+    @property
+    def share(self) -> RowShare | None:
+        """Which rows of sharded tensors this process holds; ``None`` if it holds all of them."""
+        return RowShare(self.rank, self.num_processes) if self.is_spread else None
 
     def gather_replicas(self, values: Sequence[Any]) -> list[Any]:
         """Return a small value of every replica, in their order.

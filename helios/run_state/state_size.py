@@ -40,6 +40,23 @@ def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
     return sizes
 
 
+def shard_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[int]:
+    """Return the bytes of each storage with the shards that this process holds, of the same parts.
+
+    Of an optimizer that has made no step, each parameter is taken to get two tensors.
+    """
+    shards = [part for module in modules for part in module.parameters() if is_sharded(part)]
+    sizes = [local_of(part).untyped_storage().nbytes() for part in shards]
+    for optimizer in optimizers:
+        held = [part for state in optimizer.state.values() for part in _tensors_in(state)]
+        if held:
+            sizes += [local_of(part).nbytes for part in held if is_sharded(part)]
+        else:
+            mine = [part for part in parameters_of(optimizer) if is_sharded(part)]
+            sizes += [local_of(part).nbytes for part in mine for _ in range(_USUAL_COPIES)]
+    return [size for size in sizes if size]
+
+
 def _stored_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the tensors whose storages hold this one's values.
 
