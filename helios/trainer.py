@@ -95,6 +95,8 @@ class Trainer:
             processes. Fixed at the first start.
         nproc: processes that run the replicas, at most ``num_replicas``: on the CPU, or one per
             GPU (``None``: all selected GPUs). Under torchrun and srun, these set the number.
+        sharding: ``"full"`` shards parameters, gradients and the state of optimizers over the
+            processes, so that none of them holds the whole model.
         clip_norm: maximum 2-norm of the gradients of a step, in automatic mode.
         clip_value: maximum magnitude of a gradient element, in automatic mode.
         resume: ``"auto"`` continues from the newest checkpoint; ``"never"`` starts a new run at
@@ -167,6 +169,7 @@ class Trainer:
         signals: Signals | None = None,
         num_replicas: int | None = None,
         nproc: int | None = None,
+        sharding: Literal["none", "full"] = "none",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         resume: str | Path = "auto",
@@ -227,7 +230,7 @@ class Trainer:
                 clip_norm=clip_norm,
                 clip_value=clip_value,
             ),
-            processes=ProcessOptions(num_replicas=num_replicas, nproc=nproc),
+            processes=ProcessOptions(num_replicas=num_replicas, nproc=nproc, sharding=sharding),
             trial=TrialOptions(sanity_steps=sanity_steps, batch_limits=batch_limits),
             audit=as_audit(audit),
         )

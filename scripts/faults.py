@@ -52,6 +52,9 @@ AUDITS = "tests/audit/test_step_audit.py"
 AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
+SHARDED = "tests/sharding/test_sharded_training.py"
+SHARDED_SAVES = "tests/sharding/test_sharded_checkpoints.py"
+SHARDED_FOLDERS = "tests/checkpoint/test_sharded_folders.py"
 REWINDS = "tests/integration/test_rewind.py"
 TRACKERS = "tests/plugins/test_tracker.py"
 SENDERS = "tests/tracking/test_sender.py"
@@ -71,6 +74,158 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "a sharded checkpoint is committed before all parts are there",
+        "helios/checkpoint/sharded_commit.py",
+        "            if len(notes) == self.plan.num_ranks:",
+        "            if notes:",
+        f"{SHARDED_FOLDERS}::test_rank_0_does_not_wait_for_ever",
+    ),
+    Fault(
+        "notes of an earlier save count",
+        "helios/checkpoint/rank_part.py",
+        'f"rank-{rank:05d}.{self.token}.json"',
+        'f"rank-{rank:05d}.json"',
+        f"{SHARDED_FOLDERS}::test_notes_of_an_earlier_save_to_the_same_path_do_not_count",
+    ),
+    Fault(
+        "the note of a rank is written before its file",
+        "helios/checkpoint/rank_part.py",
+        "            text = self.write().to_json()\n"
+        "            _leave(self.plan.note(self._rank), text)",
+        "            files.make_folder(self.plan.draft)\n"
+        '            _leave(self.plan.note(self._rank), "{}")\n'
+        "            text = self.write().to_json()",
+        "tests/checkpoint/test_kills.py",
+    ),
+    Fault(
+        "blocks of sharded checkpoints are not verified",
+        "helios/storage/hashed_blocks.py",
+        "            if hashlib.sha256(block).hexdigest() != self._digests[number]:",
+        "            if False:",
+        f"{SHARDED_FOLDERS}::test_one_flipped_bit_anywhere_is_named",
+    ),
+    Fault(
+        "a process reads the rows of its neighbour",
+        "helios/core/sharded_tensors.py",
+        "        return min(self.rank * size, count), min((self.rank + 1) * size, count)",
+        "        rank = (self.rank + 1) % self.num_processes\n"
+        "        return min(rank * size, count), min((rank + 1) * size, count)",
+        f"{SHARDED}::test_a_killed_run_goes_on_in_other_processes",
+    ),
+    Fault(
+        "a part that could not be written is not reported to rank 0",
+        "helios/startup/building/run_saves.py",
+        "                self._newest.fail(token, text)",
+        "                pass",
+        f"{SHARDED_SAVES}::test_a_full_disk_of_one_rank_ends_all_with_the_same_error",
+    ),
+    Fault(
+        "damage that one process has found ends the start",
+        "helios/startup/checkpoint_search/resume_point.py",
+        '    except DamagedCheckpointError as error:\n        return str(error)\n    return ""',
+        '    except ZeroDivisionError as error:\n        return str(error)\n    return ""',
+        f"{SHARDED_SAVES}::"
+        "test_damage_that_only_one_process_can_see_leads_all_to_an_older_checkpoint",
+    ),
+    Fault(
+        "sharded tensors are copied after training goes on",
+        "helios/checkpoint/rank_part.py",
+        "                rows = _copy(rows, self._buffers)\n",
+        "",
+        f"{SHARDED_FOLDERS}::test_what_training_changes_after_the_copy_is_not_in_the_file",
+    ),
+    Fault(
+        "zeros of a module that runs twice are added to its gradients",
+        "helios/sharding/unit_sum.py",
+        "        if has_new:",
+        "        if True:",
+        "tests/sharding/test_unit_sum.py::test_zeros_of_calls_without_a_gradient_are_not_added",
+    ),
+    Fault(
+        "a sharded module that runs twice is reduced after its first backward",
+        "helios/sharding/unit_sum.py",
+        "        return self._num_forwards <= 0",
+        "        return True",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "activations that are computed again count as a call of a sharded module",
+        "helios/sharding/unit_sum.py",
+        "        if torch.is_grad_enabled() and not is_in_backward():",
+        "        if torch.is_grad_enabled():",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "halves of gradients are added farthest rank first",
+        "helios/sharding/unit_sum.py",
+        "    for level in range(group.size().bit_length() - 1):",
+        "    for level in reversed(range(group.size().bit_length() - 1)):",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "what a process without a replica computes counts as a gradient",
+        "helios/sharding/sharded_gradients.py",
+        "        if not self._waves.is_idle:",
+        "        if True:",
+        "tests/sharding/test_sharded_gradients.py::test_gradients_of_a_repeated_step_do_not_count",
+    ),
+    Fault(
+        "sharded parameters that no replica uses have gradients of zero",
+        "helios/sharding/sharded_gradients.py",
+        "        there = self._find_present(sorted(self._trained))",
+        "        there = sorted(self._trained)",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "a process that computes along keeps what its repeated step has changed",
+        "helios/loops/run_along.py",
+        "        before.erase()",
+        "        pass",
+        f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
+    ),
+    Fault(
+        "one process adds the micro-batches of each replica first, where several cannot",
+        "helios/replicas/gradients.py",
+        "        if self._replicas.is_sharded:",
+        "        if self._replicas.is_spread:",
+        f"{SHARDED}::test_accumulated_and_clipped_the_bits_are_those_of_one_process",
+    ),
+    Fault(
+        "the norm of sharded gradients is that of one shard",
+        "helios/replicas/row_norm.py",
+        "        if is_sharded(gradients[0]):",
+        "        if False:",
+        f"{SHARDED}::test_accumulated_and_clipped_the_bits_are_those_of_one_process",
+    ),
+    Fault(
+        "the order of accumulation is not stored",
+        "helios/startup/checkpoint_search/run_identity.py",
+        '        found["accumulation_order"] = "micro-batches"',
+        "        pass",
+        f"{SHARDED}::test_what_sums_in_another_order_must_not_change",
+    ),
+    Fault(
+        "a validation of a sharded model leaves what its repeated step has changed",
+        "helios/loops/evaluation.py",
+        "        before.erase()",
+        "        pass",
+        f"{SHARDED}::test_validations_end_together_and_count_once",
+    ),
+    Fault(
+        "each process names the gradients of its own shards only",
+        "helios/plugins/nonfinite_report.py",
+        "    return NonFiniteReport(losses, dict(sorted(gradients.items())))",
+        "    return NonFiniteReport(losses, found[0].gradients if found else {})",
+        "tests/sharding/test_sharded_training.py::test_shards_that_are_not_finite_are_named_by_all",
+    ),
+    Fault(
+        "losses of replicas in waves are summed in the order of processes",
+        "helios/replicas/named_sums.py",
+        "        return rows if self._is_in_order else rows[self._rows_in_order]",
+        "        return rows",
+        "tests/sharding/test_waves.py::test_rows_of_waves_are_put_in_the_order_of_replicas",
+    ),
     Fault(
         "reading a stream at the end of an epoch changes what hooks draw",
         "helios/data/stream_source.py",
@@ -264,9 +419,9 @@ FAULTS = (
     Fault(
         "listing checkpoints imports PyTorch",
         "helios/checkpoint/status.py",
-        "from helios.storage.container_checks import check_directory\n",
-        "from helios.storage import codec\n"
-        "from helios.storage.container_checks import check_directory\n",
+        "from helios.checkpoint.sidecar import Sidecar, check_schema\n",
+        "from helios.checkpoint.sidecar import Sidecar, check_schema\n"
+        "from helios.storage import codec\n",
         "tests/test_deferred.py::test_commands_that_read_text_import_no_pytorch",
     ),
     Fault(
@@ -392,28 +547,28 @@ FAULTS = (
     ),
     Fault(
         "an audit repeats a step with the buffers that the step has left",
-        "helios/audit/step_trace.py",
+        "helios/loops/step_trace.py",
         "        BufferPlaces(session.model.discovery.modules().values()).put(self.buffers)",
         "        pass",
         f"{AUDITS}::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
     ),
     Fault(
         "an audit does not put back the buffers that a repeated step has changed",
-        "helios/audit/step_trace.py",
+        "helios/loops/step_trace.py",
         "            places.put(buffers)",
         "            pass",
         f"{AUDITS}::test_a_step_that_uses_its_buffers_is_repeated_with_those_that_it_started_from",
     ),
     Fault(
         "an audit draws other random numbers than the step",
-        "helios/audit/step_trace.py",
+        "helios/loops/step_trace.py",
         "        set_generators(session.model, self.generators)",
         "        pass",
         f"{AUDITS}::test_an_audited_run_has_the_bits_and_the_events_of_one_that_is_not",
     ),
     Fault(
         "an audit leaves the generators where the repeated step has left them",
-        "helios/audit/step_trace.py",
+        "helios/loops/step_trace.py",
         "            set_generators(session.model, generators)",
         "            pass",
         f"{AUDITS}::test_hooks_after_an_audit_draw_the_same_random_numbers",
@@ -1386,7 +1541,7 @@ FAULTS = (
     ),
     Fault(
         "an interruption cuts the wait for a save short",
-        "helios/checkpoint/saver.py",
+        "helios/checkpoint/writer_thread.py",
         "        self._is_idle.wait()\n",
         "",
         "tests/checkpoint/test_saver.py"
@@ -1688,24 +1843,24 @@ FAULTS = (
     ),
     Fault(
         "the digest is not checked",
-        "helios/checkpoint/loading.py",
-        "        if found != sidecar.digest:",
-        "        if False:",
+        "helios/checkpoint/contents.py",
+        "            if found != sidecar.digest:",
+        "            if False:",
         "tests/checkpoint/test_loading.py",
     ),
     Fault(
         "the commit comes before the sidecar",
         "helios/checkpoint/store.py",
         "            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())\n"
-        "            files.replace(partial, path)",
-        "            files.replace(partial, path)\n"
+        "            files.replace(unfinished, path)",
+        "            files.replace(unfinished, path)\n"
         "            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())",
         "tests/checkpoint/test_kills.py",
     ),
     Fault(
         "a damaged checkpoint is loaded by a silent fresh start",
         "helios/checkpoint/store.py",
-        "            self._refuse_silent_restart(self.damaged + self._find_damaged())",
+        "            self._refuse_silent_restart(self.damaged + find_damaged(self._path))",
         "            pass",
         "tests/integration/test_which_run.py",
     ),
@@ -2246,9 +2401,9 @@ FAULTS = (
         "too little memory for a copy costs the save",
         "helios/checkpoint/saver.py",
         "        except MemoryError as error:\n"
-        "            self._do_without_copies(error)\n            draft",
+        "            self._do_without_copies(error)\n            return draft",
         "        except ZeroDivisionError as error:\n"
-        "            self._do_without_copies(error)\n            draft",
+        "            self._do_without_copies(error)\n            return draft",
         f"{SAVER}::test_a_copy_that_fails_in_the_middle_costs_no_save",
     ),
     Fault(
@@ -2285,7 +2440,7 @@ FAULTS = (
     Fault(
         "what is half written stays",
         "helios/checkpoint/store.py",
-        "                files.unlink(partial, missing_ok=True)\n                if not",
+        "                files.unlink(unfinished, missing_ok=True)\n                if not",
         "                if not",
         f"{SAVE_FAULTS}::test_each_operation_of_a_save_may_go_wrong_in_one_way",
     ),
@@ -2389,7 +2544,7 @@ FAULTS = (
     Fault(
         "a digest that differs is good to the tools",
         "helios/checkpoint/status.py",
-        "            is_verified = loading.compare_bytes(self.path, self._sidecar)",
+        "            is_verified = self._contents.compare_bytes(self._sidecar)",
         "            is_verified = True",
         f"{COMMANDS}::test_verify_says_good_or_why_not_and_its_code_too",
     ),
@@ -2455,9 +2610,9 @@ FAULTS = (
     ),
     Fault(
         "a file that was put back is damaged",
-        "helios/checkpoint/loading.py",
-        "            if found == sidecar.extra.get(file_names.SOURCE_DIGEST):",
-        "            if False:",
+        "helios/checkpoint/contents.py",
+        "                if found == sidecar.extra.get(file_names.SOURCE_DIGEST):",
+        "                if False:",
         f"{MIGRATIONS}::test_an_old_file_that_was_put_back_is_unmigrated_and_not_damaged",
     ),
     Fault(

@@ -40,7 +40,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "ledger": _TOOLS,
     "tracking": (*_TOOLS, "ledger"),
     "migration": (*_TOOLS, "checkpoint"),
-    "engines": (*_TOOLS, "replicas", "launch"),
+    "sharding": (*_TOOLS, "replicas"),
+    "engines": (*_TOOLS, "replicas", "launch", "sharding"),
     "requests": (*_TOOLS, "replicas"),
     "model": (*_TOOLS, "hooks", "data", "run_state", "engines"),
     "plugins": (*_TOOLS, "hooks", "run_state", "tracking"),
@@ -49,15 +50,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("requests", "model", "plugins"),
     ),
     "loops": (
-        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "engines", "requests", "model"),
-        *("plugins", "session"),
+        *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "engines", "requests"),
+        *("model", "plugins", "session"),
     ),
     "audit": (
         *(*_TOOLS, "terminal", "replicas", "run_state", "engines", "model", "session", "loops"),
     ),
     "trainer": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "launch", "run_state", "checkpoint"),
-        *("ledger", "engines", "requests", "model", "plugins", "session", "loops", "audit"),
+        *("ledger", "sharding", "engines", "requests", "model", "plugins", "session", "loops"),
+        "audit",
     ),
     # What the façade shows; nothing imports it.
     "exports": (

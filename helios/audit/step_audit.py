@@ -19,18 +19,18 @@ from torch import Tensor
 from helios.audit.audit_turns import AuditTurn, find_turn
 from helios.audit.gradient_copies import GradientCopy
 from helios.audit.mismatches import Finding, describe, judge
-from helios.audit.step_trace import (
+from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
+from helios.core.parameters import parameters_of
+from helios.distributed.process_groups import count_collectives
+from helios.errors import AuditError
+from helios.loops.step import begin_forward, loss_of, take_step
+from helios.loops.step_trace import (
     StepInputs,
     StepTrace,
     leaves_of,
     read_generators,
     set_generators,
 )
-from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
-from helios.core.parameters import parameters_of
-from helios.distributed.process_groups import count_collectives
-from helios.errors import AuditError
-from helios.loops.step import begin_forward, loss_of, take_step
 from helios.model.snapshot import Snapshot
 from helios.run_state.consistency import find_lazy
 from helios.run_state.replica_watch import TurnWatch

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from helios.checkpoint.rank_part import refer_to_sharded
 from helios.checkpoint.record import Record
 from helios.checkpoint.run_protocols import LiveModel, LiveRun, OwnerStates, States, Team
 from helios.core import rng
@@ -138,10 +139,11 @@ class Trained:
         return cls(record.model, record.tables, record.plugins, record.owners)
 
 
-def capture_trained(model: LiveModel, plugins: States, owners: OwnerStates) -> Trained:
+def capture_trained(model: LiveModel, plugins: States, owners: OwnerStates, team: Team) -> Trained:
     """Return what was trained, by reference; all processes call this together."""
     state, states = model.state_dict(), plugins.capture()
     attributes, _ = owners.capture({"model": state, **_named("plugin", states)})
+    state, states, attributes = team.join_shards((state, states, attributes))
     return Trained(state, _capture_tables(model), states, attributes)
 
 
@@ -202,6 +204,7 @@ def _gather_own_parts(
     source = run.training_source
     if run.replicas.is_whole:
         return []
+    owners = refer_to_sharded(owners, root="owners")
     differing = _find_differing(run, owners)
     if not (run.unshared or source.state_is_per_process or differing):
         return []
@@ -212,7 +215,12 @@ def _gather_own_parts(
         "places": {key: model[key] for key in _OWN_PLACES if key in model}
         if run.is_discovered and run.unshared
         else {},
-        "objects": {path: part for path, part in objects.items() if _holds_any(path, run.unshared)},
+        "objects": {
+            # Sharded tensors are no process's own.
+            path: refer_to_sharded(part, root=f"model.objects.{path}")
+            for path, part in objects.items()
+            if _holds_any(path, run.unshared)
+        },
         "data": source.state_dict() if source.state_is_per_process else None,
         "owners": {name: owners[name] for name in differing if name in owners},
     }

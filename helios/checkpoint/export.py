@@ -6,6 +6,7 @@ counters and random number generators are not exported.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from helios.checkpoint import file_names
+from helios.core.sharded_tensors import is_deferred, read_deferred
 from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError, UsageError
 from helios.storage import codec, files
@@ -88,7 +90,8 @@ def select_weights(
         for path, part in chosen.items():
             is_alone = len(chosen) == 1 and not loose
             prefix = "" if is_alone else f"{path}."
-            weights.add(prefix, _averaged(part, averages.get(path, {}), path))
+            own, means = _read_all(part), _read_all(averages.get(path, {}))
+            weights.add(prefix, _averaged(own, means, path))
         weights.add("", loose)
     if not weights.tensors:
         raise CheckpointError("The checkpoint holds no weights: its model has no network.")
@@ -116,6 +119,19 @@ def _choose(
             "model's attribute that holds it."
         )
     return {network: networks[network]}
+
+
+def _read_all(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of a network with the sharded tensors that were not read yet."""
+    found = {name: part for name, part in state.items() if is_deferred(part)}
+    if not found:
+        return state
+    # Tied tensors stay tied.
+    whole = {id(part): read_deferred(part) for part in found.values()}
+    result = copy.copy(state)
+    assert isinstance(result, dict)
+    result.update((name, whole[id(part)]) for name, part in found.items())
+    return result
 
 
 def _averages_of(tree: Mapping[str, Any], average: str | None) -> Mapping[str, Any]:
@@ -187,7 +203,7 @@ def _gather(weights: Weights, prefix: str, state: Any, depth: int) -> None:
     if state.keys() >= _OPTIMIZER_KEYS:
         return
     named = {str(key): part for key, part in state.items()}
-    tensors = {key: part for key, part in named.items() if isinstance(part, Tensor)}
+    tensors = {key: part for key, part in _read_all(named).items() if isinstance(part, Tensor)}
     weights.add(prefix, _clean(tensors))
     for key, part in named.items():
         _gather(weights, f"{prefix}{key}.", part, depth + 1)

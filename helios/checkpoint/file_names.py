@@ -1,7 +1,8 @@
 """Names of the files of a checkpoint, and how they are parsed and listed.
 
-``<name>_epoch_<E>_iter_<I>[_<metadata>].pth`` is the checkpoint; its sidecar ends with ``.json``
-instead of ``.pth``; ``.tmp`` and ``.damaged`` are appended to either.
+``<name>_epoch_<E>_iter_<I>[_<metadata>].pth`` is the checkpoint; a sharded one is a folder that
+ends with ``.ckpt``. Its sidecar ends with ``.json`` instead; ``.tmp`` and ``.damaged`` are appended
+to each of them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ SOURCE_DIGEST = "source_digest"
 """The entry of a migrated file's sidecar that identifies the original file."""
 
 SUFFIX = ".pth"
+FOLDER_SUFFIX = ".ckpt"
 SIDECAR_SUFFIX = ".json"
 DAMAGED_SUFFIX = ".damaged"
 
+_SUFFIXES = (SUFFIX, FOLDER_SUFFIX)
+_FOLDER = re.compile(r"\.ckpt(\.tmp|(\.[0-9]+)?\.damaged)?$")
 _NUMBERS = re.compile(r"epoch_([0-9]+)_iter_([0-9]+)")
 _SEPARATORS = ("/", "\\", "\0")
 _MAX_NAME_BYTES = 255
@@ -168,6 +172,11 @@ def sidecar_path(path: Path) -> Path:
     return path.with_suffix(SIDECAR_SUFFIX)
 
 
+def described_by(sidecar: Path) -> tuple[Path, ...]:
+    """Return the paths of the checkpoints that a sidecar may belong to."""
+    return tuple(sidecar.with_suffix(suffix) for suffix in _SUFFIXES)
+
+
 def damaged_path(path: Path) -> Path:
     """Return a free name for a damaged file, so that no earlier one is overwritten."""
     result, number = path.with_name(path.name + DAMAGED_SUFFIX), 1
@@ -178,20 +187,35 @@ def damaged_path(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a file is a committed checkpoint, judged by its name."""
-    return path.suffix == SUFFIX and parse(path) is not None
+    """Whether a file or folder is a committed checkpoint, judged by its name."""
+    return path.suffix in _SUFFIXES and parse(path) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a checkpoint, draft or damaged checkpoint is a folder, judged by its name."""
+    return _FOLDER.search(path.name) is not None
+
+
+def is_present(path: Path) -> bool:
+    """Whether there is a file, or the folder of a sharded checkpoint."""
+    return path.is_dir() if is_folder(path) else path.is_file()
 
 
 def is_temporary(path: Path) -> bool:
     """Whether a file is an incomplete part of a checkpoint, judged by its name."""
     written = path.with_suffix("")
-    is_part = written.suffix in (SUFFIX, SIDECAR_SUFFIX)
+    is_part = written.suffix in (*_SUFFIXES, SIDECAR_SUFFIX)
     return path.suffix == TEMPORARY_SUFFIX and is_part and parse(path) is not None
 
 
 def is_damaged(path: Path) -> bool:
-    """Whether a file was put aside as damaged, judged by its name."""
+    """Whether a file or folder was put aside as damaged, judged by its name."""
     return path.suffix == DAMAGED_SUFFIX and parse(path) is not None
+
+
+def is_damaged_checkpoint(path: Path) -> bool:
+    """Whether it is a checkpoint, not a sidecar, that was put aside as damaged."""
+    return is_damaged(path) and not set(_SUFFIXES).isdisjoint(path.suffixes)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -214,11 +238,18 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def list_files(folder: Path) -> list[Path]:
-    """Return the files of one listing, sorted by name; none if there is no folder."""
+    """Return the files and sharded checkpoints of one listing, sorted by name.
+
+    There are none if there is no folder.
+    """
     try:
         with os.scandir(folder) as entries:
             # Read from the listing itself: a separate query could find the file deleted.
-            names = sorted(entry.name for entry in entries if entry.is_file())
+            names = sorted(
+                entry.name
+                for entry in entries
+                if (entry.is_dir() if is_folder(Path(entry.name)) else entry.is_file())
+            )
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [folder / name for name in names]
@@ -290,7 +321,8 @@ def find_last_checkpoint(root: Path | None) -> Path | None:
         root: the folder that holds the files; it need not exist.
 
     Returns:
-        The ``.pth`` file with the highest (epoch, iteration), or ``None`` if there is none.
+        The ``.pth`` file or ``.ckpt`` folder with the highest (epoch, iteration), or ``None`` if
+        there is none.
     """
     found = [] if root is None else find_checkpoints(Path(root))
     return found[-1] if found else None

@@ -10,9 +10,10 @@ import dataclasses
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from helios.checkpoint import file_names, schema_upgrades
+from helios.checkpoint.contents import Contents, contents_of
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
 from helios.errors import (
@@ -21,8 +22,9 @@ from helios.errors import (
     IncompatibleCheckpointError,
 )
 from helios.state import TrainingState
-from helios.storage.container_checks import check_container
-from helios.storage.digest import digest_file
+
+if TYPE_CHECKING:
+    from helios.core.sharded_tensors import RowShare
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ def read_sidecar(path: Path) -> Sidecar | None:
     """Return the sidecar of a checkpoint, or ``None`` if it has none.
 
     Args:
-        path: the ``.pth`` file, or the sidecar itself.
+        path: the ``.pth`` file or ``.ckpt`` folder, or the sidecar itself.
 
     Raises:
         DamagedCheckpointError: if the sidecar is damaged.
@@ -66,14 +68,22 @@ def read_sidecar(path: Path) -> Sidecar | None:
     return Sidecar.from_json(data.decode("utf-8", "replace"), name=str(place))
 
 
-def load(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Loaded:
+def load(
+    path: Path,
+    safe_types: Iterable[Any] = (),
+    *,
+    maps: bool = False,
+    share: RowShare | None = None,
+) -> Loaded:
     """Verify and read one checkpoint; nothing is renamed, and nothing in it is executed.
 
     Args:
-        path: the ``.pth`` file; its sidecar is expected beside it.
+        path: the ``.pth`` file or ``.ckpt`` folder; its sidecar is expected beside it.
         safe_types: types that may be built (``Model.types_for_safe_load``).
         maps: whether the tensors of a file with a digest may be mapped from the file, for a reader
             that copies what it keeps.
+        share: what this process holds of sharded networks: their tensors in a sharded checkpoint
+            are deferred then, and only these rows are verified; ``None`` for whole tensors.
 
     Raises:
         DamagedCheckpointError: if it is damaged.
@@ -83,24 +93,31 @@ def load(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> L
         MemoryError: if its tensors do not fit into memory.
     """
     try:
-        return load_present(path, safe_types, maps=maps)
+        return load_present(path, safe_types, maps=maps, share=share)
     except FileNotFoundError as error:
         raise CheckpointError(str(error)) from error
 
 
-def load_present(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Loaded:
+def load_present(
+    path: Path,
+    safe_types: Iterable[Any] = (),
+    *,
+    maps: bool = False,
+    share: RowShare | None = None,
+) -> Loaded:
     """Load a file that a running training may delete at any moment.
 
     Args:
         path: as in :func:`load`.
         safe_types: as in :func:`load`.
         maps: as in :func:`load`.
+        share: as in :func:`load`.
 
     Raises:
         FileNotFoundError: if the file was deleted, before or during reading.
     """
     try:
-        return _load(path, safe_types, maps=maps)
+        return _load(path, list(safe_types), maps=maps, share=share)
     except CheckpointError as error:
         # A file that was deleted while it is read may look damaged in any way.
         if file_names.is_gone(path):
@@ -116,16 +133,17 @@ def gone_text(path: Path) -> str:
     )
 
 
-def _load(path: Path, safe_types: Iterable[Any], *, maps: bool) -> Loaded:
+def _load(path: Path, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Loaded:
     try:
         sidecar = read_sidecar(path)
-        is_verified = compare_bytes(path, sidecar)
+        content = contents_of(path)
+        is_verified = content.compare_bytes(sidecar, share)
         if sidecar is None:
             _LOGGER.warning(
                 "The checkpoint %s has no sidecar: its bytes were not verified against a digest.",
                 path,
             )
-        payload = _read(path, safe_types, is_verified=is_verified, maps=maps)
+        payload = _read(content, safe_types, is_verified=is_verified, maps=maps, share=share)
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {path} could not be read: {error}. Nothing was renamed; check the "
@@ -139,45 +157,22 @@ def _load(path: Path, safe_types: Iterable[Any], *, maps: bool) -> Loaded:
     return Loaded(path, payload, sidecar)
 
 
-def compare_bytes(path: Path, sidecar: Sidecar | None) -> bool:
-    """Compare a file with what was written.
-
-    Args:
-        path: the file.
-        sidecar: holds the digest; without one, the checksums of the container's records are used.
-
-    Returns:
-        Whether every byte was compared.
-
-    Raises:
-        DamagedCheckpointError: if the bytes differ.
-        IncompatibleCheckpointError: if they are those of the old file that it was migrated from.
-        OSError: if the file system cannot read the file.
-    """
-    if sidecar is not None and sidecar.digest:
-        found = digest_file(path)
-        if found != sidecar.digest:
-            if found == sidecar.extra.get(file_names.SOURCE_DIGEST):
-                # The old file was put back: it is intact, and must not be renamed.
-                raise schema_upgrades.unmigrated(path)
-            raise DamagedCheckpointError(
-                f"{path} is damaged: its bytes do not match the digest in its sidecar. "
-                "Remove it, or use another checkpoint."
-            )
-        return True
-    check_container(path)
-    return False
-
-
-def _read(path: Path, safe_types: Iterable[Any], *, is_verified: bool, maps: bool) -> Any:
+def _read(
+    content: Contents,
+    safe_types: list[Any],
+    *,
+    is_verified: bool,
+    maps: bool,
+    share: RowShare | None,
+) -> Any:
     # Commands that only list checkpoints use this module, and need no PyTorch.
     from helios.storage import codec
 
-    types = list(safe_types)
+    path = content.record_path
     try:
-        return codec.read(path, types, maps=maps and is_verified)
+        return content.read(safe_types, maps=maps and is_verified, share=share)
     except IncompatibleCheckpointError:
-        schema_upgrades.refuse_old_globals(path, codec.unsafe_globals(path, types))
+        schema_upgrades.refuse_old_globals(path, codec.unsafe_globals(path, safe_types))
         raise
     except DamagedCheckpointError as error:
         if not is_verified:
@@ -219,7 +214,7 @@ def load_checkpoint(path: str | Path, safe_types: Iterable[Any] = ()) -> dict[st
     """Return the content of a checkpoint, for scripts and notebooks.
 
     Args:
-        path: the ``.pth`` file.
+        path: the ``.pth`` file or ``.ckpt`` folder.
         safe_types: types that may be built besides tensors and plain values.
 
     Returns:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from helios.core.sharded_tensors import is_deferred
 from helios.storage import codec
 from helios.storage.placeholders import Unknown
 from helios.storage.weights_only import TAG
@@ -140,6 +141,9 @@ class _Outline:
         node.shape = tuple(tensor.shape)
         node.num_tensors = 1
         size = tensor.numel() * tensor.element_size()
+        if is_deferred(tensor):
+            node.num_bytes = size
+            return node
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             node.text = f"{tensor.layout} on {tensor.device}".removeprefix("torch.")
             return node

@@ -27,7 +27,7 @@ class Entry:
     Attributes:
         epoch: the epoch in its name.
         iteration: the iteration in its name.
-        path: the ``.pth`` file.
+        path: the ``.pth`` file or ``.ckpt`` folder.
         count: the completed units of the run, according to its sidecar; ``None`` inside an epoch of
             a run that counts epochs, and if unknown.
         metrics: the validation scores in its sidecar.
@@ -172,7 +172,7 @@ def find_best_checkpoint(root: Path | None, rule: KeepBest) -> Path | None:
         rule: the score that decides; its ``count`` has no effect.
 
     Returns:
-        The ``.pth`` file; of equal ones the earliest; ``None`` if no sidecar holds the score.
+        The file or folder; of equal ones the earliest; ``None`` if no sidecar holds the score.
     """
     found = [] if root is None else find_checkpoints(Path(root))
     entries = sorted(with_sidecar(Entry(*(parse(path) or (0, 0)), path)) for path in found)

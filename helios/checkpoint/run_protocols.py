@@ -212,6 +212,10 @@ class Team(Protocol):
         """Return a value of every process, by rank."""
         ...
 
+    def join_shards(self, tree: Any) -> Any:
+        """Return a state with whole tensors on rank 0; all processes call this together."""
+        ...
+
 
 class LiveRun(Protocol):
     """A training."""

@@ -8,22 +8,21 @@ processes.
 from __future__ import annotations
 
 import logging
-import os
-import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from helios.checkpoint import file_names
+from helios.checkpoint.sharded_commit import RankParts
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import Draft, RunFolder
+from helios.checkpoint.writer_thread import WriterThread
 from helios.errors import SaveError
 from helios.protocols import Meter
 from helios.storage.staging import HostBuffers
 
 _LOGGER = logging.getLogger(__name__)
-_START_SECONDS = 1.0
 
 
 class SaveWatcher(Protocol):
@@ -64,10 +63,7 @@ class Saver:
         self._folder = folder
         self._watcher = watcher
         self._buffers = HostBuffers(pins=pins) if folder.options.is_async else None
-        self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
-        self._is_idle = threading.Event()
-        self._is_idle.set()
+        self._thread = WriterThread("helios-checkpoint")
         self._in_flight: tuple[int, int] | None = None
         self._refused: tuple[Path, OSError] | None = None
 
@@ -102,13 +98,44 @@ class Saver:
             StateError: for a value that could not be loaded again.
             Exception: the failure of this save, or of the one before.
         """
+        committed = self.begin(stem)
+        if committed is not None:
+            return committed
+        draft = self.draft(
+            payload, stem=stem, sidecar=sidecar, safe_types=safe_types, meters=meters
+        )
+        self.write(draft, is_now=not draft.is_own)
+        return draft.path
+
+    def begin(self, stem: str) -> Path | None:
+        """Wait for the save before; returns the checkpoint of this name if it is committed already.
+
+        Raises:
+            Exception: the failure of an earlier save.
+        """
         self.wait()
         self.raise_failure()
         place = file_names.parse(stem) or (0, 0)
         committed = self._find(place)
         if committed is not None:
             self.newest = committed
-            return committed
+        return committed
+
+    def draft(
+        self,
+        payload: dict[str, Any],
+        *,
+        stem: str,
+        sidecar: Sidecar,
+        safe_types: Iterable[Any] = (),
+        meters: Mapping[int, Meter] | None = None,
+        parts: RankParts | None = None,
+    ) -> Draft:
+        """Encode a payload, and copy it if memory allows; see :meth:`RunFolder.draft`.
+
+        Raises:
+            StateError: for a value that could not be loaded again.
+        """
         draft_it = partial(
             self._folder.draft,
             payload,
@@ -116,37 +143,26 @@ class Saver:
             sidecar=sidecar,
             safe_types=list(safe_types),
             meters=meters,
+            parts=parts,
         )
         try:
-            draft = draft_it(buffers=self._buffers)
+            return draft_it(buffers=self._buffers)
         except MemoryError as error:
             self._do_without_copies(error)
-            draft = draft_it()
-        if draft.is_own:
-            self._start(draft, place)
-        else:
+            return draft_it()
+
+    def write(self, draft: Draft, *, is_now: bool) -> None:
+        """Write and commit a draft, in a thread or before this returns.
+
+        Raises:
+            Exception: the failure of this save, if it is written now and must end the training.
+        """
+        if is_now:
             self._write(draft)
             self.raise_failure()
-        return draft.path
-
-    def _start(self, draft: Draft, place: tuple[int, int]) -> None:
-        has_begun = threading.Event()
-
-        def work() -> None:
-            has_begun.set()
-            self._write(draft)
-
-        self._in_flight = place
-        self._is_idle.clear()
-        self._thread = threading.Thread(target=work, name="helios-checkpoint")
-        try:
-            self._thread.start()
-        except BaseException:
-            # An interruption leaves it unknown whether the thread was started.
-            if not has_begun.wait(_START_SECONDS):
-                self._thread = None
-                self._is_idle.set()
-            raise
+            return
+        self._in_flight = file_names.parse(draft.path)
+        self._thread.start(lambda: self._write(draft))
 
     def _do_without_copies(self, error: MemoryError) -> None:
         self._buffers = None
@@ -174,7 +190,6 @@ class Saver:
             self._condemn(draft.path, error)
         finally:
             self._in_flight = None
-            self._is_idle.set()
 
     def _tolerate(self, path: Path, error: OSError) -> None:
         self._refused = (path, error)
@@ -225,15 +240,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until no save is in progress."""
-        if os.getpid() != self._pid:
-            # A forked process has no such thread, and would wait forever.
-            self._thread = None
-            return
-        # Before Python 3.13, an interrupted join takes the thread for ended.
-        self._is_idle.wait()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._thread.wait()
 
     def raise_failure(self) -> None:
         """Raise the error that must end the training, if there is one."""
@@ -259,20 +266,9 @@ class Saver:
             ) from error
 
     def close(self) -> None:
-        """Wait for the save in progress, and release the memory.
-
-        An interruption does not shorten the wait: the thread must stop writing to the folder before
-        another run may use it.
-        """
-        interruption: KeyboardInterrupt | None = None
-        has_waited = False
-        while not has_waited:
-            try:
-                self.wait()
-                has_waited = True
-            except KeyboardInterrupt as error:
-                interruption = error
-        if self._buffers is not None:
-            self._buffers.release()
-        if interruption is not None:
-            raise interruption
+        """Wait for the save in progress, and release the memory."""
+        try:
+            self._thread.close()
+        finally:
+            if self._buffers is not None:
+                self._buffers.release()

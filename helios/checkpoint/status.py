@@ -7,22 +7,19 @@ never loaded, not even to verify every byte, so large files need little memory.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading, schema_upgrades
+from helios.checkpoint.contents import Contents, WholeFile, contents_of
 from helios.checkpoint.sidecar import Sidecar, check_schema
 from helios.errors import (
-    CheckpointError,
     DamagedCheckpointError,
     IncompatibleCheckpointError,
 )
-from helios.storage.container_checks import check_directory
 
-_MOVED_ASIDE = "before-"
 # Packages with functions but no types of users: torch refuses most of them, too.
 _NEVER_TYPES = frozenset(("builtins", "nt", "os", "posix", "runpy", "subprocess", "sys"))
 
@@ -61,14 +58,6 @@ class Depth(Enum):
     BYTES = 3
 
 
-class StartOutcome(Enum):
-    """What a start of ``fit`` would do with a folder."""
-
-    RESUMES = "resumes"
-    REFUSES = "refuses"
-    FRESH = "fresh"
-
-
 @dataclasses.dataclass(frozen=True)
 class Status:
     """Facts about one file.
@@ -99,33 +88,11 @@ class Status:
         return self.condition is Condition.GOOD
 
 
-@dataclasses.dataclass(frozen=True)
-class FolderStatus:
-    """Facts about the checkpoints directly in one folder.
-
-    Attributes:
-        path: the folder.
-        files: its checkpoints, oldest first, then those that were renamed as damaged.
-        start: the checkpoint that a start of ``fit`` would load, or fail at.
-        outcome: what that start would do.
-    """
-
-    path: Path
-    files: tuple[Status, ...]
-    start: Path | None
-    outcome: StartOutcome
-
-    @property
-    def is_moved_aside(self) -> bool:
-        """Whether ``resume="never"`` or a migration has moved these here; starts ignore them."""
-        return _is_before(self.path.name)
-
-
 def examine(path: Path, depth: Depth = Depth.GLANCE) -> Status:
     """Examine a file; nothing in it is executed, and nothing is renamed.
 
     Args:
-        path: the ``.pth`` file; its sidecar is expected beside it.
+        path: the ``.pth`` file or ``.ckpt`` folder; its sidecar is expected beside it.
         depth: how closely to examine it.
     """
     return look_into(path, depth)[0]
@@ -143,7 +110,7 @@ def look_into(path: Path, depth: Depth = Depth.STRUCTURE) -> tuple[Status, Any]:
         :func:`helios.storage.codec.read_structure`; ``None`` if it was not or cannot be read.
     """
     look = _Look(path)
-    look.attempt(look.measure, Condition.UNREADABLE)
+    look.attempt(look.measure, Condition.FOREIGN)
     if look.has_fault:
         return look.status(), None
     look.attempt(look.read_sidecar, Condition.NEWER)
@@ -176,6 +143,7 @@ class _Look:
         self._sidecar: Sidecar | None = None
         self._checked = Checked.NOTHING
         self._fault: tuple[Condition, str] | None = None
+        self._contents: Contents = WholeFile(path)
 
     @property
     def has_fault(self) -> bool:
@@ -219,15 +187,15 @@ class _Look:
         self._fault = self._fault or (condition, reason)
 
     def measure(self) -> None:
-        with self.path.open("rb") as handle:
-            self._size = os.fstat(handle.fileno()).st_size
+        self._contents = contents_of(self.path)
+        self._size = self._contents.size
 
     def read_sidecar(self) -> None:
         self._sidecar = loading.read_sidecar(self.path)
 
     def check_container(self) -> None:
         """Check the directory of the container, and that name and sidecar agree."""
-        check_directory(self.path)
+        self._contents.check_container()
         self._checked = Checked.CONTAINER
         if (sidecar := self._sidecar) is not None:
             state = {"global_epoch": sidecar.epoch, "global_iteration": sidecar.iteration}
@@ -240,17 +208,14 @@ class _Look:
     def compare_bytes(self) -> None:
         """Compare every byte with the digest, or the records with the container's checksums."""
         try:
-            is_verified = loading.compare_bytes(self.path, self._sidecar)
+            is_verified = self._contents.compare_bytes(self._sidecar)
         except IncompatibleCheckpointError as error:
             raise _FaultError(Condition.UNMIGRATED, str(error)) from error
         self._checked = Checked.DIGEST if is_verified else Checked.SUMS
 
     def read_structure(self) -> None:
-        # A glance needs no PyTorch.
-        from helios.storage import codec
-
         try:
-            self.tree, self._names = codec.read_structure(self.path)
+            self.tree, self._names = self._contents.read_structure()
         except DamagedCheckpointError as error:
             if self._checked is not Checked.DIGEST:
                 raise
@@ -315,83 +280,3 @@ class _Look:
                 f"{self.path} is not a checkpoint of Helios: its counters are not integers. Move "
                 "it to another folder.",
             )
-
-
-def _is_before(name: str) -> bool:
-    return name.startswith(_MOVED_ASIDE)
-
-
-def examine_folder(folder: Path, depth: Depth = Depth.GLANCE) -> FolderStatus:
-    """Examine the checkpoints directly in a folder.
-
-    Args:
-        folder: the folder of one run.
-        depth: as in :func:`examine`. What a start would do is determined as far as it allows.
-
-    Raises:
-        CheckpointError: if a running training deletes the checkpoints faster than they can be read.
-    """
-    files = _examine_all(folder, depth)
-    aside = [_put_aside(path) for path in sorted(folder.iterdir()) if _is_put_aside(path)]
-    start, outcome = _find_start(files, has_damaged=bool(aside))
-    return FolderStatus(folder, (*files, *aside), start, outcome)
-
-
-def _examine_all(folder: Path, depth: Depth) -> list[Status]:
-    """Examine all checkpoints of a folder, and again if a run has deleted one meanwhile."""
-    known: dict[Path, Status] = {}
-    for paths in file_names.listings(folder):
-        known |= {path: examine(path, depth) for path in paths if path not in known}
-        files = [known[path] for path in paths]
-        # A file that was intact when it was examined is reported, even if it was deleted since.
-        if all(status.is_good or not file_names.is_gone(status.path) for status in files):
-            break
-    return files
-
-
-def _is_put_aside(path: Path) -> bool:
-    return file_names.is_damaged(path) and file_names.SUFFIX in path.suffixes
-
-
-def _put_aside(path: Path) -> Status:
-    reason = f"{path} was found damaged at an earlier start."
-    size = path.stat().st_size
-    return Status(path, Condition.ASIDE, reason, size=size, place=file_names.parse(path))
-
-
-def _find_start(files: list[Status], *, has_damaged: bool) -> tuple[Path | None, StartOutcome]:
-    for status in reversed(files):
-        if status.is_good:
-            return status.path, StartOutcome.RESUMES
-        if status.condition is not Condition.DAMAGED:
-            return status.path, StartOutcome.REFUSES
-    # A silent fresh start with only damaged checkpoints would hide the loss of the run.
-    return None, StartOutcome.REFUSES if files or has_damaged else StartOutcome.FRESH
-
-
-def survey(
-    root: Path, depth: Depth = Depth.GLANCE, *, with_moved_aside: bool = True
-) -> Iterator[FolderStatus]:
-    """Examine a folder and all folders below it, and yield those that hold checkpoints.
-
-    Args:
-        root: the folder of a run, or ``chkpt_root``.
-        depth: as in :func:`examine`.
-        with_moved_aside: include folders below it with files that were moved aside.
-
-    Raises:
-        CheckpointError: if a folder cannot be listed, and as in :func:`examine_folder`.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise CheckpointError(
-            f"The folder {error.filename} cannot be listed: {error.strerror}. Check its "
-            "permissions."
-        ) from error
-
-    for name, below, names in os.walk(root, onerror=refuse):
-        below[:] = sorted(part for part in below if with_moved_aside or not _is_before(part))
-        folder = Path(name)
-        paths = [folder / part for part in names]
-        if any(file_names.is_checkpoint(path) or _is_put_aside(path) for path in paths):
-            yield examine_folder(folder, depth)

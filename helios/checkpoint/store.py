@@ -11,16 +11,21 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading
+from helios.checkpoint.leftovers import remove_leftovers
 from helios.checkpoint.loading import Loaded, load_checkpoint
+from helios.checkpoint.moving_aside import find_damaged, move_aside
 from helios.checkpoint.options import CheckpointStore
 from helios.checkpoint.record import Record
 from helios.checkpoint.retention import Entry, Retention
+from helios.checkpoint.sharded_commit import RankParts, commit_folder, remove_checkpoint
 from helios.checkpoint.sidecar import Sidecar
-from helios.errors import CheckpointError, DamagedCheckpointError, StateError
+from helios.core.sharded_tensors import RowShare
+from helios.errors import DamagedCheckpointError, StateError
 from helios.protocols import Meter
 from helios.storage import codec, files
 from helios.storage.staging import HostBuffers
@@ -36,11 +41,6 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger(__name__)
-# What a run records of itself, also of earlier starts.
-_EVIDENCE = (
-    *("ledger*.jsonl", "lineage.jsonl", "timing.jsonl"),
-    *("run.json", "run.before-*.json", "rewinds*.json"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +52,14 @@ class Draft:
         code: the encoded payload.
         sidecar: facts about it.
         is_own: whether its memory is its own, so that training cannot change it.
+        parts: what the processes write of it, if it is sharded.
     """
 
     path: Path
     code: Any
     sidecar: Sidecar
     is_own: bool
+    parts: RankParts | None = None
 
 
 class RunFolder:
@@ -69,6 +71,8 @@ class RunFolder:
 
     Attributes:
         damaged: the damaged checkpoints that :meth:`load_newest` has passed over.
+        share: what this process holds of sharded networks, as for
+            :func:`helios.checkpoint.loading.load`.
     """
 
     def __init__(self, folder: Path, options: CheckpointStore | None = None) -> None:
@@ -76,7 +80,9 @@ class RunFolder:
         self._options = options or CheckpointStore()
         self._retention = Retention(self._options)
         self.damaged: list[Path] = []
+        self.share: RowShare | None = None
         self._protected: set[Path] = set()
+        self._passed_over: list[Path] = []
         # Files that are known to be damaged, and could not be renamed.
         self._left: set[Path] = set()
 
@@ -98,6 +104,11 @@ class RunFolder:
             is_inside = place.parent.resolve() == self._path.resolve()
             self._protected.add(self._path / place.name if is_inside else place)
 
+    def path_of(self, stem: str, *, is_sharded: bool = False) -> Path:
+        """Return the path of a checkpoint by its name without suffix."""
+        suffix = file_names.FOLDER_SUFFIX if is_sharded else file_names.SUFFIX
+        return self._path / f"{stem}{suffix}"
+
     @property
     def options(self) -> CheckpointStore:
         """How checkpoints are written and kept."""
@@ -112,6 +123,7 @@ class RunFolder:
         safe_types: Iterable[Any] = (),
         buffers: HostBuffers | None = None,
         meters: Mapping[int, Meter] | None = None,
+        parts: RankParts | None = None,
     ) -> Draft:
         """Prepare a checkpoint for :meth:`commit`; no file is touched.
 
@@ -122,18 +134,20 @@ class RunFolder:
             safe_types: types that may be built when the file is loaded.
             meters: measure how long values in it take to encode, by address.
             buffers: copy all tensors into these, so that training may continue before the commit.
+            parts: what the processes write of it, if it is sharded; the payload has no more of the
+                sharded tensors than references.
 
         Raises:
             StateError: for a value that could not be loaded again, or a payload that disagrees
                 with its name or sidecar.
         """
-        path = self._path / f"{stem}{file_names.SUFFIX}"
+        path = self.path_of(stem) if parts is None else parts.plan.path
         _check_consistency(path, payload, sidecar)
         if buffers is None:
             code = codec.encode(payload, where="", safe_types=safe_types, meters=meters)
-            return Draft(path, code, sidecar, is_own=False)
+            return Draft(path, code, sidecar, is_own=False, parts=parts)
         captured = codec.capture(payload, safe_types=safe_types, buffers=buffers, meters=meters)
-        return Draft(path, captured.code, sidecar, is_own=captured.is_own)
+        return Draft(path, captured.code, sidecar, is_own=captured.is_own, parts=parts)
 
     def commit(self, draft: Draft) -> Path:
         """Write a draft, and delete what the retention rules allow; returns the file.
@@ -146,29 +160,35 @@ class RunFolder:
             return self._commit(draft)
         except OSError as error:
             # The system does not name a file that is already open.
-            error.filename = error.filename or str(draft.path)
+            if error.errno is not None:
+                error.filename = error.filename or str(draft.path)
             raise
 
     def _commit(self, draft: Draft) -> Path:
         files.make_folder(self._path)
-        path, partial = draft.path, files.temporary_path(draft.path)
-        try:
-            digest = codec.write_file(partial, draft.code, hashes=self._options.digest)
-            filled = dataclasses.replace(
-                draft.sidecar, digest=digest, schema=file_names.SCHEMA, version=__version__
-            )
-            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())
-            files.replace(partial, path)
-            self._left.discard(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                files.unlink(partial, missing_ok=True)
-                if not path.exists():
-                    files.unlink(file_names.sidecar_path(path), missing_ok=True)
-            raise
+        path = draft.path
+        if draft.parts is None:
+            self._write_file(draft)
+        else:
+            commit_folder(draft.parts, draft.code, partial(_seal, draft.sidecar))
+        self._left.discard(path)
         files.fsync_folder(self._path)
         self._apply_retention(path, draft.sidecar.run_name)
         return path
+
+    def _write_file(self, draft: Draft) -> None:
+        path, unfinished = draft.path, files.temporary_path(draft.path)
+        try:
+            digest = codec.write_file(unfinished, draft.code, hashes=self._options.digest)
+            filled = _seal(draft.sidecar, digest)
+            files.write_text_durably(file_names.sidecar_path(path), filled.to_json())
+            files.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                files.unlink(unfinished, missing_ok=True)
+                if not path.exists():
+                    files.unlink(file_names.sidecar_path(path), missing_ok=True)
+            raise
 
     def _apply_retention(self, written: Path, run_name: str) -> None:
         if self._options.keeps_all:
@@ -187,7 +207,10 @@ class RunFolder:
 
     def _delete(self, entry: Entry) -> None:
         # Delete the checkpoint first: without its sidecar, it would be loaded unverified.
-        files.unlink(entry.path, missing_ok=True)
+        if file_names.is_folder(entry.path):
+            remove_checkpoint(entry.path)
+        else:
+            files.unlink(entry.path, missing_ok=True)
         files.unlink(entry.sidecar_path, missing_ok=True)
 
     def find(self, epoch: int, iteration: int) -> Path | None:
@@ -232,7 +255,7 @@ class RunFolder:
 
         See :func:`helios.checkpoint.loading.load`; copy what you keep.
         """
-        loaded = loading.load(path, safe_types, maps=True)
+        loaded = loading.load(path, safe_types, maps=True, share=self.share)
         self.protect(loaded.path)
         return loaded
 
@@ -259,11 +282,13 @@ class RunFolder:
             CheckpointError: if the newest one is undamaged, but cannot be used here.
         """
         types = list(safe_types)
-        self.damaged = []
+        self.damaged = list(self._passed_over)
 
         def look(path: Path) -> Loaded | None:
+            if path in self._passed_over:
+                return None
             try:
-                return loading.load_present(path, types, maps=True)
+                return loading.load_present(path, types, maps=True, share=self.share)
             except DamagedCheckpointError as error:
                 if path not in self.damaged:
                     self.damaged.append(path)
@@ -274,18 +299,35 @@ class RunFolder:
 
         loaded = file_names.search(self._path, look, listed=listed)
         if loaded is None:
-            self._refuse_silent_restart(self.damaged + self._find_damaged())
+            self._refuse_silent_restart(self.damaged + find_damaged(self._path))
             return None
         self.protect(loaded.path)
         return loaded
 
     def _refuse_silent_restart(self, damaged: list[Path]) -> None:
-        names = sorted({path.name for path in damaged if file_names.SUFFIX in path.suffixes})
+        names = sorted(
+            path.name
+            for path in {*damaged}
+            if file_names.is_checkpoint(path) or file_names.is_damaged_checkpoint(path)
+        )
         if names:
             raise DamagedCheckpointError(
                 f"All checkpoints in {self._path} are damaged: {', '.join(names)}. To start a new "
                 'run, pass resume="never", which moves them aside, or move them away yourself.'
             )
+
+    def pass_over(self, path: Path, reason: str, *, renames: bool = True) -> None:
+        """Do not load a checkpoint of which another process has found its part damaged.
+
+        Args:
+            path: the checkpoint.
+            reason: what that process says.
+            renames: as ``renames_damaged`` of :meth:`load_newest`.
+        """
+        self._passed_over.append(path)
+        _LOGGER.warning("%s Continuing with the next older checkpoint.", reason)
+        if renames:
+            self._put_aside(path)
 
     def _put_aside(self, path: Path) -> None:
         try:
@@ -310,47 +352,13 @@ class RunFolder:
         files.fsync_folder(self._path)
         return target
 
-    def _find_damaged(self) -> list[Path]:
-        if not self._path.is_dir():
-            return []
-        return [path for path in self._path.iterdir() if file_names.is_damaged(path)]
-
     def clean(self) -> list[Path]:
         """Remove partial files of a killed save; other files are not touched.
 
         Returns:
             The committed checkpoints of the same listing, oldest first.
         """
-        present = file_names.list_files(self._path)
-        for path in present:
-            if not file_names.is_temporary(path) and not self._is_orphan(path):
-                continue
-            try:
-                files.unlink(path, missing_ok=True)
-            except OSError as error:
-                _LOGGER.warning(
-                    "The partial file of a killed save, %s, could not be removed: %s. It does no "
-                    "harm; delete it when you can.",
-                    path,
-                    error,
-                )
-        return file_names.select_checkpoints(present)
-
-    def _is_orphan(self, path: Path) -> bool:
-        is_named_so = (
-            path.suffix == file_names.SIDECAR_SUFFIX and file_names.parse(path) is not None
-        )
-        if not is_named_so or path.with_suffix(file_names.SUFFIX).exists():
-            return False
-        # A user's own JSON file may have such a name: only sidecars are removed.
-        try:
-            sidecar = loading.read_sidecar(path)
-        except (CheckpointError, OSError):
-            return False
-        # A migrated file keeps the name that the old package gave it.
-        return sidecar is not None and (
-            sidecar.is_migrated or (sidecar.epoch, sidecar.iteration) == file_names.parse(path)
-        )
+        return remove_leftovers(self._path)
 
     def move_aside(self, clock_text: str, *, keep: Path | None = None) -> Path | None:
         """Move all checkpoints, damaged files and evidence to ``before-<clock_text>/``.
@@ -362,23 +370,14 @@ class RunFolder:
         Returns:
             The new folder, or ``None`` if there was nothing to move.
         """
-        kept = None if keep is None else keep.resolve()
-        present = [e for e in self.entries() if e.path.resolve() != kept]
-        moved = [path for e in present for path in (e.path, e.sidecar_path) if path.exists()]
-        moved += self._find_damaged()
-        if not moved:
-            return None
-        moved += [path for pattern in _EVIDENCE for path in sorted(self._path.glob(pattern))]
-        target, number = self._path / f"before-{clock_text}", 1
-        while target.exists():
-            number += 1
-            target = self._path / f"before-{clock_text}-{number}"
-        files.make_folder(target)
-        for path in moved:
-            files.replace(path, target / path.name)
-        files.fsync_folder(target)
-        files.fsync_folder(self._path)
-        return target
+        return move_aside(self._path, clock_text, keep=keep)
+
+
+def _seal(sidecar: Sidecar, digest: str) -> Sidecar:
+    """Return the sidecar of what is on the disk now."""
+    return dataclasses.replace(
+        sidecar, digest=digest, schema=file_names.SCHEMA, version=__version__
+    )
 
 
 def _check_consistency(path: Path, payload: dict[str, Any], sidecar: Sidecar) -> None:

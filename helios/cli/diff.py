@@ -44,7 +44,8 @@ def run(namespace: argparse.Namespace) -> int:
         LedgerError: if the ledger of a run cannot be read.
     """
     paths = [Path(namespace.first), Path(namespace.second)]
-    are_checkpoints = [path.suffix == file_names.SUFFIX for path in paths]
+    suffixes = (file_names.SUFFIX, file_names.FOLDER_SUFFIX)
+    are_checkpoints = [path.suffix in suffixes for path in paths]
     if are_checkpoints[0] != are_checkpoints[1]:
         raise UsageError(
             f"A run cannot be compared with a checkpoint, got {paths[0]} and {paths[1]}. Pass two "
@@ -65,7 +66,7 @@ def _compare(paths: list[Path]) -> CheckpointDifference:
     # Ledgers are compared without PyTorch.
     from helios.checkpoint.comparison import compare
 
-    return compare(*(output.existing_file(str(path)) for path in paths))
+    return compare(*(output.existing_checkpoint(str(path)) for path in paths))
 
 
 def _tensors(found: CheckpointDifference) -> list[str]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names
+from helios.checkpoint.contents import contents_of
 from helios.checkpoint.export import FORMATS, Weights, select_weights, write_weights
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
 from helios.core.sizes import size_text
 from helios.errors import CheckpointError
-from helios.storage.digest import digest_file
 from helios.version import __version__
 
 DESCRIPTION = """\
@@ -63,7 +63,7 @@ def run(namespace: argparse.Namespace) -> int:
         CheckpointError: if the checkpoint is not good.
         ArgumentError: for a network or average that is not in it, or if the file exists.
     """
-    source = output.existing_file(namespace.file)
+    source = output.existing_checkpoint(namespace.file)
     status, tree = look_into(source, Depth.BYTES)
     if not status.is_good:
         raise CheckpointError(f"{status.reason} Nothing was exported.")
@@ -80,6 +80,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _metadata(status: Status, tree: Any, average: str | None) -> dict[str, str]:
     state, sidecar = tree[file_names.KEY_TRAINING_STATE], status.sidecar
+    digest = "" if sidecar is None else sidecar.digest
     return {
         # The key that other libraries look for in the header.
         "format": "pt",
@@ -88,7 +89,7 @@ def _metadata(status: Status, tree: Any, average: str | None) -> dict[str, str]:
         "epoch": str(state["global_epoch"]),
         "iteration": str(state["global_iteration"]),
         "source": status.path.name,
-        "source_digest": sidecar.digest if sidecar and sidecar.digest else digest_file(status.path),
+        "source_digest": digest or contents_of(status.path).digest,
         "average": average or "",
     }
 

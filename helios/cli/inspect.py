@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Show; 0 if the file is good, 1 if it is not."""
-    path = output.existing_file(namespace.file)
+    path = output.existing_checkpoint(namespace.file)
     status, tree = look_into(path)
     nodes = [] if tree is None else outline(tree)
     if namespace.json:

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from helios.checkpoint.folder_status import FolderStatus, StartOutcome, survey
 from helios.checkpoint.reproducibility import list_missing
-from helios.checkpoint.status import Condition, Depth, FolderStatus, StartOutcome, Status, survey
+from helios.checkpoint.status import Condition, Depth, Status
 from helios.cli import output
 from helios.cli.output import Column
 from helios.core.sizes import size_text

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from helios.checkpoint import file_names
 from helios.checkpoint.sidecar import json_value
 from helios.checkpoint.status import Status
 from helios.errors import ArgumentError
@@ -43,6 +44,16 @@ def existing_file(path: str) -> Path:
         remedy = "It is a folder: pass a file in it" if found.is_dir() else "Correct it"
         raise ArgumentError(f"There must be a file at the given path, got {path}. {remedy}.")
     return found
+
+
+def existing_checkpoint(path: str) -> Path:
+    """Return the path of an existing checkpoint, a file or a folder.
+
+    Raises:
+        ArgumentError: as :func:`existing_file`.
+    """
+    found = Path(path)
+    return found if file_names.is_folder(found) and found.is_dir() else existing_file(path)
 
 
 def existing_folder(path: str) -> Path:

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint.status import Condition, Status, examine_folder
+from helios.checkpoint.folder_status import examine_folder
+from helios.checkpoint.status import Condition, Status
 from helios.cli import output
 from helios.errors import ArgumentError
 from helios.ledger import report

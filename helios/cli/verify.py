@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from helios.checkpoint.status import Checked, Condition, Depth, Status, examine, survey
+from helios.checkpoint import file_names
+from helios.checkpoint.folder_status import survey
+from helios.checkpoint.status import Checked, Condition, Depth, Status, examine
 from helios.cli import output
 from helios.errors import ArgumentError, LedgerError
 from helios.ledger.book import FILE_NAME
@@ -71,7 +73,7 @@ def _examine(root: Path) -> Iterator[Status | LedgerStatus]:
     if root.suffix == Path(FILE_NAME).suffix:
         yield _verify_ledger(root)
         return
-    if not root.is_dir():
+    if file_names.is_folder(root) or not root.is_dir():
         yield examine(root, Depth.BYTES)
         return
     seen: set[Path] = set()

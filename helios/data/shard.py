@@ -1,7 +1,7 @@
 """The part of the data that a process fetches.
 
-A run is defined over V replicas, and a process runs a contiguous block of them. The assignment
-affects only which process fetches a batch.
+A run is defined over V replicas, and a process runs some of them. The assignment affects only which
+process fetches a batch.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Shard:
                 "the number of replicas of the run."
             )
         block = self.block
-        is_range = isinstance(block, range) and len(block) > 0 and block.step == 1
-        if not is_range or block.start < 0 or block.stop > self.num_replicas:
+        is_range = isinstance(block, range) and len(block) > 0 and block.step > 0
+        if not is_range or block[0] < 0 or block[-1] >= self.num_replicas:
             raise ArgumentError(
                 f"Shard(block=...) must be a range of replicas from 0 to {self.num_replicas - 1}, "
                 f"got {block!r}. Pass the replicas of this process."

@@ -17,19 +17,20 @@ from torch.optim import Optimizer
 from helios.core.parameters import parameters_of
 from helios.engines import data_parallel
 from helios.engines.clipping import Clipping
-from helios.engines.components import ComponentState, Maker, build_model
+from helios.engines.components import Maker, build_model
 from helios.engines.device import device_of_rank, select_gpus
 from helios.engines.numerics import numerics as numerics
 from helios.engines.precision import Precision, check_precision
 from helios.engines.process_member import redefines
 from helios.engines.scaler import LossScaler
+from helios.engines.sharding_engine import ShardingEngine
 from helios.errors import ArgumentError
 from helios.launch.launcher import Launch
 from helios.replicas.gradients import FindNetworks, divide, make_gradients
 from helios.replicas.replicas import Replicas
 
 
-class Engine(ComponentState):
+class Engine(ShardingEngine):
     """A device, a precision and the replicas of a run, and what is done with a loss there.
 
     This is the only engine class. Subclass it and override a method to change what it does.
@@ -47,6 +48,7 @@ class Engine(ComponentState):
         device: the device of the training.
         sends_early: whether gradients are sent during backward.
         clips: whether :meth:`clip_gradients` does anything.
+        clips_by_rows: whether the norm is summed by rows, as for sharded gradients.
         gradient_norm: the norm of the gradients before ``clip_norm`` was last applied in this
             iteration; ``None`` if it was not.
         unsaved: names of attributes that training changes and that no checkpoint needs.
@@ -59,7 +61,7 @@ class Engine(ComponentState):
 
     _internals: ClassVar[str] = (
         "_bucket_bytes _clipping _gradients _is_scaled _open_micro_batches _precision _replicas "
-        "_scaler clips gradient_norm sends_early"
+        "_scaler clips clips_by_rows gradient_norm sends_early"
     )
     unsaved: ClassVar[tuple[str, ...]] = ()
 
@@ -96,13 +98,15 @@ class Engine(ComponentState):
     def replicas(self, replicas: Replicas) -> None:
         self._replicas = replicas
         self._gradients = make_gradients(replicas)
+        self.clips_by_rows = replicas.is_sharded and self._clipping.clip_norm is not None
         # Every update reads these, so they are determined here, at the start of a run.
         is_own = redefines(self, Engine, "unscale_gradients")
         self._is_scaled = self._precision.scaler is not None or is_own
         is_own = redefines(self, Engine, "clip_gradients")
         self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         is_own = redefines(self, Engine, "collect_gradients")
-        self.sends_early = not (self._bucket_bytes is None or replicas.is_whole or is_own)
+        is_late = self._bucket_bytes is None or replicas.is_whole or replicas.is_spread
+        self.sends_early = not (is_late or is_own)
 
     @property
     def precision(self) -> Precision:
@@ -221,7 +225,8 @@ class Engine(ComponentState):
             optimizer: the optimizer of the parameters.
         """
         self.unscale_gradients(optimizer)
-        self.gradient_norm = self._clipping.apply(parameters_of(optimizer))
+        find_norm = self.find_norm if self.clips_by_rows else None
+        self.gradient_norm = self._clipping.apply(parameters_of(optimizer), find_norm)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Update the parameters, and return whether the step was committed.

@@ -8,7 +8,7 @@ argument.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -175,14 +175,20 @@ class Context:
     def gather(self, value: Any) -> list[Any]:
         """Return a small value of every process, in the order of ranks.
 
-        All processes must call it, where :meth:`agree` may be called. Each process runs a
-        contiguous block of replicas, so concatenated per-replica values are in the order of the
-        replicas.
+        All processes must call it, where :meth:`agree` may be called.
 
         Args:
             value: plain values and CPU tensors.
         """
         return self._run.replicas.gather_objects(value)
+
+    def gather_replicas(self, values: Sequence[Any]) -> list[Any]:
+        """Return a small value of every replica, in their order; otherwise as :meth:`gather`.
+
+        Args:
+            values: one for each replica of this process, in order.
+        """
+        return self._run.replicas.gather_replicas(values)
 
     @property
     def epoch_id(self) -> int:

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from helios.ledger.line import write_float, write_floats, write_hash
+from helios.ledger.line import write_float, write_floats
 from helios.ledger.seen_batches import SeenBatches, describe_batches
 from helios.ledger.tensor_digests import TensorDigests
 from helios.ledger.timing import Timing
+from helios.ledger.weight_digests import WeightDigests
 from helios.state import TrainingState
-from helios.storage.content_hash import Content, fingerprint, look_safely, pack_indices
+from helios.storage.content_hash import Content, look_safely, pack_indices
 
 _LOGGER = logging.getLogger(__name__)
 # Lines are composed many at a time, which is faster, once numbers of an accelerator have arrived.
@@ -42,13 +43,7 @@ def _quote(number: Any) -> str:
 
 
 class LineReceiver(Protocol):
-    """What takes the lines: a file, or a comparison.
-
-    Attributes:
-        every: the number of steps between two hashes of the weights.
-    """
-
-    every: int
+    """What takes the lines: a file, or a comparison."""
 
     def append(self, body: str) -> None:
         """Take a line, given as a JSON object without its closing brace."""
@@ -62,7 +57,7 @@ class LedgerWriter:
     Args:
         book: takes the lines; ``None`` on ranks that do not write.
         block: the replicas of this process.
-        find_weights: returns all parameters by name.
+        weights: takes the digests of the weights.
         find_optimizers: returns the optimizers by path.
         attributes: those of the model, in which an optimizer may be replaced.
         tensors: takes the digests of all tensors; ``None`` unless the ledger is full.
@@ -74,7 +69,7 @@ class LedgerWriter:
         book: LineReceiver | None,
         block: range,
         *,
-        find_weights: Callable[[], Mapping[str, Tensor]],
+        weights: WeightDigests,
         find_optimizers: Callable[[], Mapping[str, Optimizer]],
         attributes: Mapping[str, Any],
         tensors: TensorDigests | None = None,
@@ -83,7 +78,7 @@ class LedgerWriter:
         self._book = book
         self._tensors = tensors
         self._block = block
-        self._find_weights = find_weights
+        self._weights = weights
         self._find_optimizers = find_optimizers
         self._attributes = attributes
         self._timing = timing
@@ -198,15 +193,14 @@ class LedgerWriter:
         """
         if self._tensors is not None:
             self._tensors.exchange()
-        book = self._book
-        if book is None:
-            return
         rest = ""
         if state.is_step_boundary:
             if not state.is_step_committed:
                 rest = ',"skipped":1'
-            elif state.global_step % book.every == 0:
+            elif self._weights.is_due(state):
                 rest = self._digests()
+        if self._book is None:
+            return
         if self._tensors is not None:
             with self._guard("weights"):
                 rest += self._tensors.describe(state)
@@ -231,9 +225,10 @@ class LedgerWriter:
     def end(self, state: TrainingState) -> None:
         """Write the last line of a run that has ended, not only been interrupted."""
         self.settle()
+        digests = self._digests() if self._weights.is_read else ""
         if self._book is not None:
             place = f"{state.global_epoch},{state.global_iteration},{state.global_step}"
-            self._book.append(f'{{"at":[{place}],"end":1{self._digests()}')
+            self._book.append(f'{{"at":[{place}],"end":1{digests}')
 
     def settle(self) -> None:
         """Wait for numbers on an accelerator, so that all lines are complete."""
@@ -318,15 +313,9 @@ class LedgerWriter:
         self._is_nested = not all(direct) or not direct
 
     def _digests(self) -> str:
-        try:
-            weights = self._find_weights()
-            names = {id(tensor): name for name, tensor in weights.items()}
-            state = {path: _state_of(each, names) for path, each in self._find_optimizers().items()}
-            hashes = [write_hash(fingerprint(value).value) for value in (weights, state)]
-        except Exception as error:
-            self._warn("weights", f"{type(error).__name__}: {error}")
-            return ""
-        return f',"weights":"{hashes[0]}","optimizer":"{hashes[1]}"'
+        with self._guard("weights"):
+            return self._weights.describe()
+        return ""
 
 
 def _mark_time() -> Any:
@@ -345,19 +334,3 @@ def _make_form(names: Sequence[Any], num_rates: int, *, has_norm: bool) -> str:
     if num_rates:
         form += f',"lr":[{",".join([_DIGITS] * num_rates)}]'
     return form + f',"norm":{_DIGITS}' * has_norm
-
-
-def _state_of(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the state of an optimizer by names of parameters, whose order may differ."""
-    groups, state, number = [], {}, 0
-    for group in optimizer.param_groups:
-        found = []
-        for parameter in group["params"]:
-            name = names.get(id(parameter), f"?{number}")
-            number += 1
-            found.append(name)
-            if parameter in optimizer.state:
-                state[name] = optimizer.state[parameter]
-        rest = {name: value for name, value in group.items() if name != "params"}
-        groups.append({**rest, "params": sorted(found)})
-    return {"groups": groups, "state": state}

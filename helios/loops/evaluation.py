@@ -21,7 +21,9 @@ from helios.data.shard import NO_BATCH
 from helios.data.source import BatchIterator, Source
 from helios.errors import UsageError
 from helios.loops.loop import Loop, make_stray_stop
-from helios.loops.step import end_forward, take_step
+from helios.loops.run_along import copy_attributes
+from helios.loops.step import begin_forward, end_forward, take_step
+from helios.loops.step_trace import StepTrace
 from helios.model.processor import Processed
 from helios.state import Phase
 
@@ -38,7 +40,9 @@ class EvaluationLoop(Loop):
         step_name: name of the model's step.
     """
 
-    _internals: ClassVar[str] = "_batches _loader _modes _pass_number _randomness _sources _step"
+    _internals: ClassVar[str] = (
+        "_batches _kept _loader _modes _pass_number _randomness _sources _step"
+    )
 
     phase: ClassVar[Phase]
     noun: ClassVar[str]
@@ -53,6 +57,7 @@ class EvaluationLoop(Loop):
         self._step = 0
         self._loader = 0
         self._pass_number = 0
+        self._kept: Any = None
 
     @property
     def skip(self) -> bool:
@@ -73,6 +78,7 @@ class EvaluationLoop(Loop):
         """Begin a pass."""
         self._sources = self._session.sources[self.phase]
         self._step = self._loader = 0
+        self._kept = None
         self._pass_number = self._session.state.validation_cycles
 
     def on_run_start(self, *args: Any) -> None:
@@ -80,7 +86,9 @@ class EvaluationLoop(Loop):
         session, enter = self._session, self._modes.enter_context
         is_inside_fit = session.phase is Phase.TRAINING
         self._randomness.enter_context(session.entering(self.phase, self._pass_number))
-        enter(torch.no_grad() if is_inside_fit else torch.inference_mode())
+        # Inference mode makes tensors that a sharded model cannot keep for the next pass.
+        is_kept = is_inside_fit or session.turns.keeps_batches
+        enter(torch.no_grad() if is_kept else torch.inference_mode())
         enter(DisableCuDNNBenchmarkContext())
         self._modes.callback(session.model.train)
         session.model.eval()
@@ -94,17 +102,24 @@ class EvaluationLoop(Loop):
         """Evaluate one batch, or continue with the next loader."""
         if self._batches is None:
             raise UsageError(f"{type(self).__name__} was advanced before it was started.")
-        is_enough = self._step == self._session.trial_length
-        batch: Any = _END if is_enough else next(self._batches, _END)
-        if batch is _END:
+        session = self._session
+        is_enough = self._step == session.trial_length
+        found: Any = _END if is_enough else next(self._batches, _END)
+        has_ended = found is _END
+        shares = [] if has_ended else self._pair(found)
+        num_idle = session.turns.count_idle(len(shares))
+        if has_ended and not num_idle:
             self._next_loader()
             return
         which = (self._loader,) if len(self._sources) > 1 else ()
         try:
-            self._process(batch, self._step, *which)
+            if shares:
+                self._process(shares, self._step, *which)
+            for _ in range(num_idle):
+                self._compute_along(*which)
         except StopIteration as error:
             raise make_stray_stop(error) from error
-        self._session.display.advance_evaluation()
+        session.display.advance_evaluation()
         self._step += 1
 
     def _count_batches(self) -> int | None:
@@ -147,17 +162,15 @@ class EvaluationLoop(Loop):
         fields = (self.phase.value, self._pass_number, self._step, *which)
         rng.reseed(rng.key(self._session.seed, *fields))
 
-    def _process(self, batches: Sequence[Any], step: int, *which: int) -> None:
+    def _pair(self, batches: Sequence[Any]) -> list[tuple[int, Any]]:
+        """Return the replicas of this process that have a batch, with it."""
+        pairs = zip(self._session.replicas.block, batches, strict=True)
+        return [(replica, batch) for replica, batch in pairs if batch is not NO_BATCH]
+
+    def _process(self, shares: Sequence[tuple[int, Any]], step: int, *which: int) -> None:
         """Evaluate the batches of this process's replicas, between one pair of events."""
         session, context = self._session, self._session.context
         hooks, noun = session.hooks, self.noun
-        shares = [
-            (replica, batch)
-            for replica, batch in zip(session.replicas.block, batches, strict=True)
-            if batch is not NO_BATCH
-        ]
-        if not shares:
-            return
         self._seed()
         context.batch = context.raw_batch = shares[0][1]
         hooks.emit(f"on_{noun}_batch_start", step, *which)
@@ -167,13 +180,33 @@ class EvaluationLoop(Loop):
                 batch = session.model.batch_to_device(batch, self.phase)
             batch = hooks.transform(f"process_{noun}_batch", batch, step, *which)
             context.batch = context.raw_batch = batch
-            result = take_step(session, self.step_name, batch, step, *which)
+            batch = begin_forward(session, batch)
+            self._kept = batch if session.turns.keeps_batches else None
+            result = take_step(session, self.step_name, batch, step, *which, has_begun=True)
             end_forward(session, result, result.loss if isinstance(result, Processed) else None)
             self._take(result, replica)
         session.turns.end_shares(self._seed)
         context.batch = context.raw_batch
         hooks.emit(f"on_{noun}_batch_end", step, *self._shown(result), *which)
         context.end_batch()
+
+    def _compute_along(self, *which: int) -> None:
+        """Repeat the last step of this process without a trace, because others have a batch.
+
+        Raises:
+            UsageError: if this process had no batch yet.
+        """
+        session = self._session
+        if self._kept is None:
+            raise UsageError(
+                f"The data of {self.phase.value} must have a batch for each process when the model "
+                f"is sharded, but there are fewer. Add samples, or start fewer processes than "
+                f"{session.replicas.num_processes}."
+            )
+        before = copy_attributes(session)
+        with StepTrace(session, ()).erased():
+            take_step(session, self.step_name, self._kept, self._step, *which, has_begun=True)
+        before.erase()
 
     def _shown(self, result: Any) -> tuple[Any, ...]:
         """Return what the end event of a batch gets of the step's result."""

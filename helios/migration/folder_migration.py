@@ -111,6 +111,8 @@ class Migration:
     def _migrate(self, path: Path) -> Report:
         if path.is_dir():
             next(path.iterdir(), None)
+            if file_names.is_checkpoint(path):
+                return Report(path, Result.CURRENT)
         if file_names.is_temporary(path):
             return Report(path, Result.UNFINISHED, "a save in progress, or one that was killed")
         if path.is_symlink() or not path.is_file():
@@ -190,8 +192,10 @@ def find_candidates(root: Path, *, is_recursive: bool = True) -> Iterator[Path]:
     walk = os.walk(root, onerror=lambda error: closed.append(Path(error.filename)))
     for folder, folders, names in walk:
         folders[:] = sorted(name for name in folders if name != BACKUP_FOLDER)
-        for path in (Path(folder, name) for name in sorted(names)):
-            if path.suffix == file_names.SUFFIX or _is_cut_off(path):
+        sharded = [name for name in folders if file_names.is_folder(Path(name))]
+        folders[:] = [name for name in folders if name not in sharded]
+        for path in (Path(folder, name) for name in sorted((*names, *sharded))):
+            if path.suffix in (file_names.SUFFIX, file_names.FOLDER_SUFFIX) or _is_cut_off(path):
                 yield path
         if not is_recursive:
             break

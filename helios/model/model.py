@@ -7,12 +7,12 @@ event or a step that a loop calls; base methods that do nothing are marked, and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from helios.core.registry import Registry
 from helios.engines.device import move_to_device
@@ -220,6 +220,16 @@ class Model(Hooks, ABC):
         Args:
             fast_init: build networks only; True outside of training.
         """
+
+    def shard(self) -> Sequence[nn.Module] | None:
+        """Return the units of ``Trainer(sharding="full")``: modules that are gathered one by one.
+
+        The parameters of a unit are whole only while its forward or backward runs. What is in no
+        unit is in that of its network, which is always one. ``None``, the default, stands for the
+        children and the members of ``ModuleList`` that have at least 2**20 elements. All replicas
+        must call the same units in the same order.
+        """
+        return None
 
     def load_for_testing(self) -> None:
         """Load weights for a test when there is no checkpoint."""

@@ -41,6 +41,7 @@ _COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torc
 _HOUSE = (
     *("helios.trainer", "helios.startup", "helios.session", "helios.loops", "helios.hooks"),
     *("helios.checkpoint", "helios.data.datamodule", "helios.run_state.discovery"),
+    "helios.sharding",
 )
 """Objects that a model or plugin refers to without owning them."""
 

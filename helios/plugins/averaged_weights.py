@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from helios.core.sharded_tensors import cut_like
 from helios.core.wrappers import BareNames, match_names
 from helios.errors import StateError
 
@@ -251,7 +252,8 @@ class Averages:
         with ordinary():
             for averages, tensors in self.pairs(networks):
                 for name, tensor in tensors.items():
-                    averages[name] = averages[name].to(tensor.device, wide(tensor.dtype))
+                    average = averages[name].to(tensor.device, wide(tensor.dtype))
+                    averages[name] = cut_like(average, tensor)
 
     def state_dict_of(self, network: nn.Module, path: str) -> dict[str, Any]:
         """Return a network's state with the averages instead of its own values, as copies."""

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from helios.core.wrappers import BareNames
@@ -163,15 +162,16 @@ class GradientNormMonitor(Plugin):
 
     def _measure(self, gradients: dict[Tensor, Tensor]) -> dict[str, Tensor]:
         """Return norms by network or parameter; the key of the total is empty."""
-        norms = {"": get_total_norm(list(gradients.values()), self._norm_type)}
+        find_norm = self.context.engine.find_norm
+        norms = {"": find_norm(list(gradients.values()), self._norm_type)}
         if self._per_network:
             parts: dict[str, list[Tensor]] = {}
             for parameter, gradient in gradients.items():
                 parts.setdefault(self._places[parameter][0], []).append(gradient)
-            norms |= {path: get_total_norm(part, self._norm_type) for path, part in parts.items()}
+            norms |= {path: find_norm(part, self._norm_type) for path, part in parts.items()}
         for parameter, gradient in gradients.items() if self._per_parameter else ():
             place = ".".join(self._places[parameter])
-            norms[place] = torch.linalg.vector_norm(gradient, self._norm_type)
+            norms[place] = find_norm(gradient, self._norm_type)
         return norms
 
     def _learn_names(self, optimizer: Optimizer) -> None:

@@ -170,7 +170,7 @@ class SharedIntake(Intake):
     def _gather(self) -> list[dict[str, Any]]:
         """Return the states of all replicas, in their order."""
         own = [portable(tally.capture()) for tally in self._tallies.values()]
-        return [state for part in self._context.gather(own) for state in part]
+        return self._context.gather_replicas(own)
 
     def capture(self, *, has_data: bool) -> dict[str, Any]:
         """Return the states of all replicas."""

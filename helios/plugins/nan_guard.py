@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
+from helios.core.sharded_tensors import local_of
 from helios.core.wrappers import BareNames
 from helios.errors import ArgumentError, UsageError
 from helios.plugins.nonfinite_report import (
@@ -34,7 +35,6 @@ _LOGGER = logging.getLogger(__name__)
 _ACTIONS = ("raise", "skip", "stop")
 _CHECKS = ("loss", "gradients", "both")
 _LIMIT = 10
-_MOST_NAMES = 5
 
 
 class _Note(NamedTuple):
@@ -232,7 +232,9 @@ class NaNGuard(Plugin):
         """Whether losses and gradients are finite; False also if only their sum overflows."""
         values = [note.loss for note in self._window] if self._sees_losses else []
         if self._sees_gradients:
-            gradients = [part.grad for part in parameters_of(optimizer) if part.grad is not None]
+            gradients = [
+                local_of(part.grad) for part in parameters_of(optimizer) if part.grad is not None
+            ]
             if any(gradient.is_sparse for gradient in gradients):
                 gradients = list(map(_numbers_of, gradients))
             if gradients:
@@ -270,26 +272,24 @@ class NaNGuard(Plugin):
         bad = [note for note in self._window if self._sees_losses and not _is_fine(note.loss)]
         return NonFiniteReport(
             [BadLoss(note.place, note.replica, note.loss.item()) for note in bad],
-            self._name_gradients(optimizer) if self._sees_gradients else "",
+            self._name_gradients(optimizer) if self._sees_gradients else {},
         )
 
     def _describe(self, found: NonFiniteReport) -> str:
         return describe(self.context, found, (note.place for note in self._window))
 
-    def _name_gradients(self, optimizer: Optimizer) -> str:
+    def _name_gradients(self, optimizer: Optimizer) -> dict[int, str]:
         names = {
             id(parameter): f"{path}.{bare.of(name)}"
             for path, network in self.context.model.discovery.modules().items()
             for bare in (BareNames(network),)
             for name, parameter in network.named_parameters()
         }
-        bad = [
-            names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
-            for parameter in parameters_of(optimizer)
+        return {
+            number: names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+            for number, parameter in enumerate(parameters_of(optimizer))
             if parameter.grad is not None and not _is_fine(_numbers_of(parameter.grad))
-        ]
-        more = len(bad) - _MOST_NAMES
-        return ", ".join(bad[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        }
 
     def _settle_manual(self) -> None:
         """Report options that cannot work because the model steps its optimizers itself."""
@@ -347,4 +347,4 @@ def _is_fine(tensor: Tensor) -> bool:
 
 
 def _numbers_of(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    return gradient.coalesce().values() if gradient.is_sparse else local_of(gradient)

@@ -15,6 +15,8 @@ from helios.state import Cursor
 
 _MOST_SAMPLES = 256
 
+_MOST_NAMES = 5
+
 
 class BadLoss(NamedTuple):
     """A loss that is not finite.
@@ -35,11 +37,11 @@ class NonFiniteReport(NamedTuple):
 
     Attributes:
         losses: the losses.
-        gradients: names of parameters, as text.
+        gradients: names of parameters, by their number in the optimizer.
     """
 
     losses: list[BadLoss]
-    gradients: str
+    gradients: dict[int, str]
 
     @property
     def is_empty(self) -> bool:
@@ -52,8 +54,9 @@ def merge_reports(findings: Iterable[NonFiniteReport | None]) -> NonFiniteReport
     found = [part for part in findings if part is not None]
     losses = [loss for part in found for loss in part.losses]
     losses.sort(key=lambda loss: (*_key(loss.place), loss.replica))
-    # Gradients are sums over all replicas: all processes find the same.
-    return NonFiniteReport(losses, next((part.gradients for part in found if part.gradients), ""))
+    # Gradients are sums over all replicas, of which a process may hold only a shard.
+    gradients = {number: name for part in found for number, name in part.gradients.items()}
+    return NonFiniteReport(losses, dict(sorted(gradients.items())))
 
 
 def describe(context: Context, found: NonFiniteReport, window: Iterable[Cursor]) -> str:
@@ -69,7 +72,9 @@ def describe(context: Context, found: NonFiniteReport, window: Iterable[Cursor])
         bad.setdefault(_key(loss.place), {})[loss.replica] = loss
     parts = [_name_losses(context, list(losses.values())) for losses in bad.values()]
     if found.gradients:
-        parts.append(f"the gradients of {found.gradients}")
+        names = list(found.gradients.values())
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        parts.append(f"the gradients of {', '.join(names[:_MOST_NAMES])}{more}")
     if not bad:
         places = {_key(place): place for place in window}
         batches = " and ".join(name_batch(context, place) for place in places.values())

@@ -60,19 +60,28 @@ def _blocks_of_fewest_subtrees(num_processes: int, num_replicas: int) -> tuple[r
     return best[num_longer][1]
 
 
-def block_of(rank: int, num_processes: int, num_replicas: int) -> range:
+def block_of(rank: int, num_processes: int, num_replicas: int, *, in_waves: bool = False) -> range:
     """Return the replicas that one process runs.
 
     Raises:
         ArgumentError: unless 0 <= rank < num_processes <= num_replicas.
     """
-    found = blocks(num_processes, num_replicas)
+    found = assign(num_processes, num_replicas, in_waves=in_waves)
     if not 0 <= rank < num_processes:
         raise ArgumentError(
             f"rank must be between 0 and {num_processes - 1}, got {rank}. Pass the number of the "
             "process in its group."
         )
     return found[rank]
+
+
+def assign(num_processes: int, num_replicas: int, *, in_waves: bool) -> tuple[range, ...]:
+    """Return the replicas of every process, in waves or in blocks.
+
+    Raises:
+        ArgumentError: unless 1 <= num_processes <= num_replicas.
+    """
+    return (waves if in_waves else blocks)(num_processes, num_replicas)
 
 
 def waves(num_processes: int, num_replicas: int) -> tuple[range, ...]:

@@ -8,13 +8,13 @@ single replica the gradients stay where backward has put them.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TypeAlias, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
@@ -32,9 +32,19 @@ class Gradients:
 
     Attributes:
         is_open: whether gradients were collected in this window.
+        has_idle_turn: whether a turn of each iteration has no replica for this process, which must
+            compute along.
     """
 
     is_open: bool = False
+    has_idle_turn: bool = False
+
+    def sharded_parameters(self) -> Iterable[Tensor]:
+        """Return the parameters of which each process holds a shard."""
+        return ()
+
+    def end_turn(self) -> None:
+        """End the turn of a replica, before one in which this process has none."""
 
     def drop_old(self, optimizer: Optimizer) -> None:
         """Drop the gradients that parameters had when a run begins or the optimizer received them.
@@ -173,6 +183,7 @@ class GradientSum:
         self._stack = TreeStack(replicas.block, replicas.num_replicas, self._flat.add)
         self.is_open = False
         self._sending: GradientBuckets | None = None
+        self._total: FlatBuffer | None = None
         self._may_send: dict[tuple[int, ...], bool] = {}
 
     def collect(self, replica: int, *, ends_window: bool) -> None:
@@ -187,10 +198,22 @@ class GradientSum:
             self._stack.push(self._sending.finish(), partial(self._flat.add, only_marks=True))
             return
         leaf = self._flat.collect(self._leaves.pop(replica, None))
-        if ends_window:
+        if self._replicas.is_sharded:
+            self._stack.push(leaf)
+            if replica == self._replicas.block[-1]:
+                self._add_micro_batch()
+        elif ends_window:
             self._stack.push(leaf)
         else:
             self._leaves[replica] = leaf
+
+    def _add_micro_batch(self) -> None:
+        """Add the sum of a micro-batch over all replicas to that of the window.
+
+        Processes that hold shards must do so, because they scatter the gradients of each backward.
+        """
+        (total,) = self._stack.take().values()
+        self._total = total if self._total is None else self._flat.add(self._total, total)
 
     @contextmanager
     def sending(self, replica: int, num_bytes: int) -> Iterator[None]:
@@ -239,7 +262,11 @@ class GradientSum:
     def finish(self) -> None:
         """Add over all replicas. ``.grad`` then holds the sum, the same on all processes."""
         is_sent, self._sending = self._sending is not None, None
-        sums, reducer = self._stack.take(), self._replicas.reducer
+        reducer = self._replicas.reducer
+        if self._total is None:
+            sums = self._stack.take()
+        else:
+            sums, self._total = {reducer.nodes[0]: self._total}, None
         total = self._flat.reduce(sums, reducer, only_marks=is_sent)
         self._flat.show(total)
         self.is_open = False

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helios.errors import UsageError
-from helios.replicas.assignment import block_of, blocks
+from helios.replicas.assignment import assign, block_of
 from helios.replicas.point_to_point import PointToPoint
 from helios.replicas.reduction_tree import tree_sum
 
@@ -56,6 +56,7 @@ class NumberReducer:
         rank: number of this process in the group, from 0.
         group: the process group; ``None`` for that of all processes.
         device: the device that the group's backend needs.
+        in_waves: whether replicas are assigned to the processes in waves.
 
     Attributes:
         numbers: whole numbers of this process that are added over all processes, exactly, with the
@@ -75,9 +76,14 @@ class NumberReducer:
         rank: int = 0,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        in_waves: bool = False,
     ) -> None:
-        self._block = block_of(rank, num_processes, num_replicas)
-        self._sizes = [len(block) for block in blocks(num_processes, num_replicas)]
+        self._block = block_of(rank, num_processes, num_replicas, in_waves=in_waves)
+        assignment = assign(num_processes, num_replicas, in_waves=in_waves)
+        self._sizes = [len(block) for block in assignment]
+        by_rank = [replica for block in assignment for replica in block]
+        self._rows_in_order = sorted(range(num_replicas), key=by_rank.__getitem__)
+        self._is_in_order = by_rank == [*range(num_replicas)]
         self._ranks = PointToPoint(num_processes, rank, group)
         self._device = device
         self._names: list[str] = []
@@ -106,7 +112,8 @@ class NumberReducer:
 
     def _cut(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the rows of all replicas from the padded rows of each process."""
-        return torch.cat([part[:size] for part, size in zip(parts, self._sizes, strict=True)])
+        rows = torch.cat([part[:size] for part, size in zip(parts, self._sizes, strict=True)])
+        return rows if self._is_in_order else rows[self._rows_in_order]
 
     def sum_scores(
         self, tables: Sequence[Mapping[str, tuple[Any, Any]]]

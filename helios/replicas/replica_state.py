@@ -38,6 +38,7 @@ class Turns(ABC):
         totals: the numbers of the iteration, added over all processes, after its last turn.
         means: the losses of the iteration as float64 means over replicas, after its last turn;
             ``None`` with one replica, whose table holds its losses as they are.
+        keeps_batches: whether this process may have to repeat a step of an evaluation.
     """
 
     replica: int = 0
@@ -48,6 +49,7 @@ class Turns(ABC):
     has_message: bool = False
     totals: Sequence[float] = ()
     means: Mapping[str, float] | None = None
+    keeps_batches: bool = False
 
     def add_with_losses(self, numbers: Sequence[float]) -> None:
         """Add whole numbers over all processes, together with the losses of this iteration.
@@ -152,6 +154,14 @@ class Turns(ABC):
             seed: sets the random numbers of a replica, or those of the hooks if it gets ``None``.
         """
 
+    def count_idle(self, num_shares: int) -> int:
+        """Return how often this process must compute along in an iteration of an evaluation.
+
+        Args:
+            num_shares: its replicas that have a batch.
+        """
+        return 0
+
     def end_shares(self, seed: Seed) -> None:
         """End the turns of an iteration of an evaluation, or of the whole evaluation.
 
@@ -197,7 +207,7 @@ class SharedTurns(Turns):
         announcer: Announcer,
     ) -> None:
         self._replicas = replicas
-        self._first, self._last = replicas.block.start, replicas.block.stop - 1
+        self._first, self._last = replicas.block[0], replicas.block[-1]
         self._model = model
         self._find_networks = model.discovery.modules
         self._watch = watch
@@ -208,6 +218,7 @@ class SharedTurns(Turns):
         self._iteration = 0
         self._num_reopened = 0
         self._has_stepped = False
+        self.keeps_batches = replicas.is_spread
         self._before = rng.KeySeries(seed, "train", suffix=("before",))
         self._after = rng.KeySeries(seed, "train", suffix=("after",))
         self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.block}
@@ -339,6 +350,12 @@ class SharedTurns(Turns):
             "wait for this one. End the run with Context.request_stop(...), which takes effect on "
             "all processes, or train in one process."
         ) from error
+
+    def count_idle(self, num_shares: int) -> int:
+        """With a sharded model, return how many more turns another process has."""
+        if not self.keeps_batches:
+            return 0
+        return self._replicas.find_largest(num_shares) - num_shares
 
     def begin_share(self, replica: int, seed: Seed) -> None:
         """Begin a turn with its own random numbers."""

@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helios.core.sharded_tensors import RowShare
 from helios.distributed import pickling
 from helios.distributed.process_groups import DistributedInfo, collective, control_group
 from helios.errors import UsageError
+from helios.replicas.assignment import assign
 from helios.replicas.named_sums import NumberReducer
 from helios.replicas.piggyback import Message
 from helios.replicas.point_to_point import PointToPoint
 from helios.replicas.tree_reducer import TreeReducer
+from helios.replicas.whole_tensors import join_shards
 
 _LONE = DistributedInfo()
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -43,12 +46,13 @@ class WindowResult:
 
 @final
 class Replicas:
-    """The replicas of a run, and the block of them that this process runs.
+    """The replicas of a run, and which of them this process runs.
 
     Args:
         num_replicas: logical data-parallel workers of the run (V).
         info: rank of this process and number of processes (P).
         device: the device of this process.
+        is_sharded: whether models are sharded over the processes.
 
     Attributes:
         num_replicas: as given.
@@ -57,6 +61,8 @@ class Replicas:
         is_whole: whether this process runs all replicas.
         has_one_each: whether each process runs one replica.
         rank: number of this process, from 0.
+        is_sharded: as given. Replicas are then assigned in waves instead of blocks.
+        is_spread: whether models are sharded, and there are several processes.
         block: the replicas of this process.
         reducer: adds gradients over replicas.
         device: as given.
@@ -71,6 +77,7 @@ class Replicas:
         info: DistributedInfo = _LONE,
         *,
         device: torch.device | str = "cpu",
+        is_sharded: bool = False,
     ) -> None:
         count, rank = info.world_size, info.rank
         self.num_replicas = num_replicas
@@ -79,11 +86,15 @@ class Replicas:
         self.is_whole = count == 1
         self.has_one_each = count == num_replicas
         self.rank = rank
+        self.is_sharded = is_sharded
+        self.is_spread = is_sharded and count > 1
+        self.block = assign(count, num_replicas, in_waves=is_sharded)[rank]
         self.reducer = TreeReducer(num_replicas, num_processes=count, rank=rank)
-        self.block = self.reducer.block
         group = None if self.is_whole else control_group()
         self._losses, self._scores = (
-            NumberReducer(num_replicas, num_processes=count, rank=rank, group=group)
+            NumberReducer(
+                num_replicas, num_processes=count, rank=rank, group=group, in_waves=is_sharded
+            )
             for _ in range(2)
         )
         self.device = torch.device(device)
@@ -99,6 +110,13 @@ class Replicas:
         with collective("Replicas.agree"):
             dist.all_reduce(raised, dist.ReduceOp.MAX, group=control_group())
         return tuple(map(bool, raised.tolist()))
+
+    def find_largest(self, number: int) -> int:
+        """Return the largest of the numbers of all processes; a collective call."""
+        found = torch.tensor(number)
+        with collective("Replicas.find_largest"):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=control_group())
+        return int(found)
 
     def send(
         self, flags: Sequence[bool], losses: Sequence[Mapping[str, Any]] | None, content: Tensor
@@ -144,6 +162,28 @@ class Replicas:
             dist.all_gather_object(found, pickling.dumps(value), group=control_group())
         return [pickling.loads(data) for data in found]
 
+    @property
+    def share(self) -> RowShare | None:
+        """Which rows of sharded tensors this process holds; ``None`` if it holds all of them."""
+        return RowShare(self.rank, self.num_processes) if self.is_spread else None
+
+    def gather_replicas(self, values: Sequence[Any]) -> list[Any]:
+        """Return a small value of every replica, in their order.
+
+        Args:
+            values: one for each replica of this process, in order.
+        """
+        found = self.gather_objects(dict(zip(self.block, values, strict=True)))
+        by_replica = {replica: value for part in found for replica, value in part.items()}
+        return [by_replica[replica] for replica in range(self.num_replicas)]
+
+    def join_shards(self, tree: Any) -> Any:
+        """Return a state with whole tensors on rank 0, and placeholders for them on the others.
+
+        A collective call, if models are sharded over several processes.
+        """
+        return join_shards(tree, keeps=self.rank == 0) if self.is_spread else tree
+
     def hand_over(self, content: Tensor, source: int, target: int) -> None:
         """Send bytes from one process to another; only these two take part.
 
@@ -177,6 +217,11 @@ class Replicas:
         Raises:
             UsageError: if a process runs several replicas.
         """
+        if self.is_sharded:
+            raise UsageError(
+                f"{who} needs whole models, because gradients of sharded ones are summed by "
+                f'Helios only. Use sharding="none"{remedy}.'
+            )
         if not self.has_one_each:
             raise UsageError(
                 f"{who} needs one process per replica{why}, but num_replicas is "

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 from helios.run_state.discovery import Discovery
 from helios.storage.checksums import bit_sum
@@ -110,7 +111,8 @@ def _marks_of(discovery: Discovery, loose: Mapping[str, Tensor]) -> dict[str, An
     for path, network in discovery.modules().items():
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
             tensors[f"{path}.{name}"] = tensor
-    sums = {name: bit_sum(tensor) for name, tensor in tensors.items()}
+    # Processes have different shards; they were compared before they were cut.
+    sums = {name: bit_sum(part) for name, part in tensors.items() if not is_sharded(part)}
     marks: dict[str, Any] = {name: int(total) for name, total in sums.items()}
     for path, optimizer in discovery.optimizers().items():
         for number, group in enumerate(optimizer.param_groups):

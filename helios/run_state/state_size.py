@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
+from helios.core.sharded_tensors import is_sharded, local_of
 
 # State of an optimizer that cannot be tried: two tensors per parameter, as in Adam.
 _USUAL_COPIES = 2
@@ -32,11 +33,28 @@ def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
     """
     held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     dense = [part for tensor in held for part in _stored_tensors(tensor)]
-    storages = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in dense}
+    storages = dict(map(_storage_of, dense))
     sizes = [size for size in storages.values() if size]
     for optimizer in optimizers:
         sizes += _sizes_of_state(optimizer)
     return sizes
+
+
+def shard_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[int]:
+    """Return the bytes of each storage with the shards that this process holds, of the same parts.
+
+    Of an optimizer that has made no step, each parameter is taken to get two tensors.
+    """
+    shards = [part for module in modules for part in module.parameters() if is_sharded(part)]
+    sizes = [local_of(part).untyped_storage().nbytes() for part in shards]
+    for optimizer in optimizers:
+        held = [part for state in optimizer.state.values() for part in _tensors_in(state)]
+        if held:
+            sizes += [local_of(part).nbytes for part in held if is_sharded(part)]
+        else:
+            mine = [part for part in parameters_of(optimizer) if is_sharded(part)]
+            sizes += [local_of(part).nbytes for part in mine for _ in range(_USUAL_COPIES)]
+    return [size for size in sizes if size]
 
 
 def _stored_tensors(tensor: Tensor) -> list[Tensor]:
@@ -59,8 +77,11 @@ def _stored_tensors(tensor: Tensor) -> list[Tensor]:
     return []
 
 
-def _address(tensor: Tensor) -> tuple[str, int]:
-    return str(tensor.device), tensor.untyped_storage().data_ptr()
+def _storage_of(tensor: Tensor) -> tuple[tuple[str, int], int]:
+    """Return the address of a tensor's storage, and its bytes; of a sharded one, of the whole."""
+    storage, place = local_of(tensor).untyped_storage(), str(tensor.device)
+    size = tensor.nbytes if is_sharded(tensor) else storage.nbytes()
+    return (place, storage.data_ptr()), size
 
 
 def _sizes_of_state(optimizer: Optimizer) -> list[int]:

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from helios.core.sharded_tensors import local_of
+
 _MAX_COPIED = 1 << 16
 _WORDS = 1 << 22
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as integers, on its device; fast, but not a digest."""
-    flat = tensor.detach().reshape(-1).contiguous()
+    flat = local_of(tensor.detach()).reshape(-1).contiguous()
     if flat.numel() == 0 or flat.dtype is torch.bool:
         return flat.sum(dtype=torch.int64)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

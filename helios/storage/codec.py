@@ -23,11 +23,12 @@ from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
 from helios.protocols import Meter
 from helios.storage import archive_records, files
 from helios.storage.container_checks import check_directory, reason_of, reraise_os_error
+from helios.storage.decoding import Decoder, FindSharded, fill_sharded
 from helios.storage.digest import DigestWriter
 from helios.storage.placeholders import stand_in
 from helios.storage.staging import HostBuffers
 from helios.storage.user_types import type_name
-from helios.storage.weights_only import Decoder, Encoder
+from helios.storage.weights_only import Encoder
 
 _ZIP_BEGINS = b"PK\x03\x04"
 # Warnings that torch emits for valid loads: the first one takes the file for a TorchScript archive,
@@ -127,9 +128,11 @@ def capture(
     return Captured(code, is_own=True)
 
 
-def decode(tree: Any, *, safe_types: Iterable[Any] = ()) -> Any:
+def decode(
+    tree: Any, *, safe_types: Iterable[Any] = (), find_sharded: FindSharded | None = None
+) -> Any:
     """Return the tree that :func:`encode` was called with; :func:`read` does so itself."""
-    return Decoder(safe_types).decode(tree)
+    return Decoder(safe_types, find_sharded).decode(tree)
 
 
 def write(handle: Writable, tree: Any) -> None:
@@ -165,7 +168,13 @@ def write_file(path: Path, tree: Any, *, hashes: bool = False) -> str:
     return digest
 
 
-def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> Any:
+def read(
+    path: Path,
+    safe_types: Iterable[Any] = (),
+    *,
+    maps: bool = False,
+    find_sharded: FindSharded | None = None,
+) -> Any:
     """Read and decode a file; its tensors are on the CPU.
 
     Args:
@@ -173,6 +182,7 @@ def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> A
         safe_types: types that may be created besides tensors and plain values.
         maps: whether to map tensors into memory instead of reading them. The file must not be
             modified in place while they are used.
+        find_sharded: returns the tensor that stands for a sharded one, by name.
 
     Raises:
         DamagedCheckpointError: if the file is not a readable archive.
@@ -189,9 +199,11 @@ def read(path: Path, safe_types: Iterable[Any] = (), *, maps: bool = False) -> A
                 raise zipfile.BadZipFile("it is not a ZIP archive")
             archive_records.check_sizes(handle)
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
-        return decode(tree, safe_types=types)
+        return decode(tree, safe_types=types, find_sharded=find_sharded)
     except Exception as error:
         reraise_os_error(error)
+        if isinstance(error, DamagedCheckpointError):
+            raise
         if isinstance(error, MemoryError) or _ALLOCATOR in str(error):
             raise MemoryError(f"There is not enough memory to load {path}.") from error
         names = unsafe_globals(path, types)
@@ -215,13 +227,14 @@ def unsafe_globals(path: Path, safe_types: Iterable[Any] = ()) -> list[str]:
             return []
 
 
-def read_structure(path: Path) -> tuple[Any, list[str]]:
+def read_structure(path: Path, find_sharded: FindSharded | None = None) -> tuple[Any, list[str]]:
     """Return the encoded tree of a file with mapped tensors, without creating users' objects.
 
     Each object of a class that loading would reject is a ``placeholders.Unknown``.
 
     Args:
         path: the file.
+        find_sharded: returns the tensor that stands for a sharded one, by name.
 
     Returns:
         The tree as written, not decoded; and the names of the rejected classes and functions.
@@ -232,6 +245,11 @@ def read_structure(path: Path) -> tuple[Any, list[str]]:
         MemoryError: if its objects do not fit into memory.
         OSError: if the file cannot be opened or read.
     """
+    tree, names = _read_structure(path)
+    return (tree if find_sharded is None else fill_sharded(tree, find_sharded)), names
+
+
+def _read_structure(path: Path) -> tuple[Any, list[str]]:
     check_directory(path)
     with contextlib.suppress(Exception):
         return _map(path, ()), []

@@ -2,7 +2,8 @@
 
 It is the same in every process, and on every machine of the same byte order. Nothing is pickled:
 what is neither a tensor, an array, a plain value nor a container of these is counted as unseen, and
-only the name of its class enters the fingerprint. The entries of a dictionary have no order.
+only the name of its class enters the fingerprint. The entries of a dictionary have no order. A
+sharded tensor is read as the whole one, by all processes together.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from helios.core.sharded_tensors import whole_of
 from helios.storage.checksums import array_sum, tensor_sum
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
@@ -238,7 +240,7 @@ class _Reader:
     def _read_tensor(self, tensor: Tensor) -> bytes:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             return self._name_unseen(tensor)
-        number = _NUMBER.pack(tensor_sum(tensor) & _MAX_NUMBER)
+        number = _NUMBER.pack(tensor_sum(whole_of(tensor)) & _MAX_NUMBER)
         return _token_of_form(tensor.dtype, tensor.shape) + number
 
     def _read_array(self, array: Any) -> bytes:

@@ -101,6 +101,25 @@ def make_folder(path: Path) -> None:
         fsync_folder(folder.parent)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder and the files in it; does nothing if there is none."""
+    try:
+        inside = sorted(path.iterdir())
+    except FileNotFoundError:
+        return
+    for each in inside:
+        if each.is_dir() and not each.is_symlink():
+            remove_folder(each)
+        else:
+            unlink(each, missing_ok=True)
+    remove_empty_folder(path)
+
+
+def remove_empty_folder(path: Path) -> None:
+    """Remove a folder that holds nothing."""
+    path.rmdir()
+
+
 def check_writable(path: Path) -> None:
     """Check that files can be created in a folder, or that the folder can be created.
 

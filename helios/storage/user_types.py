@@ -69,3 +69,14 @@ class Alias(NamedTuple):
     strides: tuple[int, ...]
     offset: int
     flag: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedValue:
+    """A sharded tensor, whose rows are in other files.
+
+    Attributes:
+        name: its name there.
+    """
+
+    name: str

@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from helios.checkpoint.shard_index import RECORD_NAME
 from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.storage import codec, files
 from tests.checkpoint.helpers import make_payload, save
+from tests.checkpoint.sharded_helpers import make_parts, make_plan, save_sharded
 
 OPERATIONS = (
     "create",
@@ -28,6 +30,7 @@ OPERATIONS = (
     "fsync_folder",
     "make_folder",
     "write_text_durably",
+    "remove_empty_folder",
 )
 
 
@@ -69,6 +72,33 @@ def save_two(root: Path) -> None:
     folder.mark_finished(path, "stopped")
 
 
+def prepare_sharded(root: Path) -> None:
+    save_sharded(RunFolder(root / "model"), 1, 1, 2)
+
+
+def save_sharded_too(root: Path) -> None:
+    """A sharded save by two ranks, one after the other, which deletes the one before."""
+    folder = RunFolder(root / "model", CheckpointStore(keep_last=1))
+    save_sharded(folder, 1, 2, 2)
+    (root / "returned.txt").write_text("2\n")
+
+
+def repair_sharded(root: Path) -> None:
+    """What a kill left of a save is removed, and a damaged folder is put aside."""
+    folder = RunFolder(root / "model")
+    folder.clean()
+    folder.load_newest()
+
+
+def prepare_sharded_damage(root: Path) -> None:
+    folder = RunFolder(root / "model")
+    save(folder, 1, 1)
+    path = save_sharded(folder, 1, 2, 2)
+    (path / RECORD_NAME).write_bytes(b"not what was written")
+    for part in make_parts(make_plan(folder, 1, 3, 2), 3):
+        part.publish()
+
+
 def prepare_damage(root: Path) -> None:
     folder = RunFolder(root / "model")
     for iteration in (1, 2):
@@ -91,6 +121,8 @@ Scene = Callable[[Path], None]
 SCENES: dict[str, tuple[Scene, Scene]] = {
     "save": (prepare_nothing, save_two),
     "repair": (prepare_damage, repair),
+    "sharded save": (prepare_sharded, save_sharded_too),
+    "sharded repair": (prepare_sharded_damage, repair_sharded),
 }
 
 

@@ -13,6 +13,7 @@ from helios.checkpoint.store import CheckpointStore, RunFolder
 from helios.errors import DamagedCheckpointError
 from tests.checkpoint import kill_child
 from tests.checkpoint.helpers import is_same, make_payload, names, save
+from tests.checkpoint.sharded_helpers import is_whole, save_sharded
 from tests.support.killed_scenes import Scene, play
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
@@ -36,7 +37,7 @@ def test_a_kill_before_or_after_any_operation_of_a_save_loses_no_committed_check
     scenes: dict[str, Scene],
 ) -> None:
     scene = scenes["save"]
-    assert scene.hit == set(kill_child.OPERATIONS)
+    assert scene.hit == set(kill_child.OPERATIONS) - {"remove_empty_folder"}
     assert len(scene.codes) > 60
     assert set(scene.codes.values()) == {-9}
     seen = set()
@@ -91,12 +92,55 @@ def test_a_kill_while_files_are_put_aside_never_brings_a_damaged_one_back(
             assert folder.load_newest() is None, point
 
 
+def test_a_kill_at_any_operation_of_any_rank_leaves_the_old_or_the_new_sharded_checkpoint(
+    scenes: dict[str, Scene],
+) -> None:
+    scene = scenes["sharded save"]
+    assert scene.hit == set(kill_child.OPERATIONS)
+    assert len(scene.codes) > 60
+    assert set(scene.codes.values()) == {-9}
+    seen = set()
+    for point in scene.codes:
+        folder = RunFolder(scene.root / point / "model", CheckpointStore(keep_last=1))
+        present = committed(folder.path)
+        assert present in ([1], [1, 2], [2]), point
+        has_returned = (scene.root / point / "returned.txt").exists()
+        assert present == [2] if has_returned else True, point
+        seen.add(tuple(present))
+        folder.clean()
+        stems = [f"run_epoch_1_iter_{iteration}" for iteration in present]
+        assert set(names(folder.path)) == {s + e for s in stems for e in (".ckpt", ".json")}, point
+        loaded = folder.load_newest()
+        assert loaded is not None
+        assert loaded.sidecar is not None, point
+        assert is_whole(loaded.payload, max(present)), point
+        save_sharded(folder, 1, 9, 3)
+        assert folder.clean()[-1].name == "run_epoch_1_iter_9.ckpt", point
+    assert seen == {(1,), (1, 2), (2,)}
+
+
+def test_a_kill_while_a_damaged_folder_is_put_aside_never_brings_it_back(
+    scenes: dict[str, Scene],
+) -> None:
+    scene = scenes["sharded repair"]
+    assert {"replace", "unlink", "remove_empty_folder", "fsync_folder"} <= scene.hit
+    assert set(scene.codes.values()) == {-9}
+    for point in scene.codes:
+        folder = RunFolder(scene.root / point / "model")
+        folder.clean()
+        loaded = folder.load_newest()
+        assert loaded is not None
+        assert is_same(loaded.payload, make_payload(1, 1)), point
+        left = [name for name in names(folder.path) if not name.endswith(".damaged")]
+        assert left == ["run_epoch_1_iter_1.json", "run_epoch_1_iter_1.pth"], point
+
+
 def test_the_kills_cover_every_file_operation_that_changes_something() -> None:
     from helios.storage import files
 
     # What these do leaves nothing behind, or not under a name, or is made of the others.
     passing = {"check_writable", "copy_durably", "find_free", "rename_aside"}
-    passing |= {"replacing", "temporary_path", "truncate"}
+    passing |= {"remove_folder", "replacing", "temporary_path", "truncate"}
     public = {
         name
         for name, value in vars(files).items()

@@ -90,6 +90,9 @@ class Team:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value] if self.other is None else [value, self.other(value)]
 
+    def join_shards(self, tree: Any) -> Any:
+        return tree
+
 
 class Run:
     """Has one of each part."""
@@ -197,7 +200,7 @@ def test_nobody_lacks_anything_by_default() -> None:
 
 def test_what_was_trained_is_given_to_inference() -> None:
     run, fresh = Run(), Run()
-    trained = capture_trained(run.model, run.plugin_states, run.owner_states)
+    trained = capture_trained(run.model, run.plugin_states, run.owner_states, Team())
     assert trained == Trained.of(capture(run))
     apply_trained(trained, fresh.model, fresh.plugin_states, fresh.owner_states)
     assert fresh.owner_states.loaded == ({"plugin 'p'": {"best": 3}}, True)

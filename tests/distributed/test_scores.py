@@ -79,17 +79,18 @@ def test_scores_and_losses_have_the_same_bits(num_processes: int) -> None:
         assert [list(scores) for scores in found] == [list(s) for s in [*expected, means]]
 
 
-def _gather_rows(rank: int, num_processes: int) -> list[list[float]]:
-    reducer = NumberReducer(5, num_processes=num_processes, rank=rank)
-    block = block_of(rank, num_processes, 5)
+def _gather_rows(rank: int, num_processes: int, in_waves: bool) -> list[list[float]]:
+    reducer = NumberReducer(5, num_processes=num_processes, rank=rank, in_waves=in_waves)
+    block = block_of(rank, num_processes, 5, in_waves=in_waves)
     rows = torch.tensor([[replica, replica + 0.1] for replica in block], dtype=torch.float64)
     return reducer.gather(rows).tolist()
 
 
-def test_rows_come_in_the_order_of_replicas() -> None:
+@pytest.mark.parametrize("in_waves", [False, True])
+def test_rows_come_in_the_order_of_replicas(in_waves: bool) -> None:
     assert {len(block) for block in blocks(3, 5)} == {1, 2}
     expected = [[replica, replica + 0.1] for replica in range(5)]
-    assert run_ranks(_gather_rows, 3, 3) == [expected] * 3
+    assert run_ranks(_gather_rows, 3, 3, in_waves) == [expected] * 3
 
 
 def test_a_table_for_each_replica_is_asked_for() -> None:

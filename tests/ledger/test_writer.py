@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from helios.ledger.book import FILE_NAME, Book
+from helios.ledger.book import EVERY, FILE_NAME, Book
 from helios.ledger.line import read_float
 from helios.ledger.seen_batches import describe_batches
+from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter
 from helios.state import TrainingState
 
@@ -24,14 +25,23 @@ class Holder:
         self.optimizer = torch.optim.SGD([self.weight], lr=0.5, momentum=0.9)
 
 
-def _make(folder: Path, holder: Holder, block: range = range(1)) -> tuple[LedgerWriter, Book]:
+def _make(
+    folder: Path, holder: Holder, block: range = range(1), *, every: int = EVERY
+) -> tuple[LedgerWriter, Book]:
     book = Book(folder, run="r")
     book.open(None, after=0)
+
+    def find_optimizers() -> dict[str, torch.optim.Optimizer]:
+        return {"optimizer": holder.optimizer}
+
+    weights = WeightDigests(
+        lambda: {"weight": holder.weight}, find_optimizers, is_read=True, every=every
+    )
     writer = LedgerWriter(
         book,
         block,
-        find_weights=lambda: {"weight": holder.weight},
-        find_optimizers=lambda: {"optimizer": holder.optimizer},
+        weights=weights,
+        find_optimizers=find_optimizers,
         attributes=vars(holder),
     )
     return writer, book
@@ -185,7 +195,7 @@ def test_an_optimizer_that_is_replaced_inside_of_a_list_is_found(tmp_path: Path)
     writer = LedgerWriter(
         book,
         range(1),
-        find_weights=dict,
+        weights=WeightDigests(dict, dict, is_read=True),
         find_optimizers=lambda: {"optimizers.0": holder.optimizers[0]},
         attributes=vars(holder),
     )
@@ -212,8 +222,7 @@ def test_weights_and_moments_are_hashed_in_every_so_many_steps_and_at_the_end(
     tmp_path: Path,
 ) -> None:
     holder = Holder()
-    writer, book = _make(tmp_path, holder)
-    book.every = 3
+    writer, book = _make(tmp_path, holder, every=3)
     for number in range(1, 8):
         holder.weight.grad = torch.ones(3)
         holder.optimizer.step()

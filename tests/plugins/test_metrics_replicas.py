@@ -280,8 +280,8 @@ class _View:
     def choose(self, lone: Any, shared: Any) -> Any:
         return shared
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
+    def gather_replicas(self, values: Any) -> list[Any]:
+        return [*values]
 
 
 def test_the_last_forward_of_a_batch_counts() -> None:

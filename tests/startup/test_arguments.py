@@ -58,6 +58,7 @@ DEFAULTS: dict[str, Any] = {
     "signals": None,
     "num_replicas": None,
     "nproc": None,
+    "sharding": "none",
     "clip_norm": None,
     "clip_value": None,
     "resume": "auto",

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
+from helios.engines.engine import Engine
 from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
+from helios.run_state.consistency import check_alike
+from helios.run_state.discovery import Discovery
+from helios.sharding.requirements import check_shardable
+from helios.sharding.units import find_units
 
 
 def take_own_processor(model: Model) -> None:
@@ -52,3 +60,24 @@ def move_networks(model: Model, device: torch.device) -> None:
                 f"The network {path!r} gets new parameters on {device}, which optimizers created "
                 "before do not have. Build it there: .to(self.device) in Model.setup()."
             )
+
+
+def shard_networks(model: Model, engine: Engine) -> None:
+    """Shard the networks of a model over the processes, if the run is sharded.
+
+    Raises:
+        UsageError: if a network or an optimizer does not allow it.
+    """
+    replicas = engine.replicas
+    if not replicas.is_sharded:
+        return
+    discovery = model.discovery
+    networks, optimizers = discovery.modules(), discovery.optimizers()
+    check_shardable(networks, optimizers, discovery.moved()[0])
+    units = find_units(networks, model.shard())
+    replicas.compare(partial(_check_weights, discovery))
+    engine.shard(networks, optimizers, units)
+
+
+def _check_weights(discovery: Discovery, gather: Callable[[Any], list[Any]]) -> None:
+    check_alike(discovery, gather, too_slow={})

@@ -1,4 +1,4 @@
-"""Makes the audit of a run, if its loops allow one."""
+"""Makes what repeats steps in a run: its audit, if its loops allow one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from helios.loops.evaluation import EvaluationLoop
 from helios.loops.fit import FitLoop
 from helios.loops.loop import Loop
 from helios.loops.optimizer import OptimizerLoop
+from helios.loops.run_along import RunningAlong
+from helios.protocols import GradientAudit
 from helios.session import Session
 from helios.startup.options.audit_options import Audit
 
 _LOGGER = logging.getLogger(__name__)
 
 
-def make_audit(options: Audit | None, session: Session, loop: Loop) -> StepAudit | None:
-    """Return the audit of a run; ``None`` if there is none.
+def make_audit(options: Audit | None, session: Session, loop: Loop) -> GradientAudit | None:
+    """Return the audit of a run, or what computes along for others; ``None`` if there is neither.
 
     Args:
         options: which steps are audited; ``None`` for none.
         session: the run.
         loop: the root of all loops.
     """
+    if session.engine.has_idle_turn:
+        return RunningAlong(session)
     if options is None:
         return None
     own = sorted({type(part).__name__ for part in _other_loops(loop)})

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from helios.core import rng
-from helios.ledger.book import Book
+from helios.ledger.book import EVERY, Book
 from helios.ledger.line import FULL, STEPS, hash_of
 from helios.ledger.tensor_digests import TensorDigests
 from helios.ledger.timing import Timing
+from helios.ledger.weight_digests import WeightDigests
 from helios.ledger.writer import LedgerWriter, LineReceiver
 from helios.model.model import Model
 from helios.replicas.replicas import Replicas
@@ -101,7 +102,8 @@ def make_ledger(
     if found is not None:
         level = _continue_level(found.get("level", STEPS), level, is_first=replicas.rank == 0)
     book = Book(start.folder.path, run=run, level=level) if replicas.rank == 0 else None
-    writer = make_writer(book, model, replicas, level, timing)
+    every = EVERY if found is None else found["every"]
+    writer = make_writer(book, model, replicas, level, timing, every=every)
     return RunLedger(run, writer, book, found, after=0 if record is None else record.place[1])
 
 
@@ -116,6 +118,8 @@ def make_writer(
     replicas: Replicas,
     level: str,
     timing: Timing | None = None,
+    *,
+    every: int = EVERY,
 ) -> LedgerWriter:
     """Return what makes the lines of a run.
 
@@ -125,6 +129,7 @@ def make_writer(
         replicas: the replicas of the run.
         level: ``"steps"`` or ``"full"``.
         timing: the times of the run; ``None`` where nothing is written.
+        every: the number of steps between two hashes of the weights.
     """
     discovery, tensors = model.discovery, None
 
@@ -141,7 +146,12 @@ def make_writer(
     return LedgerWriter(
         book,
         replicas.block,
-        find_weights=find_weights,
+        weights=WeightDigests(
+            find_weights,
+            discovery.optimizers,
+            is_read=book is not None or replicas.is_spread,
+            every=every,
+        ),
         find_optimizers=discovery.optimizers,
         attributes=vars(model),
         tensors=tensors,

@@ -24,9 +24,10 @@ from helios.ledger.timing import read_timing
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
 from helios.protocols import Meter
-from helios.run_state.state_size import storage_sizes
+from helios.run_state.state_size import shard_sizes, storage_sizes
 from helios.schedule import Schedule, count_saves
 from helios.startup.building.run_evidence import RunEvidence
+from helios.startup.building.run_saves import Description, RunSaves, make_saves
 from helios.startup.checkpoint_search.resume_point import Start
 from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.options.logging_options import LoggingOptions
@@ -141,6 +142,7 @@ class FitRecorder:
         self._replicas = engine.replicas
         self._machine = machine(engine)
         self._saver: Saver | None = None
+        self._saves: RunSaves | None = None
         self._scores = ScoreLog()
         self._display: Display = NullDisplay()
         self._newest: Path | None = None if start.loaded is None else start.loaded.path
@@ -149,12 +151,10 @@ class FitRecorder:
         self._unwritten = None if start.loaded is None else start.loaded.record.place
         self._begun_at = 0 if self._unwritten is None else self._unwritten[1]
         if start.folder is not None:
-            self._saver = Saver(
-                start.folder,
-                pins=engine.device.type == "cuda",
-                watcher=evidence,
-            )
+            pins = engine.device.type == "cuda"
+            self._saver = Saver(start.folder, pins=pins, watcher=evidence)
             self._saver.newest = self._newest
+            self._saves = make_saves(self._saver, self._replicas, start.folder.options, pins=pins)
             model.discovery.values.limit = start.folder.options.max_plain_bytes
 
     @property
@@ -204,12 +204,15 @@ class FitRecorder:
         Args:
             state: the counters at the start of training.
         """
-        saver, folder = self._saver, self._start.folder
-        if saver is None or folder is None or self._replicas.rank != 0:
+        saves, folder = self._saves, self._start.folder
+        if saves is None or folder is None:
             return
         discovery = self._model.discovery
-        sizes = storage_sizes(discovery.modules().values(), discovery.optimizers().values())
-        saver.prepare(sizes)
+        parts = (discovery.modules().values(), discovery.optimizers().values())
+        sizes = storage_sizes(*parts)
+        saves.prepare(shard_sizes(*parts) or sizes)
+        if self._replicas.rank != 0:
+            return
         warn_if_too_large(
             folder.path,
             num_bytes=sum(sizes) + discovery.values.num_bytes,
@@ -222,10 +225,9 @@ class FitRecorder:
 
         Processes that do not write return the file that was begun last.
         """
-        if self._saver is None or self._replicas.rank != 0:
+        if self._saves is None or self._replicas.rank != 0:
             return self._newest
-        self._saver.wait()
-        return self._saver.newest
+        return self._saves.settle()
 
     def save(self, snapshot: dict[str, Any], meters: Mapping[int, Meter]) -> None:
         """Save a snapshot as a checkpoint of the run; all processes wait until it is copied.
@@ -237,8 +239,8 @@ class FitRecorder:
         Raises:
             UsageError: after a collective has failed: the processes may be at different points.
         """
-        saver = self._saver
-        if saver is None:
+        saves = self._saves
+        if saves is None:
             self._unwritten = Record.from_payload(snapshot).place
             return
         if has_failed():
@@ -247,11 +249,9 @@ class FitRecorder:
                 "may be at different points. Let the error end this process, and start the run "
                 "again: it resumes from the newest checkpoint."
             )
-        self._newest = on_first(
-            self._replicas, lambda: self._write(saver, Record.from_payload(snapshot), meters)
-        )
+        self._newest = saves.save(snapshot, self._describe, meters)
 
-    def _write(self, saver: Saver, record: Record, meters: Mapping[int, Meter]) -> Path:
+    def _describe(self, record: Record) -> Description:
         if self._start.lock is not None:
             self._start.lock.renew()
         record = replace(
@@ -276,13 +276,10 @@ class FitRecorder:
             changes=self._start.changes,
             is_by_epoch=self._schedule.is_by_epoch,
         )
-        return saver.save(
-            record.to_payload(),
-            stem=stem,
-            sidecar=sidecar,
-            safe_types=self._model.types_for_safe_load(),
-            meters=meters,
-        )
+        assert self._start.folder is not None
+        path = self._start.folder.path_of(stem, is_sharded=self._replicas.share is not None)
+        types = self._model.types_for_safe_load()
+        return Description(path, record.to_payload(), sidecar, types)
 
     def has_saved(self, state: TrainingState) -> bool:
         """Whether a checkpoint of this iteration is committed or in progress; rank 0 looks."""
@@ -295,13 +292,13 @@ class FitRecorder:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save of this process has failed in a way that must end the training."""
-        return self._saver is not None and self._saver.failure is not None
+        """Whether a save has failed, as far as this process knows."""
+        return self._saves is not None and self._saves.has_failed
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed save in all processes."""
-        if self._saver is not None:
-            on_first(self._replicas, self._saver.raise_failure)
+        """Raise the error of a failed save that must end the training, in all processes."""
+        if self._saves is not None:
+            self._saves.raise_failure()
 
     @property
     def logs_scalars(self) -> bool:
@@ -353,10 +350,12 @@ class FitRecorder:
         Raises:
             SaveError: in all processes, if the disk refused the last checkpoint.
         """
-        saver, folder = self._saver, self._start.folder
+        saver, saves, folder = self._saver, self._saves, self._start.folder
         # A run that only loads has trained beside the checkpoint, which is not the end of its run.
-        if saver is None or folder is None or self._schedule.chkpt_frequency is None:
+        if saves is None or folder is None or self._schedule.chkpt_frequency is None:
             return
+        assert saver is not None
+        saves.conclude_parts()
 
         def conclude() -> None:
             saver.finish()
@@ -396,5 +395,5 @@ class FitRecorder:
 
     def close(self) -> None:
         """Wait for saves in progress, whatever has happened."""
-        if self._saver is not None:
-            self._saver.close()
+        if self._saves is not None:
+            self._saves.close()

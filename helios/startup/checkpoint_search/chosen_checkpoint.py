@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.options import KeepBest
 from helios.checkpoint.retention import Entry, find_best, with_sidecar
 from helios.checkpoint.store import Loaded, RunFolder
-from helios.errors import CheckpointError
+from helios.core.sharded_tensors import RowShare
+from helios.errors import CheckpointError, DamagedCheckpointError
 from helios.replicas.replicas import Replicas
 from helios.startup.checkpoint_search.newest_checkpoint import Search, run_search
 from helios.startup.checkpoint_search.run_folder import open_folder
@@ -44,7 +47,7 @@ def require_present(
     """
     folder = open_folder(options, save_name)
     if choice.path is not None:
-        if not choice.path.is_file():
+        if not file_names.is_present(choice.path):
             raise CheckpointError(
                 'Trainer.test(checkpoint=...) must be "best", "newest" or a checkpoint file, but '
                 f"there is no file at {choice.path}. {_describe(folder)}Correct the path."
@@ -67,6 +70,7 @@ def find_chosen(
     *,
     run_name: str,
     team: Replicas,
+    share: RowShare | None = None,
 ) -> Chosen:
     """Load the checkpoint of an evaluation, the same one in all processes of a team.
 
@@ -77,6 +81,7 @@ def find_chosen(
         safe_types: types that may be built.
         run_name: name of the run, which the files of its folder begin with.
         team: the processes; rank 0 searches.
+        share: what this process holds of sharded networks.
 
     Raises:
         CheckpointError: if there is none that fits, or if it cannot be used.
@@ -84,12 +89,14 @@ def find_chosen(
     if choice.is_required:
         on_first(team, lambda: require_present(choice, options, save_name, run_name))
     path, found = choice.path, list[Loaded]()
+    load = partial(loading.load, safe_types=safe_types, maps=True, share=share)
     if path is not None:
-        on_each(team, lambda: found.append(loading.load(path, safe_types, maps=True)))
+        on_each(team, lambda: found.append(load(path)))
         return Chosen(found[0])
     folder = open_folder(options, save_name)
     if folder is None:
         return Chosen(None)
+    folder.share = share
     if choice.rule is None:
         return Chosen(run_search(Search(folder, safe_types, team)))
     search = _BestSearch(folder, safe_types, team)
@@ -117,12 +124,17 @@ class _BestSearch(Search):
         for _ in file_names.listings(self.folder.path):
             entries = _find_scored(self.folder, self.rule, self.run_name)
             try:
-                self.found = loading.load_present(entries[0].path, self._types, maps=True)
+                self.found = loading.load_present(
+                    entries[0].path, self._types, maps=True, share=self.folder.share
+                )
             except FileNotFoundError:
                 continue
             self.reasons = _explain(entries, self.rule)
             break
         return None if self.found is None else self.found.path.name
+
+    def _pass_over(self, path: Path, damage: str) -> None:
+        raise DamagedCheckpointError(damage)
 
 
 def _find_scored(folder: RunFolder, rule: KeepBest, run_name: str) -> list[Entry]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
+from helios.errors import DamagedCheckpointError
 from helios.replicas.replicas import Replicas
 from helios.startup.checkpoint_search.resume_point import follow
 from helios.startup.checkpoint_search.run_folder import open_folder
@@ -68,7 +69,12 @@ class Search:
         if name is None:
             return True
         path = self.folder.path / name
-        if not any(on_each(self._team, lambda: self._misses(path))):
+        reports = on_each(self._team, lambda: self._try(path))
+        damage = next((text for text in reports if text), "")
+        if damage:
+            on_first(self._team, lambda: self._pass_over(path, damage))
+            return False
+        if None not in reports:
             return True
         if on_first(self._team, lambda: file_names.is_gone(path)):
             return False
@@ -80,14 +86,21 @@ class Search:
         self.found = self.folder.load_newest(self._types, renames_damaged=False)
         return None if self.found is None else self.found.path.name
 
-    def _misses(self, path: Path) -> bool:
+    def _try(self, path: Path) -> str | None:
+        """Load what rank 0 has found; returns what is damaged of it, ``None`` if it is gone."""
         if self._team.rank == 0:
-            return False
+            return ""
         try:
-            self.found = loading.load_present(path, self._types, maps=True)
+            self.found = loading.load_present(path, self._types, maps=True, share=self.folder.share)
         except FileNotFoundError:
-            return True
-        return False
+            return None
+        except DamagedCheckpointError as error:
+            return str(error)
+        return ""
+
+    def _pass_over(self, path: Path, damage: str) -> None:
+        """Look for an older checkpoint instead of one that another process found damaged."""
+        self.folder.pass_over(path, damage, renames=False)
 
     def _insist(self, path: Path) -> None:
         if self._team.rank != 0:

@@ -97,7 +97,11 @@ def find_stretch(
     ]
     origin = options.resume
     number = file_names.iteration_of
-    if isinstance(origin, Path) and number(origin) == extent.after and origin.is_file():
+    if (
+        isinstance(origin, Path)
+        and number(origin) == extent.after
+        and file_names.is_present(origin)
+    ):
         # Where the ledger of a branch begins.
         present.append(origin)
     begins: list[tuple[int, Path | None]] = [(0, None)] if extent.after == 0 else []

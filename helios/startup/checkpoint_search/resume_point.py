@@ -10,6 +10,7 @@ everything that the call needs from then on.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -120,7 +121,7 @@ def find_stored(
 
 def find_replicas(path: Path, safe_types: list[Any]) -> Stored | None:
     """Return what a file says of the number of replicas; ``None`` without a file, or if unknown."""
-    stored = _read_stored(path, safe_types=safe_types) if path.is_file() else None
+    stored = _read_stored(path, safe_types=safe_types) if file_names.is_present(path) else None
     return stored if stored is not None and stored.num_replicas else None
 
 
@@ -134,7 +135,7 @@ def follow(
     """
     if path is None:
         return None
-    if not path.is_file():
+    if not file_names.is_present(path):
         raise CheckpointError(
             f"Rank 0 of {team.num_processes} resumes from {path}, but rank {team.rank} finds no "
             f"such file. {SHARING}"
@@ -167,6 +168,22 @@ def find_start(
     folder = open_folder(options, save_name)
     if folder is None:
         return Start()
+    folder.share = replicas.share
+    while True:
+        start = _find(folder, options, safe_types, run_name=run_name, replicas=replicas)
+        if start is not None:
+            return start
+
+
+def _find(
+    folder: RunFolder,
+    options: CheckpointOptions,
+    safe_types: list[Any],
+    *,
+    run_name: str,
+    replicas: Replicas,
+) -> Start | None:
+    """Search once; ``None`` if a process has found its part damaged, which is put aside then."""
     own: list[Start] = []
 
     def look() -> tuple[str | None, Start]:
@@ -185,8 +202,24 @@ def find_start(
         own.append(replace(found, folder=folder, loaded=follow(folder, path, safe_types, replicas)))
 
     name, found = on_first(replicas, look)
-    on_each(replicas, load_too)
-    return own[0]
+    if found.is_branch or folder.share is None:
+        on_each(replicas, load_too)
+        return own[0]
+    reports = on_each(replicas, lambda: _find_damage(load_too))
+    damage = next(filter(None, reports), None)
+    if damage is None:
+        return own[0]
+    on_first(replicas, lambda: folder.pass_over(folder.path / str(name), damage))
+    return None
+
+
+def _find_damage(load: Callable[[], None]) -> str:
+    """Return what is damaged of what this process needs; empty if nothing is."""
+    try:
+        load()
+    except DamagedCheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _check_replicas(loaded: Loaded | None, num_replicas: int) -> None:
@@ -255,10 +288,10 @@ def _start_from_path(
                 return Start(folder, newest, origin)
         except DamagedCheckpointError as error:
             # The file that they were started from is the next older one.
-            if not path.is_file():
+            if not file_names.is_present(path):
                 raise
             _LOGGER.warning("%s The run starts again from %s.", error, path)
-    if not path.is_file():
+    if not file_names.is_present(path):
         raise CheckpointError(
             f'Trainer(resume=...) must be "auto", "never" or a checkpoint file, but there is no '
             f"file at {path}. Correct the path, or omit resume to continue from the newest."

@@ -24,8 +24,8 @@ _RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distribute
 _UNCOUNTED = ("length", None)
 """Stored length of a loader with an unknown number of samples."""
 
-_UNNAMED: Mapping[str, Any] = {"seeds": {}}
-"""What is compared for a run without seeds of single sources, and for earlier versions."""
+_UNNAMED: Mapping[str, Any] = {"seeds": {}, "accumulation_order": "replicas", "norm": "whole"}
+"""What is compared for a run that does not name it, and for earlier versions."""
 
 _OF_DATA = (
     *("dataset", "length", "batch_size", "shuffle", "drop_last", "seed", "sampler"),
@@ -41,7 +41,8 @@ def identity(
 ) -> dict[str, Any]:
     """Return what defines a run, in the names of ``allow_changes``.
 
-    Seeds of single sources, and the sources of a mixture, are in it only if there are any.
+    Seeds of single sources, and the sources of a mixture, are in it only if there are any; and
+    ``sharding="full"`` only where it changes bits, in accumulation and in clipping.
     """
     found = {name: description.get(name) for name in _OF_DATA} | {
         "random_seed": run.seed,
@@ -51,6 +52,10 @@ def identity(
     }
     if description.get("mixture"):
         found["mixture"] = description["mixture"]
+    if engine.replicas.is_sharded and schedule.accumulation_steps > 1:
+        found["accumulation_order"] = "micro-batches"
+    if engine.clips_by_rows:
+        found["norm"] = "rows"
     return found | {"seeds": run.seeds} if run.seeds else found
 
 

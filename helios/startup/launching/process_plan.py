@@ -121,11 +121,16 @@ class Plan:
         """Return all processes, for what they do together."""
         return Replicas(self.info.world_size, self.info)
 
-    def make_replicas(self, device: torch.device) -> Replicas:
-        """Return the replicas of the run, assigned as planned."""
+    def make_replicas(self, device: torch.device, *, is_sharded: bool) -> Replicas:
+        """Return the replicas of the run, assigned as planned.
+
+        Args:
+            device: the device of this process.
+            is_sharded: whether models are sharded over the processes.
+        """
         if self.num_replicas == 0:
             return Replicas()
-        return Replicas(self.num_replicas, self.info, device=device)
+        return Replicas(self.num_replicas, self.info, device=device, is_sharded=is_sharded)
 
 
 def choose_processes(

@@ -22,6 +22,8 @@ Change: TypeAlias = Literal[
     "seeds",
     "train_unit",
     "accumulation_steps",
+    "accumulation_order",
+    "norm",
     "limit_batches",
     "is_distributed",
     "mixture",

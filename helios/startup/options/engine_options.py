@@ -94,8 +94,11 @@ class ProcessOptions:
 
     num_replicas: int | None
     nproc: int | None
+    sharding: str = "none"
 
     def __post_init__(self) -> None:
+        if self.sharding not in ("none", "full"):
+            raise refusal("sharding", '"none" or "full"', self.sharding, "Pass one of them.")
         for name in ("num_replicas", "nproc"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):

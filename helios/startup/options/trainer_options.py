@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from helios.core.rng import get_default_seed
+from helios.engines.precision import Precision
 from helios.launch.launcher import require_deterministic_cublas
 from helios.schedule import Schedule
 from helios.startup.options.audit_options import Audit
@@ -150,11 +151,26 @@ class TrainerOptions:
     audit: Audit | None = None
 
     def __post_init__(self) -> None:
+        if self.processes.sharding == "full":
+            self._refuse_unsharded()
         if self.engine.gpu_ids and self.numerics.enable_deterministic:
             require_deterministic_cublas()
         for name, is_useless in self._list_useless().items():
             if is_useless:
                 _LOGGER.warning("Trainer(%s=...) has no effect with the other arguments.", name)
+
+    def _refuse_unsharded(self) -> None:
+        """Refuse options that do not work with sharded models."""
+        precision = self.engine.precision or getattr(self.engine.engine, "precision", None)
+        if precision is Precision.FP16:
+            remedy = 'Pass "bf16".'
+            raise refusal("precision", 'not fp16 with sharding="full"', precision.value, remedy)
+        if self.audit is not None:
+            remedy = "Omit it: a process cannot compute the gradient of another one alone."
+            raise refusal("audit", 'None with sharding="full"', self.audit, remedy)
+        if self.checkpoints.ledger == "full":
+            remedy = 'Pass ledger="steps".'
+            raise refusal("ledger", 'not "full" with sharding="full"', "full", remedy)
 
     def for_replay(self, nproc: int | None) -> TrainerOptions:
         """Return the options of a replay: signals end it, and nothing is saved or audited.

@@ -37,7 +37,11 @@ from helios.plugins.plugin_states import PluginStates
 from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.startup.building import run_outputs
-from helios.startup.building.model_preparation import move_networks, take_own_processor
+from helios.startup.building.model_preparation import (
+    move_networks,
+    shard_networks,
+    take_own_processor,
+)
 from helios.startup.building.state_owners import find_owners
 from helios.startup.launching.on_all_ranks import on_each
 from helios.startup.launching.process_plan import Plan
@@ -105,7 +109,8 @@ class Run(ABC):
         check_state_methods(self.model)
         self.team = plan.make_team()
         self.engine = _make_engine(self.options.engine, device)
-        self.engine.replicas = plan.make_replicas(self.engine.device)
+        is_sharded = self.options.processes.sharding == "full"
+        self.engine.replicas = plan.make_replicas(self.engine.device, is_sharded=is_sharded)
         self.hooks = self._make_bus()
         self.display = self._open_display()
         self.sources: dict[Phase, list[Source]] = {}
@@ -217,7 +222,7 @@ class Run(ABC):
         All processes build it, because a plugin may gather its state; rank 0 keeps it.
         """
         plugins = PluginStates(self.plugins, carries=False)
-        trained = capture_trained(self.model, plugins, self.owners)
+        trained = capture_trained(self.model, plugins, self.owners, self.replicas)
         if self.plan.info.rank != 0:
             return
         on_cpu = move_to_device(trained, torch.device("cpu"))
@@ -317,6 +322,7 @@ class Run(ABC):
         self.model.setup(fast_init=is_inference)
         move_networks(self.model, self.engine.device)
         watch.end()
+        shard_networks(self.model, self.engine)
         check_processor(self.model, is_inference=is_inference)
         self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()

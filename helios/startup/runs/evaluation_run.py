@@ -11,6 +11,7 @@ import torch
 from helios.checkpoint.capture import Trained, apply_tables
 from helios.core.scalars import as_numbers
 from helios.engines.engine import numerics
+from helios.errors import UsageError
 from helios.model.model import Model
 from helios.startup.building import run_outputs
 from helios.startup.checkpoint_search.chosen_checkpoint import find_chosen
@@ -40,6 +41,7 @@ class EvaluationRun(Run):
             self.model.types_for_safe_load(),
             run_name=name,
             team=self.team,
+            share=self.replicas.share,
         )
         loaded = chosen.loaded
         record = None if loaded is None else self._detach(loaded.record)
@@ -84,6 +86,11 @@ class EvaluationRun(Run):
 
     def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> None:
         if trained is None and self.call.is_trained:
+            if self.replicas.is_spread:
+                raise UsageError(
+                    f"{self.verb} of a sharded model needs a checkpoint, because its processes "
+                    "have parted after the training, each with its shards. Pass chkpt_root."
+                )
             _LOGGER.info("%s of the model as it was trained in this process.", self.verb)
             self._set_places()
             self.datamodule.setup()

@@ -85,7 +85,9 @@ class ReplayRun(FitRun):
             found = Replay(stretch.ledger, stretch.checkpoint, stretch.stop)
             found.begins_after = found.num_equal = stretch.after
             self._follower = LedgerFollower(found, meets_end=stretch.meets_end, run=run)
-        writer = make_writer(self._follower, self.model, self.replicas, stretch.kind)
+        every = None if self._follower is None else self._follower.every
+        every, *_ = self.replicas.gather_objects(every)
+        writer = make_writer(self._follower, self.model, self.replicas, stretch.kind, every=every)
         return RunEvidence(RunLedger(run, writer, None, None, after=stretch.after))
 
     def _require_level(self, reproducibility: Reproducibility) -> None:

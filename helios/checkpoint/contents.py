@@ -1,0 +1,296 @@
+"""The two forms of a checkpoint, a file or a folder: how each is verified and read.
+
+A sharded checkpoint is a folder. Its tensors are read whole, or each process reads its rows only.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from helios.checkpoint import file_names, schema_upgrades
+from helios.checkpoint.shard_index import INDEX_NAME, RECORD_NAME, ShardIndex
+from helios.checkpoint.shard_reader import ShardReader, missing, wrong_size
+from helios.checkpoint.sidecar import Sidecar
+from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
+from helios.storage.container_checks import check_container, check_directory
+from helios.storage.digest import digest_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from helios.core.sharded_tensors import RowShare
+
+# Files that systems put into folders, of which nobody knows.
+_STRAY = (".nfs", ".DS_Store", "Thumbs.db", "desktop.ini")
+# What pre-hooks of networks and optimizers cut; anything else is read whole.
+_DEFERRED = "model."
+
+
+class Contents(ABC):
+    """What a checkpoint consists of.
+
+    Args:
+        path: the ``.pth`` file or ``.ckpt`` folder.
+
+    Attributes:
+        path: as given.
+        record_path: the file of the record.
+    """
+
+    def __init__(self, path: Path, record_path: Path) -> None:
+        self.path = path
+        self.record_path = record_path
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The size of all files in bytes."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """The digest that a sidecar holds, computed from the file."""
+
+    @abstractmethod
+    def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
+        """Compare the bytes with what was written.
+
+        Args:
+            sidecar: holds the digest; without one, the checksums of the container's records are
+                used.
+            share: compare only what one process needs of sharded tensors.
+
+        Returns:
+            Whether every byte of the record was compared with a digest.
+
+        Raises:
+            DamagedCheckpointError: if the bytes differ.
+            IncompatibleCheckpointError: if they are those of the old file that it was migrated
+                from.
+            OSError: if the file system cannot read a file.
+        """
+
+    @abstractmethod
+    def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
+        """Read the record; its tensors are on the CPU.
+
+        Args:
+            safe_types: types that may be created.
+            maps: whether tensors of the record may be mapped from the file.
+            share: what this process holds of the networks: their sharded tensors are deferred
+                then, and others are whole.
+
+        Raises:
+            Exception: as :func:`helios.storage.codec.read`.
+        """
+
+    @abstractmethod
+    def read_structure(self) -> tuple[Any, list[str]]:
+        """Return the tree of the record with deferred tensors, and the rejected names.
+
+        Raises:
+            Exception: as :func:`helios.storage.codec.read_structure`.
+        """
+
+    def check_container(self) -> None:
+        """Check the container of the record; raises as :func:`check_directory`."""
+        check_directory(self.record_path)
+
+
+@final
+class WholeFile(Contents):
+    """A checkpoint that is one file.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path)
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        with self.path.open("rb") as handle:
+            return os.fstat(handle.fileno()).st_size
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file."""
+        return digest_file(self.path)
+
+    def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
+        """Compare the file with its digest; see the base."""
+        path = self.path
+        if sidecar is not None and sidecar.digest:
+            found = digest_file(path)
+            if found != sidecar.digest:
+                if found == sidecar.extra.get(file_names.SOURCE_DIGEST):
+                    # The old file was put back: it is intact, and must not be renamed.
+                    raise schema_upgrades.unmigrated(path)
+                raise DamagedCheckpointError(
+                    f"{path} is damaged: its bytes do not match the digest in its sidecar. "
+                    "Remove it, or use another checkpoint."
+                )
+            return True
+        check_container(path)
+        return False
+
+    def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
+        """Read the file; see the base."""
+        from helios.storage import codec
+
+        return codec.read(self.path, safe_types, maps=maps)
+
+    def read_structure(self) -> tuple[Any, list[str]]:
+        """Return the tree of the file; see the base."""
+        from helios.storage import codec
+
+        return codec.read_structure(self.path)
+
+
+@final
+class ShardedFolder(Contents):
+    """A checkpoint that is a folder.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        DamagedCheckpointError: if a file is missing, or has another size than when it was written.
+        IncompatibleCheckpointError: if it holds a file that no save has written, or was written in
+            a later format.
+        OSError: if the file system cannot read it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path / RECORD_NAME)
+        self.index_path = path / INDEX_NAME
+        try:
+            text = self.index_path.read_bytes().decode("utf-8", "replace")
+        except FileNotFoundError:
+            raise missing(self.index_path) from None
+        self.index = ShardIndex.from_json(text, name=str(self.index_path))
+        self.reader = ShardReader(path, self.index)
+        self._check_files()
+
+    @property
+    def size(self) -> int:
+        """The size of all files in bytes."""
+        own = self.index_path.stat().st_size + self.index.record.size
+        return own + sum(file.size for file in self.index.files)
+
+    def _check_files(self) -> None:
+        for file in (self.index.record, *self.index.files):
+            path = self.path / file.name
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                raise missing(path) from None
+            if size != file.size:
+                raise wrong_size(path, size, file.size)
+        for path in sorted(self.path.iterdir()):
+            if path.name not in self.index.names and not path.name.startswith(_STRAY):
+                raise IncompatibleCheckpointError(
+                    f"{path} is not part of the checkpoint that was written. Nothing was read or "
+                    "renamed: move it out of the folder."
+                )
+
+    @property
+    def digest(self) -> str:
+        """The digest of the index, which has those of all other files."""
+        return digest_file(self.index_path)
+
+    def compare_bytes(self, sidecar: Sidecar | None, share: RowShare | None = None) -> bool:
+        """Compare the index with the sidecar, and other files with the index; see the base."""
+        is_confirmed = sidecar is not None and bool(sidecar.digest)
+        if sidecar is not None and sidecar.digest not in ("", self.digest):
+            raise DamagedCheckpointError(
+                f"{self.index_path} is damaged: its bytes do not match the digest in the sidecar. "
+                "Remove the checkpoint, or use another one."
+            )
+        digests = self.index.record.digests
+        if digests and (digest_file(self.record_path),) != digests:
+            raise DamagedCheckpointError(
+                f"{self.record_path} is damaged: its bytes do not match the digest in the index. "
+                "Remove the checkpoint, or use another one."
+            )
+        if not digests:
+            check_container(self.record_path)
+        self.reader.verify(share, _DEFERRED)
+        return is_confirmed and bool(digests)
+
+    def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
+        """Read the record, and sharded tensors whole or not yet; see the base."""
+        from helios.storage import codec
+
+        finder = _Finder(self, None if share is None else _DEFERRED)
+        return codec.read(self.record_path, safe_types, maps=maps, find_sharded=finder.find)
+
+    def read_structure(self) -> tuple[Any, list[str]]:
+        """Return the tree of the record with deferred tensors; see the base."""
+        from helios.storage import codec
+
+        return codec.read_structure(self.record_path, _Finder(self, "").find)
+
+    def defer(self, name: str) -> Tensor:
+        """Return what stands for a sharded tensor until it is read."""
+        import torch
+
+        from helios.core.sharded_tensors import defer
+        from helios.storage.shard_file import dtype_of
+
+        tensor = self.index.tensors.get(name)
+        if tensor is None:
+            raise DamagedCheckpointError(
+                f"{self.path} is damaged: its index lacks the tensor {name}. Remove the "
+                "checkpoint, or use another one."
+            )
+        return defer(torch.Size(tensor.shape), dtype_of(tensor.code), _NamedRows(self.reader, name))
+
+
+@final
+class _Finder:
+    """Finds the tensors of one reading; tied ones are one tensor."""
+
+    def __init__(self, folder: ShardedFolder, prefix: str | None) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._found: dict[Any, Tensor] = {}
+
+    def find(self, name: str) -> Tensor:
+        from helios.core.sharded_tensors import read_deferred
+
+        deferred = self._folder.defer(name)
+        place = self._folder.index.tensors[name].pieces or name
+        if place not in self._found:
+            is_deferred = self._prefix is not None and name.startswith(self._prefix)
+            self._found[place] = deferred if is_deferred else read_deferred(deferred)
+        return self._found[place]
+
+
+class _NamedRows:
+    """The rows of one tensor."""
+
+    def __init__(self, reader: ShardReader, name: str) -> None:
+        self._reader = reader
+        self._name = name
+
+    def __deepcopy__(self, memo: Any) -> _NamedRows:
+        return self
+
+    def read_rows(self, target: Tensor, first: int) -> None:
+        self._reader.read_rows(self._name, target, first)
+
+
+def contents_of(path: Path) -> Contents:
+    """Return the contents of a checkpoint, by its name.
+
+    Raises:
+        CheckpointError: as :class:`ShardedFolder`.
+        OSError: if the file system cannot read it.
+    """
+    return ShardedFolder(path) if file_names.is_folder(path) else WholeFile(path)

@@ -1,0 +1,163 @@
+"""Tensors of which each process holds some rows, without importing what makes them.
+
+While a checkpoint is loaded, a sharded tensor may be deferred: a tensor on the meta device, of the
+whole shape, that carries a reference to where its rows are.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+_MODULE = "torch.distributed.tensor"
+_SOURCE = "_helios_rows"
+
+
+class RowShare(NamedTuple):
+    """Which rows of each sharded tensor a process holds.
+
+    Attributes:
+        rank: the process.
+        num_processes: the number of processes.
+    """
+
+    rank: int
+    num_processes: int
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """Return the first row and the end of this process's part of a number of rows."""
+        size = -(-count // self.num_processes)
+        return min(self.rank * size, count), min((self.rank + 1) * size, count)
+
+
+class RowSource(Protocol):
+    """Where the rows of a deferred tensor are."""
+
+    def read_rows(self, target: Tensor, first: int) -> None:
+        """Fill a contiguous tensor on the CPU with the rows that begin with the first one.
+
+        Raises:
+            DamagedCheckpointError: if they are not those that were written.
+        """
+        ...
+
+
+def is_sharded(value: object) -> TypeGuard[Any]:
+    """Return whether a value is a tensor of which this process holds a shard."""
+    # No such tensor exists before the module that defines it was imported.
+    module = sys.modules.get(_MODULE)
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor, which is a collective call; any other one itself."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.full_tensor()  # type: ignore[no-any-return]
+
+
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor as one of which this process holds a shard; nothing is sent.
+
+    Of a deferred tensor, only these rows are read.
+
+    Args:
+        whole: the same on all processes.
+        like: a tensor of the same shape; if it is not sharded, ``whole`` is returned.
+    """
+    if not is_sharded(like) or is_sharded(whole):
+        return whole
+    if is_deferred(whole):
+        return _read_shard(whole, like)
+    distribute = sys.modules[_MODULE].distribute_tensor
+    with torch.no_grad():
+        found: Tensor = distribute(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return found
+
+
+def _read_shard(deferred: Tensor, like: Any) -> Tensor:
+    mesh = like.device_mesh
+    own = read_deferred(deferred, RowShare(mesh.get_local_rank(), mesh.size())).to(like.device)
+    sizes = {"shape": like.shape, "stride": like.stride()}
+    kind = sys.modules[_MODULE].DTensor
+    found: Tensor = kind.from_local(own, mesh, like.placements, run_check=False, **sizes)
+    return found
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the shard of this process; of a tensor that is not sharded, the tensor itself."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # noqa: SLF001
+
+
+def defer(shape: torch.Size, dtype: torch.dtype, source: RowSource) -> Tensor:
+    """Return a tensor without values that stands for one whose rows can be read."""
+    deferred = torch.empty(shape, dtype=dtype, device="meta")
+    vars(deferred)[_SOURCE] = source
+    return deferred
+
+
+def is_deferred(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor of :func:`defer`."""
+    return isinstance(value, Tensor) and _SOURCE in vars(value)
+
+
+def read_deferred(tensor: Tensor, share: RowShare | None = None) -> Tensor:
+    """Return the rows of a deferred tensor, on the CPU.
+
+    Args:
+        tensor: the deferred tensor.
+        share: which rows; ``None`` for all of them.
+    """
+    source: RowSource = vars(tensor)[_SOURCE]
+    first, end = (0, len(tensor)) if share is None else share.rows(len(tensor))
+    found = torch.empty((end - first, *tensor.shape[1:]), dtype=tensor.dtype)
+    source.read_rows(found, first)
+    return found
+
+
+def replace_sharded(tree: Any, replace: Callable[[str, Any], Any], *, root: str = "") -> Any:
+    """Return a tree of dicts, lists and tuples in which each sharded tensor is replaced.
+
+    What occurs twice in the tree occurs twice in the result.
+
+    Args:
+        tree: values of any kind; it is not changed, and returned itself if nothing is sharded.
+        replace: is called with the path to a sharded tensor, and the tensor; in the same order in
+            all processes that hold equal trees.
+        root: the path to the tree.
+    """
+    return _Replacing(replace).visit(root, tree)
+
+
+class _Replacing:
+    def __init__(self, replace: Callable[[str, Any], Any]) -> None:
+        self._replace = replace
+        # A value is kept with its replacement, because an id is unique only while it exists.
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def visit(self, path: str, value: Any) -> Any:
+        if id(value) in self._done:
+            return self._done[id(value)][1]
+        found = value
+        if is_sharded(value):
+            found = self._replace(path, value)
+        elif isinstance(value, dict):
+            parts = {key: self.visit(f"{path}.{key}", part) for key, part in value.items()}
+            if any(parts[key] is not value[key] for key in parts):
+                # Of the same kind, with its attributes.
+                found = copy.copy(value)
+                found.update(parts)
+        elif type(value) in (list, tuple):
+            members = [self.visit(f"{path}.{number}", part) for number, part in enumerate(value)]
+            if any(new is not old for new, old in zip(members, value, strict=True)):
+                found = type(value)(members)
+        else:
+            return value
+        self._done[id(value)] = (value, found)
+        return found

@@ -1,0 +1,142 @@
+"""The only module that uses what PyTorch's FSDP2 does not document.
+
+``tests/sharding/test_fsdp_adapter.py`` checks each of these, so that a PyTorch that has changed one
+is named there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from helios.errors import UsageError
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+except ImportError as error:
+    raise UsageError(
+        f'Trainer(sharding="full") needs a newer PyTorch than {torch.__version__}, whose FSDP '
+        'cannot add gradients in the order of the replicas. Install one, or use sharding="none".'
+    ) from error
+
+_NEEDED = (
+    *("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"),
+    *("set_gradient_divide_factor", "set_reduce_scatter_unused_params", "reshard", "unshard"),
+)
+
+Notice: TypeAlias = Callable[[Tensor], None]
+
+
+class Reduction(Protocol):
+    """Adds the gradients of a unit over the processes, in place of FSDP's reduce-scatter."""
+
+    def reduce(self, output: Tensor, chunks: Tensor, group: dist.ProcessGroup) -> None:
+        """Fill the output, of this process's shard, from a row per process."""
+        ...
+
+
+def require_fsdp() -> None:
+    """Check that this PyTorch has what sharding needs.
+
+    Raises:
+        UsageError: if it has not.
+    """
+    missing = sorted({*_NEEDED}.difference(dir(FSDPModule)))
+    if missing:
+        raise UsageError(
+            f'Trainer(sharding="full") needs a PyTorch whose FSDPModule has {", ".join(missing)}; '
+            f'{torch.__version__} has not. Install a newer one, or use sharding="none".'
+        )
+
+
+def make_mesh(device: torch.device, num_processes: int) -> DeviceMesh:
+    """Return the mesh of all processes."""
+    return init_device_mesh(device.type, (num_processes,))
+
+
+@final
+class _Comm(ReduceScatter):
+    """Calls a reduction where FSDP calls its reduce-scatter."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, "gradients are summed, and divided once at the end"
+        assert not async_op, "FSDP waits for events of the stream"
+        self._reduction.reduce(output_tensor, input_tensor.view(group.size(), -1), group)
+
+
+@final
+class Unit:
+    """A module whose parameters are gathered and freed together.
+
+    Args:
+        module: the module, which :func:`shard_unit` has sharded.
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+
+    def use(self, reduction: Reduction) -> None:
+        """Add gradients by a reduction of ours: no factors, and all parameters in every call."""
+        module = self.module
+        module.set_custom_reduce_scatter(_Comm(reduction))
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_reduce_scatter_unused_params(True)
+
+    def before_forward(self, call: Callable[..., None]) -> None:
+        """Call a function before each forward of the module, with and without gradients."""
+        assert isinstance(self.module, nn.Module)
+        self.module.register_forward_pre_hook(call)
+
+    def watch_gradients(self, notices: dict[int, Notice]) -> None:
+        """Call a function when a parameter has got its gradient in a backward.
+
+        Args:
+            notices: the functions, by the identity of the sharded parameter.
+        """
+        self.module.unshard()
+        for part in self._parts():
+            notice = notices.get(id(part.sharded_param))
+            if notice is not None and part.unsharded_param.requires_grad:
+                part.unsharded_param.register_post_accumulate_grad_hook(notice)
+        self.module.reshard()
+
+    def parameters(self) -> list[DTensor]:
+        """Return the sharded parameters of this unit, without those of inner units."""
+        return [part.sharded_param for part in self._parts()]
+
+    def _parts(self) -> Iterator[Any]:
+        for group in self.module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+            yield from group.fsdp_params
+
+
+def shard_unit(module: nn.Module, mesh: DeviceMesh) -> Unit:
+    """Shard the parameters of a module that inner units do not have."""
+    sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    assert isinstance(sharded, FSDPModule)
+    return Unit(sharded)
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd is running, as when activations are computed again."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001

@@ -1,0 +1,84 @@
+"""What can be sharded, with the same bits for any number of processes.
+
+All of this is checked in a single process, too: a run may continue on several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from helios.core.wrappers import unwrap
+from helios.errors import UsageError
+
+_ELEMENTWISE = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.RAdam),
+    *(optim.Adamax, optim.Adadelta, optim.ASGD, optim.Rprop),
+)
+
+
+def check_shardable(
+    networks: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    loose: Mapping[str, Tensor],
+) -> None:
+    """Check that networks and optimizers can be sharded.
+
+    Args:
+        networks: the networks by path.
+        optimizers: the optimizers by path.
+        loose: parameters that no network holds, by path.
+
+    Raises:
+        UsageError: for the first thing that cannot be sharded.
+    """
+    for path in loose:
+        raise UsageError(
+            f'Trainer(sharding="full") needs parameters that are in networks, but {path} is in '
+            "none. Put it in a module."
+        )
+    for path, network in networks.items():
+        _check_network(path, network)
+    for path, optimizer in optimizers.items():
+        _check_optimizer(path, optimizer)
+
+
+def _check_network(path: str, network: nn.Module) -> None:
+    for name, module in network.named_modules():
+        place, kind = ".".join(filter(None, (path, name))), type(module).__name__
+        if unwrap(module) is not module or vars(module).get("_compiled_call_impl") is not None:
+            raise UsageError(
+                'Trainer(sharding="full") needs networks that are neither compiled nor wrapped, '
+                f'but {place} ({kind}) is. Assign the module itself, or use sharding="none".'
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(
+                'Trainer(sharding="full") cannot train SyncBatchNorm, which sums in its own order, '
+                f"but {place} is one. Use BatchNorm."
+            )
+    for name, parameter in network.named_parameters():
+        is_plain = type(parameter) is nn.Parameter and parameter.dtype.is_floating_point
+        if not is_plain or parameter.dim() == 0:
+            raise UsageError(
+                'Trainer(sharding="full") needs dense floating-point parameters with dimensions, '
+                f"but {path}.{name} is a {type(parameter).__name__} of {parameter.dtype} and shape "
+                f"{tuple(parameter.shape)}. Make it a buffer, or use a shape of (1,)."
+            )
+
+
+def _check_optimizer(path: str, optimizer: Optimizer) -> None:
+    # One of the user says of itself that it works element by element.
+    kind = type(optimizer)
+    if kind not in _ELEMENTWISE and getattr(kind, "is_elementwise", False) is not True:
+        raise UsageError(
+            f'Trainer(sharding="full") needs an optimizer that works element by element, but '
+            f"{path} is {kind.__name__}. Use e.g. AdamW; if yours does, set is_elementwise = True "
+            "in its class."
+        )
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise UsageError(
+            f'Trainer(sharding="full") needs optimizers without fused kernels, whose bits depend '
+            f"on where a shard ends, but {path} has fused=True. Pass foreach=True instead."
+        )

@@ -1,0 +1,95 @@
+"""Sharded checkpoints without processes: the parts of all ranks are written one after the other."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from helios.checkpoint import file_names
+from helios.checkpoint.rank_part import OwnRows, RankPart, SavePlan
+from helios.checkpoint.sharded_commit import RankParts
+from helios.checkpoint.store import RunFolder
+from helios.core.sharded_tensors import RowShare
+from helios.storage.user_types import ShardedValue
+from tests.checkpoint.helpers import make_payload, make_sidecar
+
+FORMS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "model.objects.net.weight": ((7, 5), torch.float32),
+    "model.objects.net.bias": ((3,), torch.bfloat16),
+    "model.objects.net.scale": ((1,), torch.float64),
+    "model.objects.net.large": ((9, 70_000), torch.float32),
+    "plugins.ema.weight": ((7, 5), torch.float32),
+}
+"""Names, shapes and types; no number of rows can be divided by the number of ranks, and some have
+fewer. One tensor spans several blocks of its file."""
+
+
+def tensor_of(name: str, iteration: int) -> Tensor:
+    """Return the whole of a tensor."""
+    shape, dtype = FORMS[name]
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + iteration)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def rows_of(iteration: int, rank: int, num_ranks: int) -> dict[str, OwnRows]:
+    """Return what a rank holds of all tensors."""
+    found = {}
+    for name, (shape, _) in FORMS.items():
+        first, end = RowShare(rank, num_ranks).rows(shape[0])
+        found[name] = OwnRows(tensor_of(name, iteration)[first:end], first, shape)
+    return found
+
+
+def make_sharded_payload(epoch: int, iteration: int) -> dict[str, Any]:
+    """Return a payload with references to the sharded tensors."""
+    net = {
+        name.rpartition(".")[2]: ShardedValue(name) for name in FORMS if name.startswith("model")
+    }
+    payload = make_payload(epoch, iteration, objects={"net": net}, flags={"net": {}}, parameters={})
+    return payload | {"plugins": {"ema": {"weight": ShardedValue("plugins.ema.weight")}}}
+
+
+def make_plan(folder: RunFolder, epoch: int, iteration: int, num_ranks: int) -> SavePlan:
+    """Return the plan of a save."""
+    path = folder.path_of(file_names.stem("run", epoch, iteration), is_sharded=True)
+    return SavePlan(path, f"save{iteration}", num_ranks, folder.options.digest)
+
+
+def make_parts(plan: SavePlan, iteration: int) -> list[RankPart]:
+    """Return the parts of all ranks."""
+    ranks = range(plan.num_ranks)
+    return [RankPart(plan, rank, rows_of(iteration, rank, plan.num_ranks)) for rank in ranks]
+
+
+def commit(folder: RunFolder, epoch: int, iteration: int, parts: RankParts) -> Path:
+    """Commit a checkpoint, as rank 0 does."""
+    draft = folder.draft(
+        make_sharded_payload(epoch, iteration),
+        stem=parts.plan.path.stem,
+        sidecar=make_sidecar(epoch, iteration),
+        parts=parts,
+    )
+    return folder.commit(draft)
+
+
+def save_sharded(folder: RunFolder, epoch: int, iteration: int, num_ranks: int = 3) -> Path:
+    """Save a sharded checkpoint; returns its folder."""
+    own, *others = make_parts(make_plan(folder, epoch, iteration, num_ranks), iteration)
+    for part in others:
+        part.publish()
+    return commit(folder, epoch, iteration, RankParts(own, lambda: False))
+
+
+def is_whole(payload: dict[str, Any], iteration: int) -> bool:
+    """Return whether a payload that was loaded holds all tensors of an iteration, to the bit."""
+    net = payload["model"]["objects"]["net"]
+    found = {f"model.objects.net.{name}": part for name, part in net.items()}
+    found["plugins.ema.weight"] = payload["plugins"]["ema"]["weight"]
+    return found.keys() == FORMS.keys() and all(
+        part.dtype == FORMS[name][1] and part.equal(tensor_of(name, iteration))
+        for name, part in found.items()
+    )

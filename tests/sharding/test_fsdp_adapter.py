@@ -1,0 +1,86 @@
+"""What Helios uses of PyTorch's FSDP2 without its being documented; fails where it has changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from helios.core.sharded_tensors import cut_like, is_sharded, local_of, whole_of
+from helios.errors import UsageError
+from helios.sharding import fsdp_adapter
+from helios.sharding.fsdp_adapter import make_mesh, require_fsdp, shard_unit
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """A reduction that notes what it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def reduce(self, output: torch.Tensor, chunks: torch.Tensor, group: object) -> None:
+        self.calls.append((tuple(output.shape), tuple(chunks.shape)))
+        output.copy_(chunks[torch.distributed.get_rank()])
+
+
+def use_everything(rank: int) -> None:
+    network = nn.Linear(3, 5, bias=False)
+    weight = network.weight.detach().clone()
+    unit = shard_unit(network, make_mesh(CPU, 2))
+    (parameter,) = unit.parameters()
+    assert is_sharded(parameter)
+    assert parameter is network.weight
+    # Rows are cut by ceil(5 / 2), and the last shard is padded in messages only.
+    assert local_of(parameter).shape == ((3, 3), (2, 3))[rank]
+    assert torch.equal(whole_of(parameter.detach()), weight)
+    assert torch.equal(local_of(cut_like(weight, parameter)), local_of(parameter.detach()))
+    reduction, seen, forwards = Recorder(), [], []
+    unit.use(reduction)
+    unit.before_forward(lambda *_: forwards.append(fsdp_adapter.is_in_backward()))
+    unit.watch_gradients({id(parameter): lambda whole: seen.append(tuple(whole.shape))})
+    inputs = torch.ones(2, 3)
+    network(inputs).sum().backward()
+    assert reduction.calls == [((9,), (2, 9))]
+    assert seen == [(5, 3)]
+    assert forwards == [False]
+    # Neither averaged nor divided.
+    assert torch.equal(local_of(parameter.grad), torch.full_like(local_of(parameter.grad), 2.0))
+
+
+def test_units_are_cut_and_reduced_as_we_say() -> None:
+    run_ranks(use_everything, 2)
+
+
+class HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def sum_unused(rank: int) -> None:
+    network = HalfUsed()
+    unit = shard_unit(network, make_mesh(CPU, 2))
+    reduction = Recorder()
+    unit.use(reduction)
+    unit.watch_gradients({})
+    network(torch.ones(1, 2)).sum().backward()
+    # All parameters are in each message, zeros for those without a gradient.
+    assert reduction.calls == [((6,), (2, 6))]
+
+
+def test_messages_have_one_layout_whatever_is_used() -> None:
+    run_ranks(sum_unused, 2)
+
+
+def test_a_torch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_fsdp()
+    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
+    with pytest.raises(UsageError, match="FSDPModule has set_custom_reduce_scatter"):
+        require_fsdp()

@@ -1,0 +1,103 @@
+"""Which gradients count, apart from their sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from helios.errors import UsageError
+from helios.sharding.sharded_gradients import ShardedGradients
+
+
+class Replicas:
+    """Three replicas on two processes; this is the second one, and the first notes nothing."""
+
+    num_replicas, num_processes, rank = 3, 2, 1
+
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        return flags
+
+
+class Unit:
+    """A unit of one parameter."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = parameter
+        self.notices: dict[int, Any] = {}
+
+    def use(self, reduction: object) -> None:
+        """Nothing is reduced."""
+
+    def before_forward(self, call: object) -> None:
+        """Nothing is called."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.parameter]
+
+    def watch_gradients(self, notices: dict[int, Any]) -> None:
+        self.notices = notices
+
+    def get_gradient(self) -> None:
+        self.notices[id(self.parameter)](self.parameter)
+
+
+def make() -> tuple[ShardedGradients, Unit, torch.optim.Optimizer]:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    unit: Any = Unit(parameter)
+    replicas: Any = Replicas()
+    gradients = ShardedGradients(replicas, {"net": unit}, {"net.weight": parameter})
+    return gradients, unit, torch.optim.SGD([parameter], lr=0.1)
+
+
+def test_a_gradient_of_a_replica_counts() -> None:
+    gradients, unit, optimizer = make()
+    assert gradients.has_idle_turn
+    unit.get_gradient()
+    gradients.end_turn()
+    unit.parameter.grad = torch.full((2,), 5.0)
+    gradients.end_turn()
+    assert unit.parameter.grad is None
+    gradients.finish(optimizer)
+    assert unit.parameter.grad.tolist() == [5.0, 5.0]
+
+
+def test_gradients_of_a_repeated_step_do_not_count() -> None:
+    gradients, unit, optimizer = make()
+    gradients.end_turn()
+    unit.get_gradient()
+    unit.parameter.grad = torch.full((2,), 5.0)
+    gradients.end_turn()
+    gradients.finish(optimizer)
+    assert unit.parameter.grad is None
+
+
+def test_what_a_turn_leaves_before_the_last_one_is_dropped() -> None:
+    gradients, unit, optimizer = make()
+    unit.get_gradient()
+    unit.parameter.grad = torch.full((2,), 9.0)
+    gradients.end_turn()
+    unit.parameter.grad = torch.full((2,), 5.0)
+    gradients.end_turn()
+    gradients.finish(optimizer)
+    assert unit.parameter.grad.tolist() == [5.0, 5.0]
+
+
+def test_a_window_without_an_update_leaves_nothing() -> None:
+    gradients, unit, optimizer = make()
+    unit.get_gradient()
+    gradients.end_turn()
+    unit.parameter.grad = torch.full((2,), 5.0)
+    gradients.end_turn()
+    gradients.close_window()
+    gradients.finish(optimizer)
+    assert unit.parameter.grad is None
+
+
+def test_what_is_trained_must_not_change() -> None:
+    gradients, unit, optimizer = make()
+    gradients.drop_old(optimizer)
+    unit.parameter.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"requires_grad of net\.weight was changed"):
+        gradients.drop_old(optimizer)

@@ -1,0 +1,225 @@
+"""A training whose networks may be sharded, with everything that could make a shard differ.
+
+Units are called twice, computed again in backward, tied, frozen, never used, and used by some
+replicas only, or by chance; no size can be divided by a number of processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, dropout, gelu
+from torch.utils.checkpoint import checkpoint
+
+import helios
+from helios.core.sharded_tensors import whole_of
+from helios.plugins import Plugin
+from helios.state import TrainingState
+from tests.support.ranks import run_ranks
+
+WIDTH = 11
+WORDS = 53
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """What a training is made of.
+
+    Attributes:
+        num_replicas: replicas of the run.
+        total_steps: its length.
+        sharding: as ``Trainer`` takes it.
+        num_samples: of the training data.
+        num_valid: of the validation data, after every second step; 0 for none.
+        has_norm: whether there are BatchNorm layers, which replicas update in turn.
+        options: further arguments of the trainer.
+    """
+
+    num_replicas: int = 3
+    total_steps: int = 4
+    sharding: str = "full"
+    num_samples: int = 96
+    num_valid: int = 0
+    has_norm: bool = True
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Block(nn.Module):
+    """A unit of the network."""
+
+    def __init__(self, *, has_norm: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 3)
+        self.down = nn.Linear(2 * WIDTH + 3, WIDTH)
+        self.batch_norm = nn.BatchNorm1d(WIDTH) if has_norm else nn.Identity()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.never = nn.Linear(3, 3)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.at_random = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, is_odd: bool) -> Tensor:
+        hidden = gelu(self.up(self.norm(x)))
+        hidden = self.down(dropout(hidden, 0.1, self.training)) + self.frozen(x)
+        if is_odd:
+            hidden = hidden + self.sometimes(x)
+        if self.training and torch.rand(()) < 0.15:
+            hidden = hidden + self.at_random(x)
+        return x + self.scale * self.batch_norm(hidden)
+
+
+class Network(nn.Module):
+    """Two blocks, the first of which runs twice, between an embedding and its transpose."""
+
+    def __init__(self, *, has_norm: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(has_norm=has_norm) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor, is_odd: bool) -> Tensor:
+        x = self.embedding(words)
+        first, second = self.layers
+        x = checkpoint(first, x, is_odd, use_reentrant=False) if self.training else first(x, is_odd)
+        return self.head(first(second(x, is_odd), is_odd))
+
+
+class Words(torch.utils.data.Dataset):
+    """Pairs of words that follow from their index."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        return index, (7 * index) % WORDS, (7 * index + 5) % WORDS
+
+
+class ShardedModel(helios.Model):
+    """Writes a digest of all parameters, buffers and states of the optimizer when it is trained."""
+
+    unsaved = ("folder", "setting", "num_seen", "num_trained")
+
+    def __init__(self, folder: Path, setting: Sharded) -> None:
+        super().__init__("sharded")
+        self.folder = folder
+        self.setting = setting
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.num_seen = self.num_trained = 0
+        self.net = Network(has_norm=self.setting.has_norm)
+        trained = [part for part in self.net.parameters() if part.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.02)
+
+    def shard(self) -> Sequence[nn.Module]:
+        return [*self.net.layers]
+
+    def train_step(self, batch: Any, state: TrainingState) -> Tensor:
+        indices, words, following = batch
+        self.num_trained += len(indices)
+        return cross_entropy(self.net(words, int(indices[0]) % 2 == 1), following)
+
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        indices, words, following = batch
+        self.num_seen += len(indices)
+        loss = cross_entropy(self.net(words, False), following, reduction="sum")
+        return {"loss": (loss.item(), len(indices)), "seen": (len(indices), 1)}
+
+    def on_training_end(self) -> None:
+        parts = digests_of(self)
+        if self.trainer.global_rank == 0:
+            text = "\n".join(f"{name} {value}" for name, value in parts.items())
+            (self.folder / "bits.txt").write_text(text)
+
+
+def digests_of(model: ShardedModel) -> dict[str, str]:
+    """Return a digest of each tensor; all processes call this together."""
+    found: dict[str, Tensor] = dict(model.net.named_parameters())
+    for name, parameter in [*found.items()]:
+        for key, value in model.optimizer.state.get(parameter, {}).items():
+            found[f"{name} {key}"] = value
+    found |= dict(model.net.named_buffers())
+    return {name: _digest(whole_of(part.detach())) for name, part in found.items()}
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+class Data(helios.DataModule):
+    """The data of a training."""
+
+    def __init__(self, setting: Sharded) -> None:
+        super().__init__()
+        self.setting = setting
+
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
+        self._train_dataset = self._create_dataset(Words(self.setting.num_samples), params)
+        if self.setting.num_valid:
+            params = helios.DataLoaderParams(batch_size=2)
+            self._valid_dataset = self._create_dataset(Words(self.setting.num_valid), params)
+
+
+class Kill(Plugin):
+    """Sends SIGKILL to one rank in the backward of an iteration."""
+
+    def __init__(self, iteration: int, rank: int) -> None:
+        super().__init__("kill")
+        self.iteration = iteration
+        self.killed_rank = rank
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_backward_start(self, loss: Tensor) -> None:
+        is_there = self.context.state.global_iteration == self.iteration
+        if is_there and self.context.global_rank == self.killed_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit(rank: int, folder: Path, setting: Sharded, *plugins: Plugin) -> dict[str, Any]:
+    """Train as a rank; returns the scores of the last validation."""
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+    folder.mkdir(exist_ok=True)
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=setting.total_steps,
+        num_replicas=setting.num_replicas,
+        sharding=setting.sharding,
+        valid_frequency=2 if setting.num_valid else None,
+        use_cpu=True,
+        print_banner=False,
+        plugins=plugins,
+        **{"chkpt_root": folder, "chkpt_frequency": 1, **setting.options},
+    )
+    model = ShardedModel(folder, setting)
+    trainer.fit(model, Data(setting))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return {**model.metrics, "num_seen": model.num_seen, "num_trained": model.num_trained}
+
+
+def train(folder: Path, num_processes: int, setting: Sharded, *plugins: Plugin) -> list[Any]:
+    """Train in as many processes; returns what each rank's :func:`fit` has returned."""
+    return run_ranks(fit, num_processes, folder, setting, *plugins)
+
+
+def read_bits(folder: Path) -> tuple[str, bytes]:
+    """Return the digests of the trained model, and the ledger."""
+    return (folder / "bits.txt").read_text(), (folder / "sharded" / "ledger.jsonl").read_bytes()
