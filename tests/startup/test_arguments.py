@@ -650,6 +650,7 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "store": CheckpointStore(keep_last=2),
         "num_replicas": 8,
         "nproc": 4,
+        "sharding": "none",
         "clip_norm": None,
         "clip_value": 0.5,
         "resume": "never",
