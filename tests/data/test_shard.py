@@ -20,7 +20,7 @@ from helios.errors import ArgumentError
         ((2, range(0), True), r"block=...\) must be a range of replicas from 0 to 1"),
         ((2, range(3), True), r"got range\(0, 3\)"),
         ((2, range(-1, 1), True), r"got range\(-1, 1\)"),
-        ((4, range(0, 4, 2), True), r"got range\(0, 4, 2\)"),
+        ((4, range(3, -1, -2), True), r"got range\(3, -1, -2\)"),
         ((2, [0, 1], True), r"got \[0, 1\]"),
         ((2, range(2), 1), r"pads=...\) must be True or False, got 1"),
     ],
