@@ -55,6 +55,7 @@ def test_the_example_is_killed_and_ends_on_fewer_processes(tmp_path: Path) -> No
     assert run_script(alone, "1") == 0
     assert run_script(killed, "4", text=_DIE) == 1
     assert run_script(killed, "3") == 0
+    assert run_script(alone, "export") == run_script(killed, "export") == 0
     ledgers = [each / "runs" / "gpt" / "ledger.jsonl" for each in (alone, killed)]
     assert ledgers[0].read_bytes() == ledgers[1].read_bytes()
     assert read_logits(alone) == read_logits(killed)
