@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.fsdp import FSDPModule
 
 import helios
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -180,3 +183,13 @@ def make_data() -> Callable[[], helios.DataModule]:
             self._train_dataset = self._create_dataset(torch.ones(4, 2), params)
 
     return Data
+
+
+def test_a_torch_without_such_an_fsdp_is_named() -> None:
+    is_able = "set_reduce_scatter_unused_params" in dir(FSDPModule)
+    code = "import helios.sharding.fsdp_adapter as a; a.require_fsdp()"
+    found = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (found.returncode == 0) is is_able
+    assert is_able or 'UsageError: Trainer(sharding="full") needs a' in found.stderr
