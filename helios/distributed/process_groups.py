@@ -148,7 +148,7 @@ def _open_store(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
     try:
         found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
         store, _, _ = next(found)
-    except dist.DistNetworkError as error:
+    except RuntimeError as error:  # of DistNetworkError, from PyTorch 2.7 on
         if "EADDRINUSE" not in str(error):
             raise
         place = urlsplit(meeting)
