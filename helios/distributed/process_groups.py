@@ -148,7 +148,7 @@ def _open_store(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
     try:
         found = dist.rendezvous(meeting, info.rank, info.world_size, timeout=timeout)  # type: ignore[attr-defined]
         store, _, _ = next(found)
-    except RuntimeError as error:  # of DistNetworkError, from PyTorch 2.7 on
+    except RuntimeError as error:  # PyTorch 2.6 has no class of its own for it
         if "EADDRINUSE" not in str(error):
             raise
         place = urlsplit(meeting)
