@@ -6,9 +6,9 @@ and the same command is run again. What the second start does is compared with a
 killed, bit for bit. It is also run on 1, 2 and 4 processes (torchrun, gloo) with the same global
 batch. "Random" adds dropout and augmentation. Prints tables in Markdown::
 
-    python -m venv /tmp/comparison
-    /tmp/comparison/bin/pip install -e . lightning accelerate transformers torchdata
-    /tmp/comparison/bin/python scripts/bench/comparison.py [--only helios lightning]
+    python -m venv .venv-comparison
+    .venv-comparison/bin/pip install -e . lightning accelerate transformers torchdata
+    .venv-comparison/bin/python scripts/bench/comparison.py [--only helios lightning]
 """
 
 from __future__ import annotations
