@@ -178,6 +178,27 @@ FAULTS = (
         f"{SHARDED}::test_sharded_networks_have_the_bits_of_whole_ones",
     ),
     Fault(
+        "units of one size are mixed where processes call different ones in the first step",
+        "helios/sharding/unit_calls.py",
+        "        if len(found) > 1:",
+        "        if False:",
+        "tests/sharding/test_unit_calls.py::test_other_units_are_named_before_they_are_gathered",
+    ),
+    Fault(
+        "units of one size are mixed where processes call different ones later",
+        "helios/sharding/unit_calls.py",
+        "        if any(one and zero for one, zero in zip(ones, zeros, strict=True)):",
+        "        if False:",
+        "tests/sharding/test_unit_calls.py::test_later_ones_are_named_before_the_update",
+    ),
+    Fault(
+        "units that processes call in a validation are not compared",
+        "helios/loops/evaluation.py",
+        "        self._session.engine.compare_calls()\n",
+        "",
+        "tests/sharding/test_unit_calls.py::test_those_of_a_validation_are_named_at_its_end",
+    ),
+    Fault(
         "a process that computes along keeps what its repeated step has changed",
         "helios/loops/run_along.py",
         "        before.erase()",

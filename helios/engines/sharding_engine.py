@@ -56,6 +56,14 @@ class ShardingEngine(ComponentState):
         """End the turn of a replica, before one in which this process has none."""
         self._gradients.end_turn()
 
+    def compare_calls(self) -> None:
+        """Compare which units the processes have called, at the end of a pass without gradients.
+
+        Raises:
+            UsageError: if they differ.
+        """
+        self._gradients.compare_calls()
+
     def find_norm(self, gradients: Sequence[Tensor] | Tensor, norm_type: float = 2.0) -> Tensor:
         """Return a norm of gradients; where models are sharded, all processes call this together.
 

@@ -46,6 +46,13 @@ class Gradients:
     def end_turn(self) -> None:
         """End the turn of a replica, before one in which this process has none."""
 
+    def compare_calls(self) -> None:
+        """Compare which parts of a sharded model the processes have called, at the end of a pass.
+
+        Raises:
+            UsageError: if they differ.
+        """
+
     def drop_old(self, optimizer: Optimizer) -> None:
         """Drop the gradients that parameters had when a run begins or the optimizer received them.
 

@@ -101,9 +101,14 @@ class Unit:
         module.set_reduce_scatter_unused_params(True)
 
     def before_forward(self, call: Callable[..., None]) -> None:
-        """Call a function before each forward of the module, with and without gradients."""
+        """Call a function before the parameters are gathered for a forward of the module."""
         assert isinstance(self.module, nn.Module)
-        self.module.register_forward_pre_hook(call)
+        self.module.register_forward_pre_hook(call, prepend=True)
+
+    def after_forward(self, call: Callable[..., None]) -> None:
+        """Call a function after each forward of the module."""
+        assert isinstance(self.module, nn.Module)
+        self.module.register_forward_hook(call)
 
     def watch_gradients(self, notices: dict[int, Notice]) -> None:
         """Call a function when a parameter has got its gradient in a backward.

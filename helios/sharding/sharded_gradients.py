@@ -16,6 +16,7 @@ from helios.errors import UsageError
 from helios.replicas.gradients import FindNetworks, Gradients
 from helios.replicas.replicas import Replicas
 from helios.sharding.fsdp_adapter import Unit
+from helios.sharding.unit_calls import UnitCalls
 from helios.sharding.unit_sum import UnitSum
 from helios.sharding.waves import Waves
 
@@ -40,10 +41,16 @@ class ShardedGradients(Gradients):
         self._trained = _trained(parameters)
         self._sums: dict[str, Tensor] = {}
         self._present: set[str] = set()
-        self._units = {name: UnitSum(self._waves) for name in units}
+        self._calls = calls = UnitCalls(replicas, [*units])
+        self._units = {
+            name: UnitSum(self._waves, partial(calls.note_sum, number))
+            for number, name in enumerate(units)
+        }
         names = {id(parameter): name for name, parameter in parameters.items()}
-        for name, unit in units.items():
+        for number, (name, unit) in enumerate(units.items()):
             self._connect(unit, self._units[name], names)
+            unit.before_forward(lambda *_, number=number: calls.note_forward(number))
+            unit.after_forward(lambda *_, number=number: calls.note_end(number))
 
     def _connect(self, unit: Unit, unit_sum: UnitSum, names: Mapping[int, str]) -> None:
         unit.use(unit_sum)
@@ -116,8 +123,16 @@ class ShardedGradients(Gradients):
         self._sums, self._present, self.is_open = {}, set(), False
 
     def _find_present(self, names: Sequence[str]) -> list[str]:
-        flags = self._replicas.agree(*(name in self._present for name in names))
+        flags = self._calls.compare(*(name in self._present for name in names))
         return [name for name, is_there in zip(names, flags, strict=True) if is_there]
+
+    def compare_calls(self) -> None:
+        """Compare the calls of units with those of other processes.
+
+        Raises:
+            UsageError: if they differ.
+        """
+        self._calls.compare()
 
     def close_window(self) -> None:
         """Drop what was collected and not used."""

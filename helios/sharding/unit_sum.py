@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -22,10 +23,12 @@ class UnitSum:
 
     Args:
         waves: the turns of an iteration.
+        note_sum: called before processes exchange gradients.
     """
 
-    def __init__(self, waves: Waves) -> None:
+    def __init__(self, waves: Waves, note_sum: Callable[[], None]) -> None:
         self._waves = waves
+        self._note_sum = note_sum
         self._sums = NodeSums(waves.num_replicas)
         self._num_forwards = 0
         self._num_turns = 0
@@ -72,6 +75,7 @@ class UnitSum:
         if not self._has_whole_leaf(chunks):
             output.zero_()
             return
+        self._note_sum()
         waves = self._waves
         self._num_turns += 1
         chunks, self._leaf = (chunks if self._leaf is None else self._leaf), None

@@ -91,6 +91,8 @@ def say_and_wait(mouth: Connection) -> None:
 
 def stay_and_end() -> None:
     """Send SIGTERM after the block, before the interpreter ends and while it does."""
+    # A shell lets processes in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     receiver = SignalReceiver([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
     atexit._clear()
     ends = []

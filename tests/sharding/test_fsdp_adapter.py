@@ -40,13 +40,14 @@ def use_everything(rank: int) -> None:
     assert torch.equal(local_of(cut_like(weight, parameter)), local_of(parameter.detach()))
     reduction, seen, forwards = Recorder(), [], []
     unit.use(reduction)
-    unit.before_forward(lambda *_: forwards.append(fsdp_adapter.is_in_backward()))
+    unit.before_forward(lambda *_: forwards.append((is_sharded(network.weight), "before")))
+    unit.after_forward(lambda *_: forwards.append((fsdp_adapter.is_in_backward(), "after")))
     unit.watch_gradients({id(parameter): lambda whole: seen.append(tuple(whole.shape))})
     inputs = torch.ones(2, 3)
     network(inputs).sum().backward()
     assert reduction.calls == [((9,), (2, 9))]
     assert seen == [(5, 3)]
-    assert forwards == [False]
+    assert forwards == [(True, "before"), (False, "after")]
     # Neither averaged nor divided.
     assert torch.equal(local_of(parameter.grad), torch.full_like(local_of(parameter.grad), 2.0))
 

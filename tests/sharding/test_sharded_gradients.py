@@ -12,7 +12,7 @@ from helios.sharding.sharded_gradients import ShardedGradients
 
 
 class Replicas:
-    """Three replicas on two processes; this is the second one, and the first notes nothing."""
+    """Three replicas on two processes; this is the second one, and the first raises no flag."""
 
     num_replicas, num_processes, rank = 3, 2, 1
 
@@ -31,6 +31,9 @@ class Unit:
         """Nothing is reduced."""
 
     def before_forward(self, call: object) -> None:
+        """Nothing is called."""
+
+    def after_forward(self, call: object) -> None:
         """Nothing is called."""
 
     def parameters(self) -> list[torch.Tensor]:

@@ -1,0 +1,105 @@
+"""Compares which units the processes call, because they gather the parameters of a unit together.
+
+FSDP does not look at it. Where two processes call different units of one size, each would compute
+with shards of both; where the sizes differ, the processes would wait or be aborted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import final
+
+from helios.errors import UsageError
+from helios.replicas.replicas import Replicas
+from helios.sharding.fsdp_adapter import is_in_backward
+
+_COMPARED_AT_ONCE = 1000
+_BITS = 64
+
+
+@final
+class UnitCalls:
+    """What this process has called since the last comparison.
+
+    The first calls are compared one by one, before anything is gathered; later ones together, at
+    the end of a step or of a pass, so that nothing that was computed in between is used.
+
+    Args:
+        replicas: the processes.
+        names: of the units.
+    """
+
+    def __init__(self, replicas: Replicas, names: Sequence[str]) -> None:
+        self._replicas = replicas
+        self._names = names
+        self._calls = array("L")
+        self._num_single = 0
+
+    def note_forward(self, unit: int) -> None:
+        """Note that the forward of a unit begins, unless it is computed again."""
+        if not is_in_backward():
+            self._note_forward(unit)
+
+    def note_end(self, unit: int) -> None:
+        """Note that the forward of a unit has ended, unless it is computed again."""
+        if not is_in_backward():
+            self._note_forward(len(self._names) + unit)
+
+    def _note_forward(self, call: int) -> None:
+        self._calls.append(call)
+        if self._num_single < _COMPARED_AT_ONCE:
+            self._num_single += 1
+            self._compare_one(call)
+
+    def _compare_one(self, call: int) -> None:
+        made = self._replicas.agree(*(call == other for other in range(2 * len(self._names))))
+        found = [self._describe(other) for other, is_made in enumerate(made) if is_made]
+        if len(found) > 1:
+            raise _make_error(found)
+
+    def note_sum(self, unit: int) -> None:
+        """Note that the gradients of a unit are added over the processes."""
+        self._calls.append(2 * len(self._names) + unit)
+
+    def compare(self, *flags: bool) -> tuple[bool, ...]:
+        """Compare the calls since the last comparison; all processes call this together.
+
+        Args:
+            flags: sent along, as :meth:`Replicas.agree` does.
+
+        Raises:
+            UsageError: if not all processes have made the same calls in the same order.
+        """
+        calls, self._calls = self._calls, array("L")
+        digest = hashlib.blake2b(calls.tobytes(), digest_size=_BITS // 8).digest()
+        number = int.from_bytes(digest, "big")
+        bits = [bool(number >> place & 1) for place in range(_BITS)]
+        agreed = self._replicas.agree(*flags, *bits, *(not bit for bit in bits))
+        ones, zeros = agreed[len(flags) : -_BITS], agreed[-_BITS:]
+        if any(one and zero for one, zero in zip(ones, zeros, strict=True)):
+            raise _make_error(self._find_difference(calls))
+        return agreed[: len(flags)]
+
+    def _find_difference(self, calls: array[int]) -> list[str]:
+        tables = self._replicas.gather_objects(calls.tolist())
+        for place in range(max(map(len, tables))):
+            made = {table[place] if place < len(table) else None for table in tables}
+            if len(made) > 1:
+                return sorted("nothing" if call is None else self._describe(call) for call in made)
+        raise AssertionError("digests differ, and so do the calls")
+
+    def _describe(self, call: int) -> str:
+        kind, unit = divmod(call, len(self._names))
+        what = ("the forward of", "the end of the forward of", "the gradients of")[kind]
+        return f"{what} {self._names[unit]}"
+
+
+def _make_error(found: Sequence[str]) -> UsageError:
+    return UsageError(
+        "All processes must call the units of a sharded model in the same order, because they "
+        f"gather them together, but one came to {found[0]} while another came to "
+        f"{' and to '.join(found[1:])}. Call a unit for every replica, multiplied by zero if need "
+        "be, or make the choice inside of a unit: take its parts out of Model.shard()."
+    )

@@ -1,0 +1,114 @@
+"""Processes that call different units end with an error, not with shards of two units mixed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import helios
+from helios.errors import UsageError
+from helios.sharding import unit_calls
+from helios.state import TrainingState
+from tests.support.ranks import run_ranks
+
+
+class Experts(nn.Module):
+    """Two units of one size and a third one, which a call names in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.large = nn.Sequential(nn.Linear(4, 50), nn.Linear(50, 4))
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        for name in names.split():
+            x = self.get_submodule(name)(x)
+        return x
+
+
+class Routed(helios.Model):
+    """Calls units by rank.
+
+    Args:
+        trained: for each step, what each rank calls.
+        evaluated: the same for each batch of a validation.
+    """
+
+    def __init__(self, trained: list[tuple[str, str]], evaluated: list[tuple[str, str]]) -> None:
+        super().__init__("routed")
+        self.trained, self.evaluated = trained, evaluated
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.num_updates = 0
+        self.net = Experts()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def shard(self) -> list[nn.Module]:
+        return [*self.net.children()]
+
+    def train_step(self, batch: Tensor, state: TrainingState) -> Tensor:
+        self.num_updates = state.global_step
+        return self.net(batch, self.trained[state.global_iteration - 1][self.global_rank]).sum()
+
+    def valid_step(self, batch: Tensor, step: int) -> None:
+        self.net(batch, self.evaluated[step][self.global_rank])
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        rows = torch.arange(16.0).reshape(4, 4)
+        self._train_dataset = self._create_dataset(rows, helios.DataLoaderParams())
+        self._valid_dataset = self._create_dataset(rows, helios.DataLoaderParams())
+
+
+def train(rank: int, limit: int, trained: list[Any], evaluated: list[Any] | None = None) -> str:
+    """Train, or validate only; returns the error, and the updates before the last step."""
+    unit_calls._COMPARED_AT_ONCE = limit
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=max(1, len(trained)),
+        num_replicas=2,
+        sharding="full",
+        valid_frequency=1 if evaluated else None,
+        use_cpu=True,
+        print_banner=False,
+    )
+    model = Routed(trained, evaluated or [])
+    with pytest.raises(UsageError, match="same order") as caught:
+        (trainer.fit if trained else trainer.validate)(model, Data())
+    return f"{str(caught.value).split('but ')[1].split('. ')[0]} after {model.num_updates}"
+
+
+A, B, LARGE = "first", "second", "large"
+SWAPPED = (f"{A} {B}", f"{B} {A}")
+
+
+@pytest.mark.parametrize("calls", [(A, B), SWAPPED, (A, LARGE), (f"{A} {B}", A), ("", LARGE)])
+def test_other_units_are_named_before_they_are_gathered(calls: tuple[str, str]) -> None:
+    texts = run_ranks(train, 2, 1000, [(A, A), calls])
+    assert texts[0] == texts[1]
+    assert texts[0].endswith("after 1")
+    assert "of net" in texts[0]
+
+
+@pytest.mark.parametrize("calls", [(A, B), SWAPPED])
+def test_later_ones_are_named_before_the_update(calls: tuple[str, str]) -> None:
+    texts = run_ranks(train, 2, 0, [(A, A), (A, A), calls])
+    assert (
+        texts
+        == [
+            "one came to the forward of net.first while another came to the forward of net.second "
+            "after 2"
+        ]
+        * 2
+    )
+
+
+def test_those_of_a_validation_are_named_at_its_end() -> None:
+    inside = run_ranks(train, 2, 0, [(A, A), (A, A)], [(A, A), (A, B)])
+    alone = run_ranks(train, 2, 0, [], [(A, A), (A, B)])
+    named = "one came to the forward of net.first while another came to the forward of net.second"
+    assert inside == alone == [f"{named} after 0"] * 2
