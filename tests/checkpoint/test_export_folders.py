@@ -194,6 +194,10 @@ def test_what_fits_is_one_file_without_an_index(tmp_path: Path) -> None:
     assert names(tmp_path / "x") == [NOTE_NAME, "model.safetensors"]
 
 
+class Memory(bytearray):
+    """Memory of a tensor that can be watched."""
+
+
 @pytest.mark.parametrize(("kind", "limit"), [("huggingface", 4_800), ("dcp", 2_400)])
 def test_memory_is_needed_for_one_file_or_one_tensor(
     kind: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,11 +208,13 @@ def test_memory_is_needed_for_one_file_or_one_tensor(
     alive, most = [0], [0]
 
     def watch(tensor: torch.Tensor) -> torch.Tensor:
-        found = read(tensor)
+        # Whoever keeps a view of it keeps its memory.
+        memory = Memory(tensor.nbytes)
+        found = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
         alive[0] += found.nbytes
         most[0] = max(most[0], alive[0])
-        weakref.finalize(found, lambda size=found.nbytes: alive.__setitem__(0, alive[0] - size))
-        return found
+        weakref.finalize(memory, lambda size=found.nbytes: alive.__setitem__(0, alive[0] - size))
+        return found.copy_(read(tensor))
 
     read = export.read_deferred
     monkeypatch.setattr(export, "read_deferred", watch)
