@@ -47,11 +47,20 @@ def write_weights(
 
 
 def refuse_checkpoint_name(path: Path) -> None:
-    """Refuse a name that a training would take for a checkpoint; raises ArgumentError."""
+    """Refuse a name that a training would take for a checkpoint, or for a part of one.
+
+    Raises:
+        ArgumentError: for such a name.
+    """
     if file_names.is_checkpoint(path):
         raise ArgumentError(
             f"Exported weights must not be named like a checkpoint, got {path}: a training would "
             "load it. Choose another name."
+        )
+    if any(map(file_names.is_checkpoint, path.absolute().parents)):
+        raise ArgumentError(
+            f"Exported weights must not be in the folder of a checkpoint, got {path}: no training "
+            "would load it then. Choose another folder."
         )
 
 

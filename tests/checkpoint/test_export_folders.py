@@ -303,6 +303,17 @@ def test_an_export_is_not_named_like_a_checkpoint(kind: str, tmp_path: Path) -> 
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_no_export_is_put_into_a_checkpoint(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save_network(RunFolder(tmp_path / "run"), make_state())
+    before = names(path)
+    assert run(path, kind, "--out", path / "out") == 2
+    assert "must not be in the folder of a checkpoint" in capsys.readouterr().err
+    assert names(path) == before
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_what_a_format_cannot_hold_is_named(kind: str, tmp_path: Path) -> None:
     weights = Weights({"a": torch.zeros(2), "b": torch.zeros(2, 2).to_sparse()})
