@@ -59,6 +59,7 @@ REWINDS = "tests/integration/test_rewind.py"
 TRACKERS = "tests/plugins/test_tracker.py"
 SENDERS = "tests/tracking/test_sender.py"
 POINTS = "tests/tracking/test_point_store.py"
+EXPORTS = "tests/checkpoint/test_export_folders.py"
 CHOSEN = "tests/integration/test_chosen_checkpoint.py"
 
 
@@ -2585,6 +2586,48 @@ FAULTS = (
         f"{COMMANDS}::"
         "test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name"
         "[export to pt-a flipped bit]",
+    ),
+    Fault(
+        "a folder that also holds other files is replaced by an export",
+        "helios/checkpoint/export_folders.py",
+        "    if others:",
+        "    if not names:",
+        f"{EXPORTS}::test_nothing_but_an_export_is_ever_replaced",
+    ),
+    Fault(
+        "a kill while an old export is removed leaves what nobody knows",
+        "helios/checkpoint/export_folders.py",
+        "        if each.name != NOTE_NAME:",
+        "        if each.name:",
+        "tests/checkpoint/test_export_kills.py",
+    ),
+    Fault(
+        "an export to transformers reads all tensors at once",
+        "helios/checkpoint/export_folders.py",
+        "            write(folder / file, weights.read(group))",
+        "            write(folder / file, {k: v for k, v in weights.read().items() if k in group})",
+        f"{EXPORTS}::test_memory_is_needed_for_one_file_or_one_tensor",
+    ),
+    Fault(
+        "an export for torch.distributed.checkpoint keeps all tensors",
+        "helios/storage/dcp_folder.py",
+        "single_file_per_rank=False",
+        "single_file_per_rank=True",
+        f"{EXPORTS}::test_memory_is_needed_for_one_file_or_one_tensor",
+    ),
+    Fault(
+        "an export has averages in their own types",
+        "helios/checkpoint/export.py",
+        "    if tensor.dtype == dtype:\n        return tensor",
+        "    if tensor.dtype:\n        return tensor",
+        f"{EXPORTS}::test_an_average_is_exported_in_the_types_of_the_weights",
+    ),
+    Fault(
+        "a sender outlives its training as long as a loader worker lives",
+        "helios/tracking/following.py",
+        "    while os.getppid() == training:",
+        "    while training:",
+        "tests/tracking/test_sender_process.py",
     ),
     Fault(
         "a migrated run begins its epoch anew",

@@ -1,4 +1,4 @@
-"""Exports the weights of a checkpoint, under the names that plain PyTorch uses.
+"""Selects the weights of a checkpoint, under the names that plain PyTorch uses.
 
 The model that wrote the checkpoint is not needed, because the file identifies networks. Optimizers,
 counters and random number generators are not exported.
@@ -6,24 +6,19 @@ counters and random number generators are not exported.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from helios.checkpoint import file_names
-from helios.core.sharded_tensors import is_deferred, read_deferred
+from helios.core.sharded_tensors import defer, is_deferred, read_deferred
 from helios.core.wrappers import clean_names
-from helios.errors import ArgumentError, CheckpointError, UsageError
-from helios.storage import codec, files
+from helios.errors import ArgumentError, CheckpointError
 from helios.storage.weights_only import TAG
-
-FORMATS = ("safetensors", "pt")
 
 _OPTIMIZER_KEYS = {"state", "param_groups"}
 _MAX_DEPTH = 50
@@ -34,7 +29,8 @@ class Weights:
     """Tensors by name, to be written to a separate file.
 
     Attributes:
-        tensors: by name; they may share memory, and may be mapped from the checkpoint.
+        tensors: by name; they may share memory, be mapped from the checkpoint, or be deferred:
+            :meth:`read` returns their values.
         versions: versions of the classes of a network, with which torch migrates its state.
         left_out: names of entries of a network's state that are not tensors.
     """
@@ -48,6 +44,20 @@ class Weights:
         """Total number of bytes of the tensors; shared ones count each time."""
         return sum(part.numel() * part.element_size() for part in self.tensors.values())
 
+    def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return tensors with their values; deferred ones are read, and tied ones stay tied.
+
+        Args:
+            names: which ones; ``None`` for all.
+
+        Raises:
+            DamagedCheckpointError: if their bytes are not those that were written.
+        """
+        chosen = {name: self.tensors[name] for name in (self.tensors if names is None else names)}
+        unique = {id(part): part for part in chosen.values()}
+        values = {number: value_of(part) for number, part in unique.items()}
+        return {name: values[id(part)] for name, part in chosen.items()}
+
     def add(self, prefix: str, state: Mapping[str, Any]) -> None:
         """Add the state of one network, under names that begin with ``prefix``."""
         for name, value in state.items():
@@ -58,6 +68,11 @@ class Weights:
         versions = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
         for name, version in (versions or {}).items():
             self.versions[(prefix + name).removesuffix(".")] = version
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    """Return a tensor, read if it is deferred."""
+    return read_deferred(tensor) if is_deferred(tensor) else tensor
 
 
 def select_weights(
@@ -90,8 +105,7 @@ def select_weights(
         for path, part in chosen.items():
             is_alone = len(chosen) == 1 and not loose
             prefix = "" if is_alone else f"{path}."
-            own, means = _read_all(part), _read_all(averages.get(path, {}))
-            weights.add(prefix, _averaged(own, means, path))
+            weights.add(prefix, _averaged(part, averages.get(path, {}), path))
         weights.add("", loose)
     if not weights.tensors:
         raise CheckpointError("The checkpoint holds no weights: its model has no network.")
@@ -119,19 +133,6 @@ def _choose(
             "model's attribute that holds it."
         )
     return {network: networks[network]}
-
-
-def _read_all(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a network with the sharded tensors that were not read yet."""
-    found = {name: part for name, part in state.items() if is_deferred(part)}
-    if not found:
-        return state
-    # Tied tensors stay tied.
-    whole = {id(part): read_deferred(part) for part in found.values()}
-    result = copy.copy(state)
-    assert isinstance(result, dict)
-    result.update((name, whole[id(part)]) for name, part in found.items())
-    return result
 
 
 def _averages_of(tree: Mapping[str, Any], average: str | None) -> Mapping[str, Any]:
@@ -162,18 +163,41 @@ def _averaged(
             "which the network does not have. Export the network's own weights."
         )
     # An average has one name for a tensor that the network has under several names.
-    by_place = {_place(state[name]): average for name, average in averages.items()}
+    by_place = {
+        _place(state[name]): _as_type(average, state[name].dtype)
+        for name, average in averages.items()
+    }
     replaced = OrderedDict(state)
     for name, own in state.items():
         if isinstance(own, Tensor) and _place(own) in by_place:
-            replaced[name] = by_place[_place(own)].to(own.dtype)
+            replaced[name] = by_place[_place(own)]
     if isinstance(state, OrderedDict):
         vars(replaced).update(vars(state))
     return replaced
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
+    if is_deferred(tensor):
+        return (id(tensor),)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another type; one with rows is converted when it is read."""
+    if tensor.dtype == dtype:
+        return tensor
+    return defer(tensor.shape, dtype, _Converted(tensor)) if tensor.dim() else tensor.to(dtype)
+
+
+@final
+class _Converted:
+    """The rows of a tensor in another type."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def read_rows(self, target: Tensor, first: int) -> None:
+        target.copy_(value_of(self._tensor)[first : first + len(target)])
 
 
 def _select_from_own_state(state: Any, *, network: str | None, average: str | None) -> Weights:
@@ -203,7 +227,7 @@ def _gather(weights: Weights, prefix: str, state: Any, depth: int) -> None:
     if state.keys() >= _OPTIMIZER_KEYS:
         return
     named = {str(key): part for key, part in state.items()}
-    tensors = {key: part for key, part in _read_all(named).items() if isinstance(part, Tensor)}
+    tensors = {key: part for key, part in named.items() if isinstance(part, Tensor)}
     weights.add(prefix, _clean(tensors))
     for key, part in named.items():
         _gather(weights, f"{prefix}{key}.", part, depth + 1)
@@ -216,84 +240,3 @@ def _clean(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     names = clean_names(tensors)
     return {names[name]: part for name, part in tensors.items()}
-
-
-def write_weights(
-    path: Path, weights: Weights, *, kind: str, metadata: Mapping[str, str], replaces: bool = False
-) -> None:
-    """Write weights to a file, durably; a kill leaves the old file or the new one.
-
-    Args:
-        path: the file.
-        weights: the tensors.
-        kind: ``"safetensors"``, or ``"pt"`` for a file that ``torch.load`` reads.
-        metadata: header of a safetensors file that describes its origin; ``"pt"`` has none.
-        replaces: whether an existing file may be overwritten.
-
-    Raises:
-        ArgumentError: if the file exists, or would be taken for a checkpoint.
-        UsageError: if safetensors is requested and not installed.
-        CheckpointError: if the format cannot hold a tensor.
-        OSError: if the disk fails.
-    """
-    if file_names.is_checkpoint(path):
-        raise ArgumentError(
-            f"The file of exported weights must not be named like a checkpoint, got {path}: a "
-            "training would load it. Choose another name."
-        )
-    if path.exists() and not replaces:
-        raise ArgumentError(f"{path} exists already. Choose another name, or allow overwriting.")
-    write = _safetensors_writer(metadata) if kind == "safetensors" else _write_pt
-    with files.replacing(path) as partial:
-        write(partial, weights)
-
-
-def _write_pt(path: Path, weights: Weights) -> None:
-    state = OrderedDict((name, part.detach()) for name, part in weights.tensors.items())
-    if weights.versions:
-        vars(state)["_metadata"] = OrderedDict(weights.versions)
-    codec.write_file(path, state)
-
-
-def _safetensors_writer(metadata: Mapping[str, str]) -> Callable[[Path, Weights], None]:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise UsageError(
-            "Exporting to safetensors needs the package safetensors, which is not installed. "
-            'Install it with: pip install "helios-trainer[safetensors]", or export to pt.'
-        ) from error
-
-    def write(path: Path, weights: Weights) -> None:
-        tensors = _apart(weights.tensors)
-        try:
-            safetensors.torch.save_file(tensors, path, metadata=dict(metadata))
-        except Exception as error:
-            raise CheckpointError(
-                f"{path} was not written: safetensors reports {error}. Check the disk; types that "
-                "safetensors does not support can be exported to pt."
-            ) from error
-        with path.open("r+b") as handle:
-            files.fsync(handle)
-
-    return write
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors that share no memory, as safetensors requires."""
-    seen: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise CheckpointError(
-                f"{name} is {tensor.layout}, {tensor.dtype}, which safetensors cannot hold. Export "
-                "to pt."
-            )
-        part = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        storage = part.untyped_storage()
-        size = part.numel() * part.element_size()
-        if storage.data_ptr() in seen or storage.nbytes() != size:
-            part = part.clone()
-        seen.add(part.untyped_storage().data_ptr())
-        result[name] = part
-    return result

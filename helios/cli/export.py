@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names
 from helios.checkpoint.contents import contents_of
-from helios.checkpoint.export import FORMATS, Weights, select_weights, write_weights
+from helios.checkpoint.export import Weights, select_weights
+from helios.checkpoint.export_files import FILE_FORMATS, write_weights
+from helios.checkpoint.export_folders import (
+    CONFIG_NAME,
+    DistributedCheckpoint,
+    FolderFormat,
+    HuggingFace,
+    write_folder,
+)
 from helios.checkpoint.status import Depth, Status, look_into
 from helios.cli import output
-from helios.core.sizes import size_text
-from helios.errors import CheckpointError
+from helios.core.sizes import parse_size, size_text
+from helios.errors import ArgumentError, CheckpointError
 from helios.version import __version__
 
 DESCRIPTION = """\
-Write only the weights of a checkpoint to a file that can be read without
-Helios.
+Write only the weights of a checkpoint, to be read without Helios: to a file
+for safetensors and pt, to a folder for huggingface (from_pretrained loads it)
+and dcp (torch.distributed.checkpoint loads it).
 
 The names are those inside the network if there is only one, or if --network
 names one; those of several networks begin with the model's attribute:
@@ -25,8 +35,11 @@ encoder.layer.weight. If the model overrides state_dict, all tensors outside
 optimizers are exported, by the keys that lead to them.
 
 The checkpoint is verified first. An existing file is overwritten only with
---force.
+--force, and so is a folder if it holds nothing but an export.
 """
+
+FORMATS = (*FILE_FORMATS, "huggingface", "dcp")
+_MAX_SHARD_SIZE = "5GB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         choices=FORMATS,
         metavar="FORMAT",
-        help="safetensors, or pt, which torch.load reads",
+        help="safetensors; pt, which torch.load reads; huggingface; or dcp",
     )
     parser.add_argument(
-        "--out", metavar="PATH", help="the file (default: beside the checkpoint, same stem)"
+        "--out",
+        metavar="PATH",
+        help="the file or folder (default: beside the checkpoint, same stem)",
     )
     parser.add_argument(
         "--network", metavar="NAME", help="only this network, by the model's attribute"
@@ -52,30 +67,88 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help='averages instead of weights, by the id of the plugin: "ema" or "swa"',
     )
-    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
+    parser.add_argument(
+        "--config", metavar="FILE", help="for huggingface: copied into the folder as config.json"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help=f"for huggingface: the size of a file, such as 500MB (default: {_MAX_SHARD_SIZE})",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file or export")
     output.add_json_option(parser)
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Export; 0 when the file is on the disk.
+    """Export; 0 when all is on the disk.
 
     Raises:
         CheckpointError: if the checkpoint is not good.
-        ArgumentError: for a network or average that is not in it, or if the file exists.
+        ArgumentError: for a network or average that is not in it, for an option that the format
+            does not have, or if the file exists.
     """
     source = output.existing_checkpoint(namespace.file)
+    layout = _layout(namespace)
     status, tree = look_into(source, Depth.BYTES)
     if not status.is_good:
         raise CheckpointError(f"{status.reason} Nothing was exported.")
     weights = select_weights(tree, network=namespace.network, average=namespace.average)
     target = Path(namespace.out or source.with_suffix(f".{namespace.to}"))
     metadata = _metadata(status, tree, namespace.average)
-    write_weights(target, weights, kind=namespace.to, metadata=metadata, replaces=namespace.force)
-    if namespace.json:
-        output.print_json(_document(target, status, weights, metadata))
+    names: list[str] = []
+    if layout is None:
+        kind, replaces = namespace.to, namespace.force
+        write_weights(target, weights, kind=kind, metadata=metadata, replaces=replaces)
     else:
-        output.print_lines(*_lines(target, weights))
+        names = write_folder(target, weights, layout, metadata=metadata, replaces=namespace.force)
+    if namespace.json:
+        document = _document(target, status, weights, metadata)
+        output.print_json(document | {"files": names})
+    else:
+        lacks_config = namespace.to == "huggingface" and CONFIG_NAME not in names
+        output.print_lines(*_lines(target, weights, lacks_config=lacks_config))
     return 0
+
+
+def _layout(namespace: argparse.Namespace) -> FolderFormat | None:
+    """Return the format of a folder, with its options; ``None`` for a file."""
+    if namespace.to == "huggingface":
+        config = None if namespace.config is None else _read_config(namespace.config)
+        return HuggingFace(_max_bytes(namespace.max_shard_size or _MAX_SHARD_SIZE), config)
+    for option, value in (
+        ("--config", namespace.config),
+        ("--max-shard-size", namespace.max_shard_size),
+    ):
+        if value is not None:
+            raise ArgumentError(
+                f"{option} has no effect with --to {namespace.to}. Omit it, or export to "
+                "huggingface."
+            )
+    return DistributedCheckpoint() if namespace.to == "dcp" else None
+
+
+def _max_bytes(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ArgumentError(
+            "--max-shard-size must be a positive number of bytes such as 500MB or 5GB, got "
+            f"{text!r}. Correct it."
+        ) from error
+
+
+def _read_config(path: str) -> bytes:
+    data = output.existing_file(path).read_bytes()
+    try:
+        is_config = isinstance(json.loads(data), dict)
+    except ValueError:
+        is_config = False
+    if not is_config:
+        raise ArgumentError(
+            f"--config must name the config.json of the network, a JSON object, got {path}. Write "
+            "one with config.save_pretrained(folder)."
+        )
+    return data
 
 
 def _metadata(status: Status, tree: Any, average: str | None) -> dict[str, str]:
@@ -108,9 +181,14 @@ def _document(
     }
 
 
-def _lines(target: Path, weights: Weights) -> list[str]:
+def _lines(target: Path, weights: Weights, *, lacks_config: bool) -> list[str]:
     size = size_text(weights.num_bytes)
     lines = [f"Wrote {len(weights.tensors)} tensors, {size}, to {target}."]
     if weights.left_out:
         lines.append(f"Not exported, because not tensors: {', '.join(weights.left_out)}.")
+    if lacks_config:
+        lines.append(
+            "from_pretrained also needs a config.json there: pass --config, or write it with "
+            f"config.save_pretrained({str(target)!r})."
+        )
     return lines

@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from helios.checkpoint import file_names
-from helios.checkpoint.export import select_weights, write_weights
+from helios.checkpoint.export import select_weights
+from helios.checkpoint.export_files import write_weights
 from helios.checkpoint.status import Depth, look_into
 from helios.cli import output
 from helios.cli.report import find_target

@@ -144,7 +144,7 @@ def write(handle: Writable, tree: Any) -> None:
     try:
         torch.save(tree, cast("IO[bytes]", handle))
     except RuntimeError as error:
-        cause = _find_cause(error)
+        cause = find_cause(error)
         if cause is error:
             raise
         raise cause from error
@@ -330,7 +330,8 @@ def _try_loading(value: Any, safe_types: list[Any]) -> None:
             raise TypeError(reason_of(error)) from error
 
 
-def _find_cause(error: BaseException) -> BaseException:
+def find_cause(error: BaseException) -> BaseException:
+    """Return the error of a file in whose place torch's writer has raised its own."""
     while _WRITER in str(error) and error.__context__ is not None:
         error = error.__context__
     return error

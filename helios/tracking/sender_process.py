@@ -47,6 +47,8 @@ class SenderProcess:
         self._folder = folder
         # The package may be found by a path that another process does not have.
         root = Path(helios.version.__file__).parent.parent
+        # Loader workers are forked by this same thread, so they have only those ends of the pipes
+        # that the training keeps: neither process waits for an end that such a worker holds.
         with folder.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, str(folder.path), str(root)],

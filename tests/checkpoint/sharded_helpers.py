@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,49 @@ def save_sharded(folder: RunFolder, epoch: int, iteration: int, num_ranks: int =
     for part in others:
         part.publish()
     return commit(folder, epoch, iteration, RankParts(own, lambda: False))
+
+
+def save_network(
+    folder: RunFolder,
+    state: Mapping[str, Tensor],
+    averages: Mapping[str, Tensor] | None = None,
+    *,
+    num_ranks: int = 3,
+) -> Path:
+    """Save the state of a network sharded, as the run's iteration 4; returns its folder.
+
+    Scalars are in the record. Tensors that are one are written once.
+    """
+    trees = {"model.objects.net": state, "plugins.ema.averages.net": averages or {}}
+    named = {f"{root}.{name}": part for root, tree in trees.items() for name, part in tree.items()}
+    places = {name: _place(part) for name, part in named.items() if part.dim()}
+    plan = make_plan(folder, 1, 4, num_ranks)
+    parts = []
+    for rank in range(num_ranks):
+        rows: dict[Any, OwnRows] = {}
+        for name, place in places.items():
+            first, end = RowShare(rank, num_ranks).rows(len(named[name]))
+            shape = tuple(named[name].shape)
+            rows.setdefault(place, OwnRows(named[name][first:end], first, shape))
+        parts.append(RankPart(plan, rank, {name: rows[place] for name, place in places.items()}))
+    net, means = (
+        {
+            name: ShardedValue(f"{root}.{name}") if part.dim() else part
+            for name, part in tree.items()
+        }
+        for root, tree in trees.items()
+    )
+    payload = make_payload(1, 4, objects={"net": net}, flags={"net": {}}, parameters={})
+    payload |= {"plugins": {"ema": {"averages": {"net": means}}}}
+    for part in parts[1:]:
+        part.publish()
+    own, sidecar = RankParts(parts[0], lambda: False), make_sidecar(1, 4)
+    return folder.commit(folder.draft(payload, stem=plan.path.stem, sidecar=sidecar, parts=own))
+
+
+def _place(tensor: Tensor) -> Any:
+    # Empty tensors have no place.
+    return (tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def is_whole(payload: dict[str, Any], iteration: int) -> bool:

@@ -529,10 +529,10 @@ def test_tools_show_verify_compare_and_export_folders(folder: RunFolder, tmp_pat
         assert shown[name].shape == shape
         assert shown[name].dtype == str(dtype).removeprefix("torch.")
         assert shown[name].num_bytes == tensor_of(name, 4).nbytes
-    weights = select_weights(tree)
-    assert weights.tensors.keys() == {name.rpartition(".")[2] for name in NETWORK}
+    values = select_weights(tree).read()
+    assert values.keys() == {name.rpartition(".")[2] for name in NETWORK}
     for name in NETWORK:
-        assert weights.tensors[name.rpartition(".")[2]].equal(tensor_of(name, 4))
+        assert values[name.rpartition(".")[2]].equal(tensor_of(name, 4))
     other = save_sharded(RunFolder(tmp_path / "other"), 1, 4, 2)
     assert compare(path, other).is_equal
     later = save_sharded(RunFolder(tmp_path / "later"), 1, 5, 2)

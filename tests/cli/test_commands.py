@@ -31,6 +31,8 @@ COMMANDS = {
     "verify": lambda path: ["verify", str(path)],
     "export to pt": lambda path: ["export", str(path), "--to", "pt"],
     "export to safetensors": lambda path: ["export", str(path), "--to", "safetensors"],
+    "export to huggingface": lambda path: ["export", str(path), "--to", "huggingface"],
+    "export to dcp": lambda path: ["export", str(path), "--to", "dcp"],
 }
 
 
@@ -249,16 +251,17 @@ def test_every_kind_of_file_ends_in_a_code_and_a_message_with_its_name(
     state, make = hostile.CASES[name]
     path = tmp_path / "run" / hostile.NAME
     make(path)
+    before = set(path.parent.iterdir())
     ran = Ran(capsys, *COMMANDS[command](path))
     assert hostile.NAME.removesuffix(".pth") in ran.out + ran.err
     assert "Traceback" not in ran.out + ran.err
-    if command in ("verify", "export to pt", "export to safetensors"):
+    if command == "verify" or command.startswith("export"):
         assert ran.code == (state != "good")
     if command in ("ls --verify", "verify"):
         assert state in ran.out
     if command.startswith("export"):
         assert bool(ran.err) == (state != "good")
-        assert len(list(path.parent.glob("run_epoch_2_iter_4.[ps][ta]*"))) == 1 + (state == "good")
+        assert len(set(path.parent.iterdir()) - before) == (state == "good")
 
 
 @pytest.mark.parametrize("is_signed", [False, True])
@@ -293,6 +296,53 @@ def test_export_writes_beside_the_checkpoint_and_says_where_from(
     assert (document["metadata"]["epoch"], document["metadata"]["iteration"]) == ("1", "3")
     assert document["metadata"]["source_digest"].startswith("sha256:")
     assert len(file_names.find_checkpoints(newest(root).parent)) == 3
+
+
+def test_export_to_huggingface_copies_the_config_and_says_where_one_is_missing(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, target = tmp_path / "mine.json", newest(root).with_suffix(".huggingface")
+    config.write_text('{"model_type": "gpt2"}  ')
+    words = ("export", newest(root), "--to", "huggingface")
+    ran = Ran(capsys, *words)
+    assert (ran.code, ran.err) == (0, "")
+    assert "needs a config.json" in ran.out
+    ran = Ran(capsys, *words, "--config", config, "--force")
+    assert "config.json" not in ran.out
+    assert (target / "config.json").read_bytes() == config.read_bytes()
+    document = Ran(capsys, *words, "--config", config, "--force", "--json").json
+    assert document["path"] == str(target)
+    assert document["files"] == ["config.json", "helios_export.json", "model.safetensors"]
+    note = json.loads((target / "helios_export.json").read_text())
+    assert (note["metadata"], note["files"]) == (document["metadata"], document["files"])
+    with safe_open(target / "model.safetensors", framework="pt") as opened:
+        assert opened.metadata() == document["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--max-shard-size", "five"], "--max-shard-size must be a positive number of bytes"),
+        (["--max-shard-size", "0GB"], "got '0GB'"),
+        (["--max-shard-size", "-1"], "got '-1'"),
+        (["--config", "CHECKPOINT"], "a JSON object, got"),
+        (["--config", "LIST"], "a JSON object, got"),
+        (["--config", "none"], "There must be a file"),
+        (["--to", "dcp", "--config", "LIST"], "--config has no effect with --to dcp"),
+        (["--to", "pt", "--max-shard-size", "5GB"], "--max-shard-size has no effect with --to pt"),
+    ],
+)
+def test_options_of_a_folder_are_checked_before_anything_is_written(
+    words: list[str], text: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "list.json").write_text("[1]")
+    places = {"CHECKPOINT": str(newest(root)), "LIST": str(tmp_path / "list.json")}
+    before = sorted(newest(root).parent.iterdir())
+    given = [places.get(word, word) for word in words]
+    ran = Ran(capsys, "export", newest(root), "--to", "huggingface", *given)
+    assert (ran.code, ran.out) == (2, "")
+    assert text in ran.err
+    assert sorted(newest(root).parent.iterdir()) == before
 
 
 def test_export_does_not_write_over_a_file_without_force(
@@ -358,13 +408,16 @@ def test_wrong_usage_is_told_on_stderr_with_code_2(
     assert newest(root).read_bytes() == before
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "huggingface"])
 def test_a_missing_extra_is_named_with_its_remedy(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str, root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    ran = Ran(capsys, "export", newest(root), "--to", "safetensors")
+    before = sorted(newest(root).parent.iterdir())
+    ran = Ran(capsys, "export", newest(root), "--to", kind)
     assert ran.code == 2
+    assert sorted(newest(root).parent.iterdir()) == before
     assert 'pip install "helios-trainer[safetensors]"' in ran.err
 
 
