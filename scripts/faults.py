@@ -53,6 +53,8 @@ AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
 SHARDED = "tests/sharding/test_sharded_training.py"
+RECOMPUTED = "tests/sharding/test_recomputation.py"
+CHECKPOINTED = "tests/sharding/test_checkpointed_units.py"
 SHARDED_SAVES = "tests/sharding/test_sharded_checkpoints.py"
 SHARDED_FOLDERS = "tests/checkpoint/test_sharded_folders.py"
 REWINDS = "tests/integration/test_rewind.py"
@@ -75,6 +77,34 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "a forward that is computed again updates BatchNorm a second time",
+        "helios/sharding/recomputation.py",
+        "                with start.put():",
+        "                with ExitStack():",
+        f"{CHECKPOINTED}::test_checkpoints_are_the_same",
+    ),
+    Fault(
+        "a forward that is computed again draws other numbers",
+        "helios/sharding/recomputation.py",
+        "        _set_states(self._generators, self._states)",
+        "        _set_states(self._generators, states)",
+        f"{RECOMPUTED}::test_a_second_forward_starts_as_the_first_and_leaves_no_trace",
+    ),
+    Fault(
+        "activations of units are kept",
+        "helios/sharding/recomputation.py",
+        "        if not torch.is_grad_enabled():",
+        "        if torch.is_grad_enabled():",
+        f"{RECOMPUTED}::test_a_unit_keeps_its_inputs_and_no_activations",
+    ),
+    Fault(
+        "a forward that is computed again reads parameters that have changed",
+        "helios/sharding/recomputation.py",
+        "    return is_inner or (then[0] is now[0] and then[1] == now[1])",
+        "    return True",
+        f"{RECOMPUTED}::test_parameters_that_are_changed_before_backward_are_an_error",
+    ),
     Fault(
         "a sharded checkpoint is committed before all parts are there",
         "helios/checkpoint/sharded_commit.py",
