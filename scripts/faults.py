@@ -78,6 +78,20 @@ class Fault:
 
 FAULTS = (
     Fault(
+        "a full ledger names replicas in the order of processes",
+        "helios/startup/building/run_ledger.py",
+        "gather=replicas.gather_replicas,",
+        "gather=lambda own: [each for part in replicas.gather_objects(own) for each in part],",
+        "tests/sharding/test_full_ledgers.py::test_they_are_those_of_whole_models",
+    ),
+    Fault(
+        "a full ledger of shards is read by one process only",
+        "helios/ledger/writer.py",
+        "        if self._tensors is not None and self._tensors.reads_weights:",
+        "        if self._tensors is not None and self._book is not None:",
+        "tests/sharding/test_full_ledgers.py::test_they_are_those_of_whole_models",
+    ),
+    Fault(
         "a forward that is computed again updates BatchNorm a second time",
         "helios/sharding/recomputation.py",
         "                with start.put():",
