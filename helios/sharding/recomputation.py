@@ -25,6 +25,8 @@ from helios.errors import UsageError
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of all modules that no forward changes, apart from the buffers."""
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
 
 @contextmanager
 def recomputed(modules: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -177,6 +179,8 @@ class _Copier:
 
     def copy(self, value: Any) -> Any:
         """Return a copy, or the value itself if it is of another kind."""
+        if type(value) in _PLAIN:
+            return value
         if id(value) not in self._done:
             self._done[id(value)] = (value, self._make(value))
         return self._done[id(value)][1]
@@ -185,8 +189,10 @@ class _Copier:
         kind = type(value)
         if isinstance(value, Tensor):
             return _copy_tensor(value)
-        if kind in (list, tuple, set, deque):
+        if kind in (list, tuple, set):
             return kind(map(self.copy, value))
+        if kind is deque:
+            return deque(map(self.copy, value), value.maxlen)
         if kind in (dict, OrderedDict):
             return kind((key, self.copy(member)) for key, member in value.items())
         if isinstance(value, rng.DefaultNumpyRNG):
@@ -198,16 +204,22 @@ class _Copier:
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides, which may choose the kernel."""
-    is_expanded = tensor.layout is torch.strided and 0 in tensor.stride()
-    if tensor.requires_grad or is_sharded(tensor) or is_expanded:
-        # Nothing can change these in place.
+    is_weight = isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor)
+    if is_weight or _is_expanded(tensor):
+        # Nothing may change these in place.
         return tensor
-    if tensor.layout is not torch.strided:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.clone()
-    found = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    form: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **form).copy_(tensor)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return any(
+        not step and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    return found.copy_(tensor)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
