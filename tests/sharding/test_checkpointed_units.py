@@ -38,12 +38,12 @@ def test_units_that_are_computed_again_have_the_same_bits(
 @pytest.mark.parametrize(
     ("num_replicas", "num_processes"), cases([(3, 2)], [case for case in MATRIX if case[1] > 1])
 )
-def test_accumulated_and_clipped_they_have_the_same_bits(
+def test_nested_accumulated_and_clipped_they_have_the_same_bits(
     tmp_path: Path, num_replicas: int, num_processes: int
 ) -> None:
     setting = Sharded(num_replicas, again="none", options=EVERYTHING)
     train(tmp_path / "plain", 1, setting)
-    train(tmp_path / "again", num_processes, replace(setting, again="units"))
+    train(tmp_path / "again", num_processes, replace(setting, again="nested"))
     assert read_bits(tmp_path / "again") == read_bits(tmp_path / "plain")
 
 

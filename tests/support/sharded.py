@@ -43,7 +43,7 @@ class Sharded:
         num_valid: of the validation data, after every second step; 0 for none.
         has_norm: whether there are BatchNorm layers, which replicas update in turn.
         again: what computes activations again in backward: ``"forward"`` of the network, that of
-            the ``"units"``, ``"both"`` or ``"none"``.
+            the ``"units"``, ``"both"``, units in units (``"nested"``) or ``"none"``.
         options: further arguments of the trainer.
     """
 
@@ -136,6 +136,10 @@ class ShardedModel(helios.Model):
     def shard(self) -> Sequence[nn.Module | Unit]:
         if self.setting.again in ("units", "both"):
             return [Unit(layer, checkpoint=True) for layer in self.net.layers]
+        if self.setting.again == "nested":
+            again = [self.net, *self.net.layers, *(layer.up for layer in self.net.layers)]
+            units = [Unit(part, checkpoint=True) for part in again]
+            return [*units, *(layer.down for layer in self.net.layers)]
         return [*self.net.layers]
 
     def train_step(self, batch: Any, state: TrainingState) -> Tensor:
