@@ -45,6 +45,7 @@ __all__ = [
     "Trainer",
     "TrainingState",
     "TrainingUnit",
+    "Unit",
     "UsageError",
     "__version__",
     "find_best_checkpoint",

@@ -53,6 +53,8 @@ AUDITED_RANKS = "tests/distributed/test_audit.py"
 MIGRATED_RUNS = "tests/integration/test_migrated_runs.py"
 SEEDS = "tests/integration/test_seeds.py"
 SHARDED = "tests/sharding/test_sharded_training.py"
+RECOMPUTED = "tests/sharding/test_recomputation.py"
+CHECKPOINTED = "tests/sharding/test_checkpointed_units.py"
 SHARDED_SAVES = "tests/sharding/test_sharded_checkpoints.py"
 SHARDED_FOLDERS = "tests/checkpoint/test_sharded_folders.py"
 REWINDS = "tests/integration/test_rewind.py"
@@ -75,6 +77,48 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "a full ledger names replicas in the order of processes",
+        "helios/startup/building/run_ledger.py",
+        "gather=replicas.gather_replicas,",
+        "gather=lambda own: [each for part in replicas.gather_objects(own) for each in part],",
+        "tests/sharding/test_full_ledgers.py::test_they_are_those_of_whole_models",
+    ),
+    Fault(
+        "a full ledger of shards is read by one process only",
+        "helios/ledger/writer.py",
+        "        if self._tensors is not None and self._tensors.reads_weights:",
+        "        if self._tensors is not None and self._book is not None:",
+        "tests/sharding/test_full_ledgers.py::test_they_are_those_of_whole_models",
+    ),
+    Fault(
+        "a forward that is computed again updates BatchNorm a second time",
+        "helios/sharding/recomputation.py",
+        "                with start.put():",
+        "                with ExitStack():",
+        f"{CHECKPOINTED}::test_checkpoints_are_the_same",
+    ),
+    Fault(
+        "a forward that is computed again draws other numbers",
+        "helios/sharding/recomputation.py",
+        "        _set_states(self._generators, self._states)",
+        "        _set_states(self._generators, states)",
+        f"{RECOMPUTED}::test_a_second_forward_starts_as_the_first_and_leaves_no_trace",
+    ),
+    Fault(
+        "activations of units are kept",
+        "helios/sharding/recomputation.py",
+        "        if not torch.is_grad_enabled():",
+        "        if torch.is_grad_enabled():",
+        f"{RECOMPUTED}::test_a_unit_keeps_its_inputs_and_no_activations",
+    ),
+    Fault(
+        "a forward that is computed again reads parameters that have changed",
+        "helios/sharding/recomputation.py",
+        "    return is_inner or (then[0] is now[0] and then[1] == now[1])",
+        "    return True",
+        f"{RECOMPUTED}::test_parameters_that_are_changed_before_backward_are_an_error",
+    ),
     Fault(
         "a sharded checkpoint is committed before all parts are there",
         "helios/checkpoint/sharded_commit.py",
@@ -2844,8 +2888,8 @@ FAULTS = (
     Fault(
         "a full ledger lacks the batches of other processes",
         "helios/ledger/tensor_digests.py",
-        "for turns in self._gather(self._turns) for turn in turns]",
-        "for turns in [self._turns] for turn in turns]",
+        "self._exchanged = self._gather(self._turns)",
+        "self._exchanged = self._turns",
         "tests/distributed/test_elastic.py"
         "::test_each_start_may_have_another_number_of_processes[iteration-order0]",
     ),

@@ -43,7 +43,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "sharding": (*_TOOLS, "replicas"),
     "engines": (*_TOOLS, "replicas", "launch", "sharding"),
     "requests": (*_TOOLS, "replicas"),
-    "model": (*_TOOLS, "hooks", "data", "run_state", "engines"),
+    "model": (*_TOOLS, "hooks", "data", "run_state", "sharding", "engines"),
     "plugins": (*_TOOLS, "hooks", "run_state", "tracking"),
     "session": (
         *(*_TOOLS, "terminal", "hooks", "data", "replicas", "run_state", "checkpoint", "engines"),
@@ -63,7 +63,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     # What the façade shows; nothing imports it.
     "exports": (
-        *(*_TOOLS, "hooks", "data", "checkpoint", "engines", "model", "plugins", "trainer"),
+        *(*_TOOLS, "hooks", "data", "checkpoint", "sharding", "engines", "model", "plugins"),
+        "trainer",
     ),
     "doctor": (*_TOOLS, "ledger"),
     "chkpt_migrator": (*_TOOLS, "migration"),

@@ -2,7 +2,8 @@
 
 A line then names each tensor of the batch, the generators, the gradients and the parameters, in the
 order in which an iteration computes them. What belongs to a replica is collected from the process
-that runs it; gradients and parameters are equal on all processes, so one of them is enough.
+that runs it; gradients and parameters are equal on all processes, so one of them is enough. Those
+of which each process holds a shard are gathered by all, one after another.
 
 ==============  ===========================================================================
 key             content
@@ -51,21 +52,26 @@ class TensorDigests:
     """Collects the digests of an iteration.
 
     Args:
-        is_writer: whether this process writes the line.
+        reads_weights: whether this process reads gradients and parameters: it writes the line, or
+            holds shards.
         find_weights: returns all parameters by name.
         read_generators: returns the states of the generators that Helios seeds, by name.
-        gather: returns a value of every process, in the order of ranks; a collective call.
+        gather: returns a value of every replica, in their order, of a list of those of the replicas
+            of this process; a collective call.
+
+    Attributes:
+        reads_weights: as given.
     """
 
     def __init__(
         self,
         *,
-        is_writer: bool,
+        reads_weights: bool,
         find_weights: Callable[[], Mapping[str, Tensor]],
         read_generators: Callable[[], Mapping[str, Any]],
-        gather: Callable[[Any], list[Any]],
+        gather: Callable[[Sequence[_Turn]], list[_Turn]],
     ) -> None:
-        self._is_writer = is_writer
+        self.reads_weights = reads_weights
         self._find_weights = find_weights
         self._read_generators = read_generators
         self._gather = gather
@@ -84,7 +90,7 @@ class TensorDigests:
         Args:
             before_step: is called before each step of an optimizer; calls :meth:`before_step`.
         """
-        if self._is_writer:
+        if self.reads_weights:
             self._hook = register_optimizer_step_pre_hook(before_step)
 
     def close(self) -> None:
@@ -103,25 +109,30 @@ class TensorDigests:
 
     def begin_turn(self, iteration: int) -> None:
         """Take the digests of the generators before the step of the next replica."""
-        batch = self._batches[len(self._turns)]
-        states = self._read_generators()
-        self._turns.append(_Turn(batch, {name: _digest(state) for name, state in states.items()}))
-        if iteration == 1 and self._is_writer and len(self._turns) == 1:
+        turn = _Turn(self._batches[len(self._turns)], {})
+        # There is one for each replica, also if a state cannot be read.
+        self._turns.append(turn)
+        for name, state in self._read_generators().items():
+            turn.generators[name] = _digest(state)
+        if iteration == 1 and self.reads_weights and len(self._turns) == 1:
             self._initial = self._read_weights()
 
     def take_gradients(self, optimizer: Optimizer) -> None:
         """Take the digests of averaged gradients, before they are clipped."""
-        if self._is_writer:
+        if self.reads_weights:
             self._averaged = optimizer
             self._take(optimizer)
 
     def exchange(self) -> None:
         """Collect what all replicas have read, at the end of an iteration; a collective call."""
-        self._exchanged = [turn for turns in self._gather(self._turns) for turn in turns]
+        self._exchanged = self._gather(self._turns)
         self._turns = []
 
     def describe(self, state: TrainingState) -> str:
-        """Return the entries of the line of an iteration, after :meth:`exchange`."""
+        """Return the entries of the line of an iteration, after :meth:`exchange`.
+
+        A collective call if the weights are sharded.
+        """
         content: dict[str, Any] = {
             "batch": [turn.batch for turn in self._exchanged],
             "generators": [turn.generators for turn in self._exchanged],

@@ -199,11 +199,11 @@ class LedgerWriter:
                 rest = ',"skipped":1'
             elif self._weights.is_due(state):
                 rest = self._digests()
-        if self._book is None:
-            return
-        if self._tensors is not None:
+        if self._tensors is not None and self._tensors.reads_weights:
             with self._guard("weights"):
                 rest += self._tensors.describe(state)
+        if self._book is None:
+            return
         norm = None if norm is None else self._read(norm)
         numbers = self._names, self._losses, self._rates(), norm
         moment = _mark_time() if self._is_far else None

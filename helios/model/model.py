@@ -24,6 +24,7 @@ from helios.hooks.interface import Hooks
 from helios.model.processor import BatchProcessor, Processed
 from helios.run_state.discovery import Discovery
 from helios.run_state.owner_states import internals_of
+from helios.sharding.units import Unit
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:
@@ -221,13 +222,16 @@ class Model(Hooks, ABC):
             fast_init: build networks only; True outside of training.
         """
 
-    def shard(self) -> Sequence[nn.Module] | None:
+    def shard(self) -> Sequence[nn.Module | Unit] | None:
         """Return the units of ``Trainer(sharding="full")``: modules that are gathered one by one.
 
         The parameters of a unit are whole only while its forward or backward runs. What is in no
         unit is in that of its network, which is always one. ``None``, the default, stands for the
         children and the members of ``ModuleList`` that have at least 2**20 elements. All replicas
         must call the same units in the same order.
+
+        ``Unit(module, checkpoint=True)`` also computes its activations again in backward, instead
+        of keeping them; so it does with ``sharding="none"``, where nothing else counts.
         """
         return None
 

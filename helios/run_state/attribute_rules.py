@@ -71,7 +71,7 @@ _HOUSE = (
     *("helios.trainer", "helios.startup", "helios.session", "helios.hooks", "helios.loops"),
     *("helios.engines", "helios.replicas", "helios.launch", "helios.plugins", "helios.checkpoint"),
     *("helios.data", "helios.run_state", "helios.terminal.root_logger", "helios.terminal.progress"),
-    "helios.storage.tensorboard_writer",
+    *("helios.storage.tensorboard_writer", "helios.sharding"),
 )
 
 

@@ -82,7 +82,7 @@ class _Comm(ReduceScatter):
 
 
 @final
-class Unit:
+class ShardedUnit:
     """A module whose parameters are gathered and freed together.
 
     Args:
@@ -132,11 +132,11 @@ class Unit:
             yield from group.fsdp_params
 
 
-def shard_unit(module: nn.Module, mesh: DeviceMesh) -> Unit:
+def shard_unit(module: nn.Module, mesh: DeviceMesh) -> ShardedUnit:
     """Shard the parameters of a module that inner units do not have."""
     sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
     assert isinstance(sharded, FSDPModule)
-    return Unit(sharded)
+    return ShardedUnit(sharded)
 
 
 def is_in_backward() -> bool:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn, optim
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from helios.core.wrappers import unwrap
@@ -47,8 +49,9 @@ def check_shardable(
 
 def _check_network(path: str, network: nn.Module) -> None:
     for name, module in network.named_modules():
-        place, kind = ".".join(filter(None, (path, name))), type(module).__name__
-        if unwrap(module) is not module or vars(module).get("_compiled_call_impl") is not None:
+        place = ".".join(filter(None, (path, name)))
+        if _is_wrapped(module):
+            kind = type(module).__name__
             raise UsageError(
                 'Trainer(sharding="full") needs networks that are neither compiled nor wrapped, '
                 f'but {place} ({kind}) is. Assign the module itself, or use sharding="none".'
@@ -66,6 +69,41 @@ def _check_network(path: str, network: nn.Module) -> None:
                 f"but {path}.{name} is a {type(parameter).__name__} of {parameter.dtype} and shape "
                 f"{tuple(parameter.shape)}. Make it a buffer, or use a shape of (1,)."
             )
+
+
+def check_checkpointable(networks: Mapping[str, nn.Module], units: Mapping[str, nn.Module]) -> None:
+    """Check that the activations of units can be computed again.
+
+    Args:
+        networks: the networks by path.
+        units: the units by name.
+
+    Raises:
+        UsageError: for the first one that cannot.
+    """
+    ids = {id(unit) for unit in units.values()}
+    for path, network in networks.items():
+        parts = dict(network.named_modules(prefix=path))
+        if ids.isdisjoint(map(id, parts.values())):
+            continue
+        for place, module in parts.items():
+            # What is compiled is not compiled again in backward, so both would not be equal.
+            if _is_wrapped(module) or isinstance(module, torch.jit.ScriptModule):
+                raise UsageError(
+                    "Unit(..., checkpoint=True) needs networks that are neither compiled nor "
+                    f"wrapped, but {place} ({type(module).__name__}) is. Assign the module itself, "
+                    "or use checkpoint=False."
+                )
+    for name, unit in units.items():
+        if any(map(is_lazy, unit.parameters())):
+            raise UsageError(
+                f"Unit(..., checkpoint=True) needs parameters with a shape, but {name} has lazy "
+                "ones. Call it once in setup(), or use checkpoint=False."
+            )
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    return unwrap(module) is not module or vars(module).get("_compiled_call_impl") is not None
 
 
 def _check_optimizer(path: str, optimizer: Optimizer) -> None:

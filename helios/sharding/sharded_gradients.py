@@ -15,7 +15,7 @@ from helios.core.sharded_tensors import local_of
 from helios.errors import UsageError
 from helios.replicas.gradients import FindNetworks, Gradients
 from helios.replicas.replicas import Replicas
-from helios.sharding.fsdp_adapter import Unit
+from helios.sharding.fsdp_adapter import ShardedUnit
 from helios.sharding.unit_calls import UnitCalls
 from helios.sharding.unit_sum import UnitSum
 from helios.sharding.waves import Waves
@@ -32,7 +32,7 @@ class ShardedGradients(Gradients):
     """
 
     def __init__(
-        self, replicas: Replicas, units: Mapping[str, Unit], parameters: Mapping[str, Tensor]
+        self, replicas: Replicas, units: Mapping[str, ShardedUnit], parameters: Mapping[str, Tensor]
     ) -> None:
         self._replicas = replicas
         self._waves = Waves(replicas.num_replicas, replicas.num_processes, replicas.rank)
@@ -52,7 +52,7 @@ class ShardedGradients(Gradients):
             unit.before_forward(lambda *_, number=number: calls.note_forward(number))
             unit.after_forward(lambda *_, number=number: calls.note_end(number))
 
-    def _connect(self, unit: Unit, unit_sum: UnitSum, names: Mapping[int, str]) -> None:
+    def _connect(self, unit: ShardedUnit, unit_sum: UnitSum, names: Mapping[int, str]) -> None:
         unit.use(unit_sum)
         unit.before_forward(unit_sum.count_forward)
         unit.watch_gradients(

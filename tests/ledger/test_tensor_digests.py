@@ -30,10 +30,10 @@ class Subject:
         self.optimizer = torch.optim.SGD(self.weights.values(), lr=0.5)
         self.draws = torch.Generator().manual_seed(1)
         self.digests = TensorDigests(
-            is_writer=True,
+            reads_weights=True,
             find_weights=lambda: self.weights,
             read_generators=lambda: {"torch": self.draws.get_state()},
-            gather=lambda value: [value],
+            gather=list,
         )
         self.digests.open(lambda optimizer, *_: self.digests.before_step(optimizer))
 

@@ -151,7 +151,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sharding": "half"}, 'must be "none" or "full"'),
     ({"sharding": "full", "precision": "fp16"}, "precision"),
     ({"sharding": "full", "audit": helios.Audit(every=2)}, "audit"),
-    ({"sharding": "full", "ledger": "full"}, "ledger"),
 ]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from helios.core.sharded_tensors import local_of
 from helios.plugins import EMA, GradientNormMonitor, NaNGuard, Plugin, nan_guard
-from helios.sharding.fsdp_adapter import Unit
+from helios.sharding.fsdp_adapter import ShardedUnit
 from helios.sharding.waves import NodeSums
 from tests.support.ranks import RankError, run_ranks
 from tests.support.sharded import WIDTH, Kill, Sharded, fit, read_bits, train
@@ -54,13 +54,13 @@ def test_accumulated_and_clipped_the_bits_are_those_of_one_process(
 
 
 def fit_with_stock_sums(rank: int, folder: Path, setting: Sharded) -> None:
-    def use(self: Unit, reduction: object) -> None:
+    def use(self: ShardedUnit, reduction: object) -> None:
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_gradient_divide_factor(1.0)
         self.module.set_reduce_scatter_unused_params(True)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unit, "use", use)
+        patch.setattr(ShardedUnit, "use", use)
         fit(rank, folder, setting)
 
 

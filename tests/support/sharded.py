@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy, dropout, gelu
 from torch.utils.checkpoint import checkpoint
 
 import helios
+from helios import Unit
 from helios.core.sharded_tensors import whole_of
 from helios.plugins import Plugin
 from helios.state import TrainingState
@@ -41,6 +42,8 @@ class Sharded:
         num_samples: of the training data.
         num_valid: of the validation data, after every second step; 0 for none.
         has_norm: whether there are BatchNorm layers, which replicas update in turn.
+        again: what computes activations again in backward: ``"forward"`` of the network, that of
+            the ``"units"``, ``"both"``, units in units (``"nested"``) or ``"none"``.
         options: further arguments of the trainer.
     """
 
@@ -50,6 +53,7 @@ class Sharded:
     num_samples: int = 96
     num_valid: int = 0
     has_norm: bool = True
+    again: str = "forward"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -81,8 +85,9 @@ class Block(nn.Module):
 class Network(nn.Module):
     """Two blocks, the first of which runs twice, between an embedding and its transpose."""
 
-    def __init__(self, *, has_norm: bool) -> None:
+    def __init__(self, *, has_norm: bool, checkpoints: bool = True) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.layers = nn.ModuleList(Block(has_norm=has_norm) for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
@@ -91,8 +96,11 @@ class Network(nn.Module):
     def forward(self, words: Tensor, is_odd: bool) -> Tensor:
         x = self.embedding(words)
         first, second = self.layers
-        x = checkpoint(first, x, is_odd, use_reentrant=False) if self.training else first(x, is_odd)
-        return self.head(first(second(x, is_odd), is_odd))
+        if self.training and self.checkpoints:
+            x = checkpoint(first, x, is_odd, use_reentrant=False)
+        else:
+            x = first(x, is_odd)
+        return self.head(first(second(x, is_odd=is_odd), is_odd))
 
 
 class Words(torch.utils.data.Dataset):
@@ -120,11 +128,18 @@ class ShardedModel(helios.Model):
 
     def setup(self, fast_init: bool = False) -> None:
         self.num_seen = self.num_trained = 0
-        self.net = Network(has_norm=self.setting.has_norm)
+        checkpoints = self.setting.again in ("forward", "both")
+        self.net = Network(has_norm=self.setting.has_norm, checkpoints=checkpoints)
         trained = [part for part in self.net.parameters() if part.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.02)
 
-    def shard(self) -> Sequence[nn.Module]:
+    def shard(self) -> Sequence[nn.Module | Unit]:
+        if self.setting.again in ("units", "both"):
+            return [Unit(layer, checkpoint=True) for layer in self.net.layers]
+        if self.setting.again == "nested":
+            again = [self.net, *self.net.layers, *(layer.up for layer in self.net.layers)]
+            units = [Unit(part, checkpoint=True) for part in again]
+            return [*units, *(layer.down for layer in self.net.layers)]
         return [*self.net.layers]
 
     def train_step(self, batch: Any, state: TrainingState) -> Tensor:

@@ -21,6 +21,7 @@ from helios import (
     Plugin,
     Trainer,
     TrainingState,
+    Unit,
 )
 from helios.plugins import EarlyStopping, HookContext, PipelineHooks
 
@@ -39,6 +40,9 @@ class Line(Model):
     def setup(self, fast_init: bool = False) -> None:
         self.net = nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3)
+
+    def shard(self) -> list[Unit]:
+        return [Unit(self.net, checkpoint=True)]
 
     def train_step(self, batch: Batch, state: TrainingState) -> Tensor:
         inputs, targets = batch

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from helios.engines.engine import Engine
 from helios.errors import ArgumentError, UsageError
@@ -16,8 +19,11 @@ from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.run_state.consistency import check_alike
 from helios.run_state.discovery import Discovery
-from helios.sharding.requirements import check_shardable
-from helios.sharding.units import find_units
+from helios.sharding.recomputation import recomputed
+from helios.sharding.requirements import check_checkpointable, check_shardable
+from helios.sharding.units import Unit, find_in_networks, find_units
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def take_own_processor(model: Model) -> None:
@@ -62,20 +68,62 @@ def move_networks(model: Model, device: torch.device) -> None:
             )
 
 
-def shard_networks(model: Model, engine: Engine) -> None:
+def form_units(model: Model, engine: Engine, *, trains: bool) -> AbstractContextManager[None]:
     """Shard the networks of a model over the processes, if the run is sharded.
 
+    Args:
+        model: the model, whose ``shard`` names the units.
+        engine: the engine.
+        trains: whether the run trains.
+
+    Returns:
+        Within it, the activations of units that ask for it are computed again in backward.
+
     Raises:
+        ArgumentTypeError: if ``Model.shard`` returns something else than units.
         UsageError: if a network or an optimizer does not allow it.
     """
-    replicas = engine.replicas
-    if not replicas.is_sharded:
-        return
+    is_sharded = engine.replicas.is_sharded
+    named = model.shard() if is_sharded else _ask_for_units(model) if trains else None
+    again = _find_checkpointed(model, named) if trains else {}
+    if is_sharded:
+        _shard_networks(model, engine, named)
+    return recomputed(again)
+
+
+def _ask_for_units(model: Model) -> Sequence[nn.Module | Unit] | None:
+    """Return the units of a model that is not sharded, which may be none."""
+    try:
+        return [*(model.shard() or ())]
+    except Exception as error:
+        _LOGGER.warning(
+            '%s.shard() failed, so no activations are computed again: %r. With sharding="none", '
+            "only Unit(..., checkpoint=True) in its result counts.",
+            type(model).__name__,
+            error,
+        )
+        return None
+
+
+def _find_checkpointed(
+    model: Model, named: Sequence[nn.Module | Unit] | None
+) -> dict[str, nn.Module]:
+    chosen = [each.module for each in named or () if isinstance(each, Unit) and each.checkpoint]
+    if not chosen:
+        return {}
+    networks = model.discovery.modules()
+    found = find_in_networks(networks, chosen)
+    check_checkpointable(networks, found)
+    _LOGGER.info("Activations of the units %s are computed again in backward.", ", ".join(found))
+    return found
+
+
+def _shard_networks(model: Model, engine: Engine, named: Sequence[nn.Module | Unit] | None) -> None:
     discovery = model.discovery
     networks, optimizers = discovery.modules(), discovery.optimizers()
     check_shardable(networks, optimizers, discovery.moved()[0])
-    units = find_units(networks, model.shard())
-    replicas.compare(partial(_check_weights, discovery))
+    units = find_units(networks, named)
+    engine.replicas.compare(partial(_check_weights, discovery))
     engine.shard(networks, optimizers, units)
 
 

@@ -132,16 +132,17 @@ def make_writer(
         every: the number of steps between two hashes of the weights.
     """
     discovery, tensors = model.discovery, None
+    reads_weights = book is not None or replicas.is_spread
 
     def find_weights() -> dict[str, Tensor]:
         return name_weights(discovery.modules(), discovery.moved()[0])
 
     if level == FULL:
         tensors = TensorDigests(
-            is_writer=book is not None,
+            reads_weights=reads_weights,
             find_weights=find_weights,
             read_generators=lambda: _read_generators(replicas.device),
-            gather=replicas.gather_objects,
+            gather=replicas.gather_replicas,
         )
     return LedgerWriter(
         book,
@@ -149,7 +150,7 @@ def make_writer(
         weights=WeightDigests(
             find_weights,
             discovery.optimizers,
-            is_read=book is not None or replicas.is_spread,
+            is_read=reads_weights,
             every=every,
         ),
         find_optimizers=discovery.optimizers,

@@ -168,9 +168,6 @@ class TrainerOptions:
         if self.audit is not None:
             remedy = "Omit it: a process cannot compute the gradient of another one alone."
             raise refusal("audit", 'None with sharding="full"', self.audit, remedy)
-        if self.checkpoints.ledger == "full":
-            remedy = 'Pass ledger="steps".'
-            raise refusal("ledger", 'not "full" with sharding="full"', "full", remedy)
 
     def for_replay(self, nproc: int | None) -> TrainerOptions:
         """Return the options of a replay: signals end it, and nothing is saved or audited.

@@ -38,8 +38,8 @@ from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.model_preparation import (
+    form_units,
     move_networks,
-    shard_networks,
     take_own_processor,
 )
 from helios.startup.building.state_owners import find_owners
@@ -322,7 +322,8 @@ class Run(ABC):
         self.model.setup(fast_init=is_inference)
         move_networks(self.model, self.engine.device)
         watch.end()
-        shard_networks(self.model, self.engine)
+        again = form_units(self.model, self.engine, trains=not is_inference)
+        self._settings.enter_context(again)
         check_processor(self.model, is_inference=is_inference)
         self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()

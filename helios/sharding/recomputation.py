@@ -1,0 +1,259 @@
+"""Computes the activations of modules again in backward, instead of keeping them.
+
+PyTorch's checkpoint calls a forward a second time. Here, that call starts from what the first one
+has started from, all generators, buffers and attributes, and leaves no trace: a BatchNorm counts a
+batch once. What it cannot start from again is an error.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from helios.core import rng
+from helios.core.generators import Generator, is_generator, load_generator, state_of_generator
+from helios.core.sharded_tensors import is_sharded
+from helios.errors import UsageError
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of all modules that no forward changes, apart from the buffers."""
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+@contextmanager
+def recomputed(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Compute the activations of modules again in backward, within a block.
+
+    Args:
+        modules: the modules by name. Names in their ``state_dict`` do not change.
+    """
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            forward = _Forward(name, module)
+            stack.callback(_put_back, module, forward, vars(module).get("forward"))
+            vars(module)["forward"] = forward
+        yield
+
+
+def _put_back(module: nn.Module, ours: _Forward, own: Any) -> None:
+    # What a user has put there since then stays.
+    if vars(module).get("forward") is ours:
+        del vars(module)["forward"]
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+@final
+class _Forward:
+    """The forward of a module whose activations are not kept.
+
+    Inside of what FSDP does around a forward, so that parameters are gathered once for both the
+    second forward and the backward.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        self._module = module
+        self._forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        names, num_args = [*kwargs], len(args)
+        start = _Start(self._name, self._module, (args, kwargs))
+        is_repeated = False
+
+        def run(*values: Any) -> Any:
+            nonlocal is_repeated
+            named = dict(zip(names, values[num_args:], strict=True))
+            if is_repeated:
+                with start.put():
+                    return self._forward(*values[:num_args], **named)
+            is_repeated = True
+            return self._forward(*values[:num_args], **named)
+
+        # Not by keyword: those of a module may have the names of checkpoint's own.
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+
+
+@final
+class _Start:
+    """What a forward starts from, besides the values of inputs and parameters.
+
+    Args:
+        name: of the module.
+        module: the module.
+        inputs: what its forward receives.
+    """
+
+    def __init__(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._name = name
+        self._parts = [*module.modules()]
+        self._inputs = [*_versions(_tensors_in(inputs))]
+        self._weights = self._read_weights()
+        copier = _Copier()
+        self._values = copier.copy(self._read())
+        self._generators = copier.generators
+        self._states = _read_states(self._generators)
+
+    @contextmanager
+    def put(self) -> Iterator[None]:
+        """Run a block that starts from here, and leaves no trace.
+
+        Raises:
+            UsageError: if inputs or parameters have changed since then.
+        """
+        self._require_unchanged()
+        values, states = self._read(), _read_states(self._generators)
+        # Copied again, because backward may run twice.
+        self._write(_Copier().copy(self._values))
+        _set_states(self._generators, self._states)
+        try:
+            yield
+        finally:
+            self._write(values)
+            _set_states(self._generators, states)
+
+    def _require_unchanged(self) -> None:
+        changed = [tensor for tensor, version in self._inputs if _version_of(tensor) != version]
+        if changed:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in changed)
+            raise UsageError(
+                f"Unit(..., checkpoint=True) needs inputs that nothing changes in place before "
+                f"backward, but those of {self._name}, of shape {shapes}, were. Change a copy, or "
+                "use checkpoint=False."
+            )
+        if not all(map(_is_same, self._weights, self._read_weights())):
+            raise UsageError(
+                "Unit(..., checkpoint=True) needs parameters that stay as they are from forward to "
+                f"backward, but some of {self._name} were changed or replaced. Update them after "
+                "backward, or use checkpoint=False."
+            )
+
+    def _read_weights(self) -> list[tuple[Tensor, int]]:
+        tables = (vars(part)["_parameters"].values() for part in self._parts)
+        return [*_versions(weight for table in tables for weight in table if weight is not None)]
+
+    def _read(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return attributes and buffers of each module."""
+        return [
+            (
+                {name: value for name, value in vars(part).items() if name not in _OF_TORCH},
+                dict(vars(part)["_buffers"]),
+            )
+            for part in self._parts
+        ]
+
+    def _write(self, values: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+        for part, (attributes, buffers) in zip(self._parts, values, strict=True):
+            table = vars(part)
+            for name in table.keys() - _OF_TORCH - attributes.keys():
+                del table[name]
+            table.update(attributes)
+            table["_buffers"].clear()
+            table["_buffers"].update(buffers)
+
+
+@final
+class _Copier:
+    """Copies what a forward may change in place: tensors, lists and dicts.
+
+    What occurs twice is copied once.
+
+    Attributes:
+        generators: the generators that were found; they are not copied.
+    """
+
+    def __init__(self) -> None:
+        self.generators: list[Generator] = []
+        # A value is kept with its copy, because an id is unique only while it exists.
+        self._done: dict[int, tuple[Any, Any]] = {}
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy, or the value itself if it is of another kind."""
+        if type(value) in _PLAIN:
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = (value, self._make(value))
+        return self._done[id(value)][1]
+
+    def _make(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return _copy_tensor(value)
+        if kind in (list, tuple, set):
+            return kind(map(self.copy, value))
+        if kind is deque:
+            return deque(map(self.copy, value), value.maxlen)
+        if kind in (dict, OrderedDict):
+            return kind((key, self.copy(member)) for key, member in value.items())
+        if isinstance(value, rng.DefaultNumpyRNG):
+            self.generators.append(value.generator)
+        elif is_generator(value):
+            self.generators.append(value)
+        return value
+
+
+def _copy_tensor(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides, which may choose the kernel."""
+    is_weight = isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor)
+    if is_weight or _is_expanded(tensor):
+        # Nothing may change these in place.
+        return tensor
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor.clone()
+    form: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **form).copy_(tensor)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return any(
+        not step and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member)
+
+
+def _versions(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
+    for tensor in tensors:
+        yield tensor, _version_of(tensor)
+
+
+def _is_same(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
+    # Inner units are whole or sharded, and have another parameter for each.
+    is_inner = is_sharded(then[0]) or is_sharded(now[0])
+    return is_inner or (then[0] is now[0] and then[1] == now[1])
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; those of inference mode cannot be."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def _read_states(generators: Sequence[Generator]) -> list[Any]:
+    """Return the states of the global generators and of others."""
+    found = [state_of_generator(generator) for generator in generators]
+    return [rng.get_rng_state_dict(), np.random.get_state(), *found]
+
+
+def _set_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    rng.load_rng_state_dict(states[0])
+    np.random.set_state(states[1])
+    for generator, state in zip(generators, states[2:], strict=True):
+        load_generator(generator, state)

@@ -1,0 +1,306 @@
+"""Activations that are computed again in backward: equal bits, no trace, less memory."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helios import Unit
+from helios.core import rng
+from helios.errors import ArgumentTypeError, UsageError
+from helios.sharding.recomputation import recomputed
+from helios.sharding.requirements import check_checkpointable
+from helios.sharding.units import find_in_networks
+
+WIDTH = 6
+
+
+class Changing(nn.Module):
+    """A forward that draws from every kind of generator, and changes every kind of attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.spectral = spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.dropout = nn.Dropout(0.3)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("same", self.mean)
+        self.register_buffer("expanded", torch.ones(1).expand(WIDTH))
+        self.rare = torch.zeros(WIDTH).to_sparse()
+        self.one = torch.zeros(()).expand(1)
+        self.last = deque(range(3), maxlen=3)
+        self.frozen = nn.RNN(WIDTH, WIDTH).requires_grad_(False)
+        self.num_calls = 0
+        self.seen: dict[str, list[int]] = {"calls": []}
+        self.own = torch.Generator().manual_seed(3)
+        self.numpy = rng.DefaultNumpyRNG(4)
+
+    def forward(
+        self, x: Tensor, *, debug: float | Tensor = 1.0, preserve_rng_state: bool = False
+    ) -> dict[str, Tensor]:
+        self.num_calls += 1
+        self.seen["calls"].append(self.num_calls)
+        self.last.append(self.num_calls)
+        self.one += 1.0
+        # cuDNN needs the weights in one piece of memory.
+        assert self.frozen._flat_weights[0] is self.frozen.weight_ih_l0
+        x = self.dropout(self.norm(self.frozen(self.first(x))[0])) * self.one.clone()
+        x = x + float(self.last[0])
+        # Invisible to autograd's count of changes.
+        self.mean.data.mul_(0.9).add_(x.detach().mean(0))
+        if self.num_calls == 2:
+            self.late = x.detach()
+        x = x * self.expanded + self.mean.clone()
+        for draw in (random.random, np.random.rand, rng.get_default_numpy_rng().generator.random):
+            x = x * (2.0 if draw() < 0.5 else 0.5)
+        x = x * (1.0 + self.numpy.generator.random())
+        x = x + torch.rand(WIDTH, generator=self.own) * len(self.seen["calls"])
+        return {"out": self.spectral(torch.sigmoid(x)) * debug}
+
+
+def state_of(network: nn.Module) -> list[Any]:
+    """Return everything that a training has made of a network and of the generators."""
+    tensors = [
+        *network.state_dict().values(),
+        *(part.grad for part in network.parameters() if part.requires_grad),
+    ]
+    parts = [
+        (each.num_calls, each.seen, each.late.tolist(), each.same is each.mean, *each.last)
+        for each in network
+    ]
+    drawn = [(each.own.get_state().tolist(), each.numpy.state_dict()) for each in network]
+    globals_ = rng.get_rng_state_dict()
+    return [
+        [tensor.clone().reshape(-1).contiguous().view(torch.uint8).tolist() for tensor in tensors],
+        *(parts, drawn, globals_["torch"].tolist(), globals_["rand"], globals_["numpy"]),
+        np.random.get_state()[1].tolist(),
+    ]
+
+
+def train(*, again: bool, autocast: bool) -> list[Any]:
+    rng.seed_rngs(1)
+    np.random.seed(2)
+    network = nn.ModuleList([Changing(), Changing()])
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    with recomputed({"0": network[0], "1": network[1]} if again else {}):
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                x = network[0](torch.randn(5, WIDTH), debug=torch.ones(WIDTH))["out"]
+                x = network[0](network[1](x, preserve_rng_state=True)["out"], debug=2.0)["out"]
+            loss = x.float().square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+    return state_of(network)
+
+
+@pytest.fixture
+def _legacy_generator() -> Any:
+    state = np.random.get_state()
+    yield
+    np.random.set_state(state)
+
+
+@pytest.mark.usefixtures("_legacy_generator")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_second_forward_starts_as_the_first_and_leaves_no_trace(*, autocast: bool) -> None:
+    assert train(again=True, autocast=autocast) == train(again=False, autocast=autocast)
+
+
+class Counted(nn.Linear):
+    """Counts its calls where no forward is put back."""
+
+    calls: ClassVar[list[bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(self.training)
+        return super().forward(x)
+
+
+def test_only_what_is_trained_is_computed_again() -> None:
+    network = Counted(2, 2)
+    Counted.calls.clear()
+    inputs = torch.ones(1, 2)
+    with recomputed({"net": network}):
+        with torch.no_grad():
+            network(inputs)
+        network.eval()
+        with torch.inference_mode():
+            network(inputs)
+        assert Counted.calls == [True, False]
+        network.train()
+        loss = network(inputs).square().sum()
+        # The second forward is that of the mode of the first.
+        network.eval()
+        loss.backward()
+        assert Counted.calls[2:] == [True, True]
+        assert not network.training
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes that are still alive of all that was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        return out
+
+    def count(self) -> int:
+        return sum(size for storage, size in self.storages.values() if not storage.expired())
+
+
+def measure(*, again: bool) -> int:
+    blocks = (nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4))
+    network = nn.Sequential(*blocks)
+    inputs = torch.ones(1000, 8)
+    modules = {str(number): block for number, block in enumerate(network)}
+    with recomputed(modules if again else {}), LiveBytes() as live:
+        loss = network(inputs).sum()
+        count = live.count()
+        loss.backward()
+    return count
+
+
+def test_a_unit_keeps_its_inputs_and_no_activations() -> None:
+    size = torch.float32.itemsize * 1000
+    # Each block keeps two hidden layers, and its output for the next.
+    assert measure(again=False) >= 4 * (64 + 64) * size
+    assert measure(again=True) <= 4 * 8 * size + 50_000
+
+
+def test_inputs_that_are_changed_before_backward_are_an_error_of_torch() -> None:
+    network = nn.Linear(2, 2)
+    with recomputed({"net": network}):
+        inputs = torch.ones(3, 2)
+        loss = network(inputs).square().sum()
+        inputs.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Reading(nn.Module):
+    """Multiplies what is nested in its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, inputs: dict[str, list[Tensor]]) -> Tensor:
+        return (inputs["values"][0] * self.scale).exp()
+
+
+def test_inputs_in_containers_that_are_changed_are_named() -> None:
+    network, inputs = Reading(), {"values": [torch.ones(2)]}
+    with recomputed({"net": network}):
+        loss = network(inputs).sum()
+        inputs["values"][0].zero_()
+        with pytest.raises(UsageError, match=r"those of net, of shape \(2,\), were"):
+            loss.backward()
+
+
+def test_parameters_that_are_changed_before_backward_are_an_error() -> None:
+    network = nn.Linear(2, 2)
+    with recomputed({"net": network}):
+        loss = network(torch.ones(3, 2)).square().sum()
+        with torch.no_grad():
+            network.weight.add_(1.0)
+        with pytest.raises(UsageError, match="some of net were changed or replaced"):
+            loss.backward()
+        others = {name: part.detach().clone() for name, part in network.named_parameters()}
+        others["weight"].requires_grad_(True)
+        outputs = torch.func.functional_call(network, others, (torch.ones(3, 2),))
+        with pytest.raises(UsageError, match="some of net were changed or replaced"):
+            outputs.square().sum().backward()
+
+
+def test_names_stay_and_a_copy_is_a_module_of_its_own() -> None:
+    network = nn.Sequential(nn.Linear(2, 2))
+    names = [*network.state_dict()]
+    with recomputed({"0": network[0]}):
+        assert [*network.state_dict()] == names
+        twin = copy.deepcopy(network)
+        with torch.no_grad():
+            twin[0].weight.zero_()
+            twin[0].bias.zero_()
+        assert not twin(torch.ones(1, 2)).any()
+        assert network(torch.ones(1, 2)).any()
+
+
+def test_the_forward_of_the_user_comes_back() -> None:
+    network = nn.Linear(2, 2)
+    with recomputed({"net": network}):
+        assert "forward" in vars(network)
+    assert "forward" not in vars(network)
+    own = network.forward = lambda x: x
+    with recomputed({"net": network}):
+        assert network.forward is not own
+    assert network.forward is own
+    with recomputed({"net": network}):
+        newer = network.forward = lambda x: 2 * x
+    assert network.forward is newer
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(2)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), r"wrapped, but net \(DataParallel\) is"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), r"wrapped, but net \(RecursiveScriptModule\)"),
+        (Lazy, "but net has lazy ones"),
+    ],
+)
+def test_what_cannot_be_computed_again_is_refused(make: Any, match: str) -> None:
+    network = make()
+    with pytest.raises(UsageError, match=match):
+        check_checkpointable({"other": nn.Linear(2, 2), "net": network}, {"net": network})
+
+
+def test_what_is_compiled_is_refused_wherever_it_is() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    network[1].compile(backend="eager")
+    with pytest.raises(UsageError, match=r"neither compiled nor wrapped, but net\.1 \(Linear\) is"):
+        check_checkpointable({"net": network}, {"net.0": network[0]})
+    # Of a network in which nothing is computed again, nothing is asked.
+    check_checkpointable({"net": network, "other": nn.Linear(2, 2)}, {})
+
+
+def test_units_have_types() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"Unit\(module\) must be a module, got list"):
+        Unit([nn.Linear(2, 2)])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"Unit\(checkpoint=\.\.\.\) must be a bool, got 1"):
+        Unit(nn.Linear(2, 2), checkpoint=1)  # type: ignore[arg-type]
+
+
+def test_units_are_found_by_name_in_networks_without_parameters_too() -> None:
+    network = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    found = find_in_networks({"net": network}, [network[0], network[0]])
+    assert found == {"net.0": network[0]}
+    with pytest.raises(ArgumentTypeError, match="that have a forward, got ModuleList"):
+        find_in_networks({"net": nn.ModuleList()}, [nn.ModuleList()])
