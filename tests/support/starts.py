@@ -90,7 +90,8 @@ def _serve(work: Callable[[], None], rank: int, count: int, folder: Path, meetin
             store=dist.FileStore(str(meeting), count),
             rank=rank,
             world_size=count,
-            timeout=datetime.timedelta(seconds=SECONDS),
+            # Where one is killed before they have met, the others end within SECONDS.
+            timeout=datetime.timedelta(seconds=SECONDS / 2),
         )
     work()
     if count > 1:
