@@ -2,12 +2,13 @@
 
 PyTorch's checkpoint calls a forward a second time. Here, that call starts from what the first one
 has started from, all generators, buffers and attributes, and leaves no trace: a BatchNorm counts a
-batch once. What it cannot start from again is an error.
+batch once. Inputs and parameters that have changed since then are an error.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -26,6 +27,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of all modules that no forward changes, apart from the buffers."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 
 
 @contextmanager
@@ -68,45 +70,61 @@ class _Forward:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         names, num_args = [*kwargs], len(args)
-        start = _Start(self._name, self._module, (args, kwargs))
+        start = _Start(self._name, self._module, (*args, *kwargs.values()))
         is_repeated = False
+
+        def call(values: Sequence[Any]) -> Any:
+            named = dict(zip(names, values[num_args:], strict=True))
+            return self._forward(*values[:num_args], **named)
 
         def run(*values: Any) -> Any:
             nonlocal is_repeated
-            named = dict(zip(names, values[num_args:], strict=True))
             if is_repeated:
-                with start.put():
-                    return self._forward(*values[:num_args], **named)
+                with start.put() as others:
+                    return call([*map(_choose, values, others)])
             is_repeated = True
-            return self._forward(*values[:num_args], **named)
+            return call(values)
 
         # Not by keyword: those of a module may have the names of checkpoint's own.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
 
+def _choose(value: Any, other: Any) -> Any:
+    return value if isinstance(value, Tensor) else other
+
+
 @final
 class _Start:
-    """What a forward starts from, besides the values of inputs and parameters.
+    """What a forward starts from, besides the values of input tensors and parameters.
 
     Args:
         name: of the module.
         module: the module.
-        inputs: what its forward receives.
+        inputs: what its forward receives. Tensors in them are checkpoint's to keep, or to compute
+            again where this unit is inside of another one.
     """
 
-    def __init__(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def __init__(self, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
         self._name = name
         self._parts = [*module.modules()]
-        self._inputs = [*_versions(_tensors_in(inputs))]
+        self._inputs = [
+            (tuple(tensor.shape), _counter_of(tensor), _version_of(tensor))
+            for tensor in _tensors_in(inputs)
+        ]
         self._weights = self._read_weights()
-        copier = _Copier()
-        self._values = copier.copy(self._read())
+        others = [None if isinstance(value, Tensor) else value for value in inputs]
+        self._kept = [*_tensors_in(others)]
+        copier = _Copier(self._kept)
+        self._values, self._others = copier.copy((self._read(), others))
         self._generators = copier.generators
         self._states = _read_states(self._generators)
 
     @contextmanager
-    def put(self) -> Iterator[None]:
+    def put(self) -> Iterator[Sequence[Any]]:
         """Run a block that starts from here, and leaves no trace.
+
+        Yields:
+            The inputs; those that are tensors are ``None``.
 
         Raises:
             UsageError: if inputs or parameters have changed since then.
@@ -114,18 +132,21 @@ class _Start:
         self._require_unchanged()
         values, states = self._read(), _read_states(self._generators)
         # Copied again, because backward may run twice.
-        self._write(_Copier().copy(self._values))
+        start, others = _Copier(self._kept).copy((self._values, self._others))
+        self._write(start)
         _set_states(self._generators, self._states)
         try:
-            yield
+            yield others
         finally:
             self._write(values)
             _set_states(self._generators, states)
 
     def _require_unchanged(self) -> None:
-        changed = [tensor for tensor, version in self._inputs if _version_of(tensor) != version]
+        changed = [
+            str(shape) for shape, counter, count in self._inputs if _version_of(counter) != count
+        ]
         if changed:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in changed)
+            shapes = ", ".join(changed)
             raise UsageError(
                 f"Unit(..., checkpoint=True) needs inputs that nothing changes in place before "
                 f"backward, but those of {self._name}, of shape {shapes}, were. Change a copy, or "
@@ -164,18 +185,21 @@ class _Start:
 
 @final
 class _Copier:
-    """Copies what a forward may change in place: tensors, lists and dicts.
+    """Copies what a forward may change in place: tensors, arrays, lists and dicts.
 
     What occurs twice is copied once.
+
+    Args:
+        kept: tensors that are not copied.
 
     Attributes:
         generators: the generators that were found; they are not copied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Iterable[Tensor]) -> None:
         self.generators: list[Generator] = []
         # A value is kept with its copy, because an id is unique only while it exists.
-        self._done: dict[int, tuple[Any, Any]] = {}
+        self._done: dict[int, tuple[Any, Any]] = {id(part): (part, part) for part in kept}
 
     def copy(self, value: Any) -> Any:
         """Return a copy, or the value itself if it is of another kind."""
@@ -189,12 +213,18 @@ class _Copier:
         kind = type(value)
         if isinstance(value, Tensor):
             return _copy_tensor(value)
+        if kind is np.ndarray:
+            return value.copy(order="K")
         if kind in (list, tuple, set):
             return kind(map(self.copy, value))
         if kind is deque:
             return deque(map(self.copy, value), value.maxlen)
-        if kind in (dict, OrderedDict):
-            return kind((key, self.copy(member)) for key, member in value.items())
+        if kind in _DICTS:
+            # With the factory of a defaultdict.
+            found = copy.copy(value)
+            for key, member in value.items():
+                found[key] = self.copy(member)
+            return found
         if isinstance(value, rng.DefaultNumpyRNG):
             self.generators.append(value.generator)
         elif is_generator(value):
@@ -233,6 +263,15 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 def _versions(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
     for tensor in tensors:
         yield tensor, _version_of(tensor)
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that counts changes of another one."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
 
 
 def _is_same(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:
