@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from helios.core import rng
 from helios.core.generators import Generator, is_generator, load_generator, state_of_generator
+from helios.core.memory import is_expanded
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of all modules that no forward changes, apart from the buffers."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
+"""Attributes of all modules that no forward changes."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
@@ -163,24 +164,19 @@ class _Start:
         tables = (vars(part)["_parameters"].values() for part in self._parts)
         return [*_versions(weight for table in tables for weight in table if weight is not None)]
 
-    def _read(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return attributes and buffers of each module."""
+    def _read(self) -> list[dict[str, Any]]:
+        """Return the attributes of each module, and what torch keeps its buffers and parts in."""
         return [
-            (
-                {name: value for name, value in vars(part).items() if name not in _OF_TORCH},
-                dict(vars(part)["_buffers"]),
-            )
+            {name: value for name, value in vars(part).items() if name not in _OF_TORCH}
             for part in self._parts
         ]
 
-    def _write(self, values: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        for part, (attributes, buffers) in zip(self._parts, values, strict=True):
+    def _write(self, values: list[dict[str, Any]]) -> None:
+        for part, attributes in zip(self._parts, values, strict=True):
             table = vars(part)
             for name in table.keys() - _OF_TORCH - attributes.keys():
                 del table[name]
             table.update(attributes)
-            table["_buffers"].clear()
-            table["_buffers"].update(buffers)
 
 
 @final
@@ -234,22 +230,15 @@ class _Copier:
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides, which may choose the kernel."""
-    is_weight = isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor)
-    if is_weight or _is_expanded(tensor):
-        # Nothing may change these in place.
+    if isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor):
         return tensor
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.clone()
+    if is_expanded(tensor):
+        # Nothing may change it in place.
+        return tensor
     form: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     return torch.empty_strided(tensor.shape, tensor.stride(), **form).copy_(tensor)
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    return any(
-        not step and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -44,6 +44,7 @@ class Changing(nn.Module):
         self.counts = Counter(calls=0)
         self.lists: dict[str, list[int]] = defaultdict(list)
         self.frozen = nn.RNN(WIDTH, WIDTH).requires_grad_(False)
+        self.one_of, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.num_calls = 0
         self.seen: dict[str, list[int]] = {"calls": []}
         self.own = torch.Generator().manual_seed(3)
@@ -71,6 +72,8 @@ class Changing(nn.Module):
         assert self.frozen._flat_weights[0] is self.frozen.weight_ih_l0
         x = self.dropout(self.norm(self.frozen(self.first(x))[0])) * self.one.clone()
         x = x + float(self.last[0])
+        self.one_of, self.other = self.other, self.one_of
+        x = x + self.one_of(x).tanh()
         # Invisible to autograd's count of changes.
         self.mean.data.mul_(0.9).add_(x.detach().mean(0))
         if self.num_calls == 2:
@@ -87,7 +90,7 @@ def state_of(network: nn.Module) -> list[Any]:
     """Return everything that a training has made of a network and of the generators."""
     tensors = [
         *network.state_dict().values(),
-        *(part.grad for part in network.parameters() if part.requires_grad),
+        *(torch.zeros(0) if part.grad is None else part.grad for part in network.parameters()),
     ]
     parts = [
         (each.num_calls, each.seen, each.late.tolist(), each.same is each.mean, *each.last)
