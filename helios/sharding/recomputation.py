@@ -11,7 +11,7 @@ import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -20,7 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from helios.core import rng
 from helios.core.generators import Generator, is_generator, load_generator, state_of_generator
-from helios.core.memory import is_expanded
+from helios.core.memory import (
+    has_plain_bytes,
+    is_expanded,
+    overlapping,
+    span_of,
+    storage_bytes,
+    storage_of,
+    tensor_on,
+)
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 
@@ -28,7 +36,9 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
 """Attributes of all modules that no forward changes."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_ALIGNMENT = 16
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 @contextmanager
@@ -183,7 +193,7 @@ class _Start:
 class _Copier:
     """Copies what a forward may change in place: tensors, arrays, lists and dicts.
 
-    What occurs twice is copied once.
+    What occurs twice is copied once, and tensors that share elements still do.
 
     Args:
         kept: tensors that are not copied.
@@ -196,9 +206,16 @@ class _Copier:
         self.generators: list[Generator] = []
         # A value is kept with its copy, because an id is unique only while it exists.
         self._done: dict[int, tuple[Any, Any]] = {id(part): (part, part) for part in kept}
+        self._tensors: list[_Pair] = []
 
     def copy(self, value: Any) -> Any:
         """Return a copy, or the value itself if it is of another kind."""
+        found = self._copy(value)
+        _fill(self._tensors)
+        self._tensors = []
+        return found
+
+    def _copy(self, value: Any) -> Any:
         if type(value) in _PLAIN:
             return value
         if id(value) not in self._done:
@@ -208,18 +225,18 @@ class _Copier:
     def _make(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, Tensor):
-            return _copy_tensor(value)
+            return self._make_tensor(value)
         if kind is np.ndarray:
             return value.copy(order="K")
         if kind in (list, tuple, set):
-            return kind(map(self.copy, value))
+            return kind(map(self._copy, value))
         if kind is deque:
-            return deque(map(self.copy, value), value.maxlen)
+            return deque(map(self._copy, value), value.maxlen)
         if kind in _DICTS:
             # With the factory of a defaultdict.
             found = copy.copy(value)
             for key, member in value.items():
-                found[key] = self.copy(member)
+                found[key] = self._copy(member)
             return found
         if isinstance(value, rng.DefaultNumpyRNG):
             self.generators.append(value.generator)
@@ -227,18 +244,55 @@ class _Copier:
             self.generators.append(value)
         return value
 
+    def _make_tensor(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor):
+            return tensor
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        if type(tensor) is not Tensor or not has_plain_bytes(tensor) or is_lazy:
+            return tensor.clone()
+        if is_expanded(tensor):
+            # Nothing may change it in place.
+            return tensor
+        # Filled when all tensors of its memory are known.
+        twin = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._tensors.append((tensor, twin))
+        return twin
 
-def _copy_tensor(tensor: Tensor) -> Tensor:
+
+def _fill(pairs: Iterable[_Pair]) -> None:
+    """Copy tensors into others; those that share elements still do."""
+    storages: dict[Any, list[_Pair]] = defaultdict(list)
+    for pair in pairs:
+        storages[pair[0].device, storage_of(pair[0])].append(pair)
+    for inside in storages.values():
+        groups = overlapping([span_of(tensor) for tensor, _ in inside]) if len(inside) > 1 else []
+        together = [[inside[number] for number in group] for group in groups if len(group) > 1]
+        done = {id(tensor) for group in together for tensor, _ in group}
+        for group in together:
+            _fill_together(group)
+        for tensor, twin in inside:
+            if id(tensor) not in done:
+                twin.data = _copy_alone(tensor)
+
+
+def _copy_alone(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides, which may choose the kernel."""
-    if isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor):
-        return tensor
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor.clone()
-    if is_expanded(tensor):
-        # Nothing may change it in place.
-        return tensor
     form: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     return torch.empty_strided(tensor.shape, tensor.stride(), **form).copy_(tensor)
+
+
+def _fill_together(pairs: Sequence[_Pair]) -> None:
+    first = pairs[0][0]
+    spans = [span_of(tensor) for tensor, _ in pairs]
+    whole = storage_of(first)
+    begin, end = min(spans)[0] - whole, max(end for _, end in spans) - whole
+    # Elements of all types keep their alignment.
+    begin -= begin % _ALIGNMENT
+    block = storage_bytes(first)[begin:end].clone().untyped_storage()
+    for tensor, twin in pairs:
+        size = tensor.element_size()
+        offset = int(tensor.storage_offset()) - begin // size
+        twin.data = tensor_on(block, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -37,6 +37,8 @@ class Changing(nn.Module):
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("same", self.mean)
         self.register_buffer("expanded", torch.ones(1).expand(WIDTH))
+        self.table = torch.arange(2.0 * WIDTH).view(2, WIDTH)
+        self.row, self.bits = self.table[1], self.table.view(torch.int32)[1]
         self.rare = torch.zeros(WIDTH).to_sparse()
         self.one = torch.zeros(()).expand(1)
         self.last = deque(range(3), maxlen=3)
@@ -62,6 +64,8 @@ class Changing(nn.Module):
         self.seen["calls"].append(self.num_calls)
         self.last.append(self.num_calls)
         self.one += 1.0
+        self.row += 1.0
+        x = x + self.table[1].clone() * (self.bits.float() - 1e9).tanh()
         self.array += 1.0
         self.counts["calls"] += 1
         self.lists["calls"].append(self.num_calls)
@@ -96,7 +100,9 @@ def state_of(network: nn.Module) -> list[Any]:
         (each.num_calls, each.seen, each.late.tolist(), each.same is each.mean, *each.last)
         for each in network
     ]
-    others = [(each.array.tolist(), each.counts, each.lists) for each in network]
+    others = [
+        (each.array.tolist(), each.counts, each.lists, each.table.tolist()) for each in network
+    ]
     drawn = [(each.own.get_state().tolist(), each.numpy.state_dict()) for each in network]
     globals_ = rng.get_rng_state_dict()
     return [
