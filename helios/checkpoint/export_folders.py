@@ -151,6 +151,11 @@ def write_folder(
         OSError: if the disk fails.
     """
     refuse_checkpoint_name(path)
+    if path.name in ("", ".."):
+        raise ArgumentError(
+            f"Exported weights need a folder with a name, which they get when they are complete, "
+            f"got {path}. Write out its name."
+        )
     try:
         with FolderLock(path.parent, name=f".{path.name}.lock"):
             _check_replaceable(path, replaces=replaces)

@@ -2,15 +2,16 @@
 
 PyTorch's checkpoint calls a forward a second time. Here, that call starts from what the first one
 has started from, all generators, buffers and attributes, and leaves no trace: a BatchNorm counts a
-batch once. What it cannot start from again is an error.
+batch once. Inputs and parameters that have changed since then are an error.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import copy
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -19,13 +20,25 @@ from torch.utils.checkpoint import checkpoint
 
 from helios.core import rng
 from helios.core.generators import Generator, is_generator, load_generator, state_of_generator
+from helios.core.memory import (
+    has_plain_bytes,
+    is_expanded,
+    overlapping,
+    span_of,
+    storage_bytes,
+    storage_of,
+    tensor_on,
+)
 from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of all modules that no forward changes, apart from the buffers."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training", "_buffers", "_modules"}
+"""Attributes of all modules that no forward changes."""
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+_ALIGNMENT = 16
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 @contextmanager
@@ -68,45 +81,61 @@ class _Forward:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         names, num_args = [*kwargs], len(args)
-        start = _Start(self._name, self._module, (args, kwargs))
+        start = _Start(self._name, self._module, (*args, *kwargs.values()))
         is_repeated = False
+
+        def call(values: Sequence[Any]) -> Any:
+            named = dict(zip(names, values[num_args:], strict=True))
+            return self._forward(*values[:num_args], **named)
 
         def run(*values: Any) -> Any:
             nonlocal is_repeated
-            named = dict(zip(names, values[num_args:], strict=True))
             if is_repeated:
-                with start.put():
-                    return self._forward(*values[:num_args], **named)
+                with start.put() as others:
+                    return call([*map(_choose, values, others)])
             is_repeated = True
-            return self._forward(*values[:num_args], **named)
+            return call(values)
 
         # Not by keyword: those of a module may have the names of checkpoint's own.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
 
 
+def _choose(value: Any, other: Any) -> Any:
+    return value if isinstance(value, Tensor) else other
+
+
 @final
 class _Start:
-    """What a forward starts from, besides the values of inputs and parameters.
+    """What a forward starts from, besides the values of input tensors and parameters.
 
     Args:
         name: of the module.
         module: the module.
-        inputs: what its forward receives.
+        inputs: what its forward receives. Tensors in them are checkpoint's to keep, or to compute
+            again where this unit is inside of another one.
     """
 
-    def __init__(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def __init__(self, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
         self._name = name
         self._parts = [*module.modules()]
-        self._inputs = [*_versions(_tensors_in(inputs))]
+        self._inputs = [
+            (tuple(tensor.shape), _counter_of(tensor), _version_of(tensor))
+            for tensor in _tensors_in(inputs)
+        ]
         self._weights = self._read_weights()
-        copier = _Copier()
-        self._values = copier.copy(self._read())
+        others = [None if isinstance(value, Tensor) else value for value in inputs]
+        self._kept = [*_tensors_in(others)]
+        copier = _Copier(self._kept)
+        self._values, self._others = copier.copy((self._read(), others))
         self._generators = copier.generators
         self._states = _read_states(self._generators)
 
     @contextmanager
-    def put(self) -> Iterator[None]:
+    def put(self) -> Iterator[Sequence[Any]]:
         """Run a block that starts from here, and leaves no trace.
+
+        Yields:
+            The inputs; those that are tensors are ``None``.
 
         Raises:
             UsageError: if inputs or parameters have changed since then.
@@ -114,18 +143,21 @@ class _Start:
         self._require_unchanged()
         values, states = self._read(), _read_states(self._generators)
         # Copied again, because backward may run twice.
-        self._write(_Copier().copy(self._values))
+        start, others = _Copier(self._kept).copy((self._values, self._others))
+        self._write(start)
         _set_states(self._generators, self._states)
         try:
-            yield
+            yield others
         finally:
             self._write(values)
             _set_states(self._generators, states)
 
     def _require_unchanged(self) -> None:
-        changed = [tensor for tensor, version in self._inputs if _version_of(tensor) != version]
+        changed = [
+            str(shape) for shape, counter, count in self._inputs if _version_of(counter) != count
+        ]
         if changed:
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in changed)
+            shapes = ", ".join(changed)
             raise UsageError(
                 f"Unit(..., checkpoint=True) needs inputs that nothing changes in place before "
                 f"backward, but those of {self._name}, of shape {shapes}, were. Change a copy, or "
@@ -142,43 +174,48 @@ class _Start:
         tables = (vars(part)["_parameters"].values() for part in self._parts)
         return [*_versions(weight for table in tables for weight in table if weight is not None)]
 
-    def _read(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return attributes and buffers of each module."""
+    def _read(self) -> list[dict[str, Any]]:
+        """Return the attributes of each module, and what torch keeps its buffers and parts in."""
         return [
-            (
-                {name: value for name, value in vars(part).items() if name not in _OF_TORCH},
-                dict(vars(part)["_buffers"]),
-            )
+            {name: value for name, value in vars(part).items() if name not in _OF_TORCH}
             for part in self._parts
         ]
 
-    def _write(self, values: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-        for part, (attributes, buffers) in zip(self._parts, values, strict=True):
+    def _write(self, values: list[dict[str, Any]]) -> None:
+        for part, attributes in zip(self._parts, values, strict=True):
             table = vars(part)
             for name in table.keys() - _OF_TORCH - attributes.keys():
                 del table[name]
             table.update(attributes)
-            table["_buffers"].clear()
-            table["_buffers"].update(buffers)
 
 
 @final
 class _Copier:
-    """Copies what a forward may change in place: tensors, lists and dicts.
+    """Copies what a forward may change in place: tensors, arrays, lists and dicts.
 
-    What occurs twice is copied once.
+    What occurs twice is copied once, and tensors that share elements still do.
+
+    Args:
+        kept: tensors that are not copied.
 
     Attributes:
         generators: the generators that were found; they are not copied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Iterable[Tensor]) -> None:
         self.generators: list[Generator] = []
         # A value is kept with its copy, because an id is unique only while it exists.
-        self._done: dict[int, tuple[Any, Any]] = {}
+        self._done: dict[int, tuple[Any, Any]] = {id(part): (part, part) for part in kept}
+        self._tensors: list[_Pair] = []
 
     def copy(self, value: Any) -> Any:
         """Return a copy, or the value itself if it is of another kind."""
+        found = self._copy(value)
+        _fill(self._tensors)
+        self._tensors = []
+        return found
+
+    def _copy(self, value: Any) -> Any:
         if type(value) in _PLAIN:
             return value
         if id(value) not in self._done:
@@ -188,38 +225,74 @@ class _Copier:
     def _make(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, Tensor):
-            return _copy_tensor(value)
+            return self._make_tensor(value)
+        if kind is np.ndarray:
+            return value.copy(order="K")
         if kind in (list, tuple, set):
-            return kind(map(self.copy, value))
+            return kind(map(self._copy, value))
         if kind is deque:
-            return deque(map(self.copy, value), value.maxlen)
-        if kind in (dict, OrderedDict):
-            return kind((key, self.copy(member)) for key, member in value.items())
+            return deque(map(self._copy, value), value.maxlen)
+        if kind in _DICTS:
+            # With the factory of a defaultdict.
+            found = copy.copy(value)
+            for key, member in value.items():
+                found[key] = self._copy(member)
+            return found
         if isinstance(value, rng.DefaultNumpyRNG):
             self.generators.append(value.generator)
         elif is_generator(value):
             self.generators.append(value)
         return value
 
+    def _make_tensor(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor):
+            return tensor
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        if type(tensor) is not Tensor or not has_plain_bytes(tensor) or is_lazy:
+            return tensor.clone()
+        if is_expanded(tensor):
+            # Nothing may change it in place.
+            return tensor
+        # Filled when all tensors of its memory are known.
+        twin = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._tensors.append((tensor, twin))
+        return twin
 
-def _copy_tensor(tensor: Tensor) -> Tensor:
+
+def _fill(pairs: Iterable[_Pair]) -> None:
+    """Copy tensors into others; those that share elements still do."""
+    storages: dict[Any, list[_Pair]] = defaultdict(list)
+    for pair in pairs:
+        storages[pair[0].device, storage_of(pair[0])].append(pair)
+    for inside in storages.values():
+        groups = overlapping([span_of(tensor) for tensor, _ in inside]) if len(inside) > 1 else []
+        together = [[inside[number] for number in group] for group in groups if len(group) > 1]
+        done = {id(tensor) for group in together for tensor, _ in group}
+        for group in together:
+            _fill_together(group)
+        for tensor, twin in inside:
+            if id(tensor) not in done:
+                twin.data = _copy_alone(tensor)
+
+
+def _copy_alone(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides, which may choose the kernel."""
-    is_weight = isinstance(tensor, nn.Parameter) or tensor.requires_grad or is_sharded(tensor)
-    if is_weight or _is_expanded(tensor):
-        # Nothing may change these in place.
-        return tensor
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor.clone()
     form: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     return torch.empty_strided(tensor.shape, tensor.stride(), **form).copy_(tensor)
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    return any(
-        not step and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+def _fill_together(pairs: Sequence[_Pair]) -> None:
+    first = pairs[0][0]
+    spans = [span_of(tensor) for tensor, _ in pairs]
+    whole = storage_of(first)
+    begin, end = min(spans)[0] - whole, max(end for _, end in spans) - whole
+    # Elements of all types keep their alignment.
+    begin -= begin % _ALIGNMENT
+    block = storage_bytes(first)[begin:end].clone().untyped_storage()
+    for tensor, twin in pairs:
+        size = tensor.element_size()
+        offset = int(tensor.storage_offset()) - begin // size
+        twin.data = tensor_on(block, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -233,6 +306,15 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 def _versions(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int]]:
     for tensor in tensors:
         yield tensor, _version_of(tensor)
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that counts changes of another one."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor
+    counter = tensor.detach()
+    counter.data = tensor.new_empty(0)
+    return counter
 
 
 def _is_same(then: tuple[Tensor, int], now: tuple[Tensor, int]) -> bool:

@@ -250,6 +250,19 @@ def test_an_export_is_replaced_only_if_asked_for(kind: str, tmp_path: Path) -> N
     assert names(tmp_path) == ["out"]
 
 
+def test_an_export_is_not_replaced_from_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, layout = tmp_path / "out", LAYOUTS["dcp"]
+    write_folder(path, small(1.0), layout, metadata={})
+    monkeypatch.chdir(path)
+    for place in (Path(), Path("..")):
+        with pytest.raises(ArgumentError, match=r"a folder with a name.*got \.+\. Write out"):
+            write_folder(place, small(2.0), layout, metadata={}, replaces=True)
+    assert value_in("dcp", path) == 1.0
+    assert names(tmp_path) == ["out"]
+
+
 def test_nothing_but_an_export_is_ever_replaced(tmp_path: Path) -> None:
     path, layout = tmp_path / "out", LAYOUTS["huggingface"]
     path.mkdir()

@@ -14,6 +14,7 @@ import helios
 from helios import Unit
 from helios.errors import ArgumentTypeError
 from helios.plugins import EMA
+from helios.startup.building import model_preparation
 from tests.sharding.test_sharded_training import EVERYTHING, MATRIX, cases
 from tests.support.models import Fitting
 from tests.support.ranks import RankError
@@ -123,6 +124,41 @@ def test_checkpoints_are_the_same(tmp_path: Path) -> None:
 def test_a_unit_that_is_no_part_of_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentTypeError, match="must return modules of the model's networks"):
         fit(tmp_path, lambda _: Unit(nn.Linear(2, 2), checkpoint=True))
+
+
+def run(model: Deep, sharding: str) -> None:
+    trainer = helios.Trainer(
+        total_steps=1, use_cpu=True, print_banner=False, num_replicas=2, sharding=sharding
+    )
+    trainer.fit(model, IndexModule(Setting()))
+
+
+def test_units_may_come_from_a_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Yielding(Deep):
+        def shard(self) -> Any:
+            yield Unit(self.net[1], checkpoint=True)
+
+    found: list[str] = []
+
+    def find_units(networks: Any, named: Any) -> Any:
+        units = find(networks, named)
+        found.extend(units)
+        return units
+
+    find = model_preparation.find_units
+    monkeypatch.setattr(model_preparation, "find_units", find_units)
+    run(Yielding("deep"), "full")
+    assert found == ["net", "net.1"]
+
+
+@pytest.mark.parametrize("sharding", ["full", "none"])
+def test_units_are_a_list(sharding: str) -> None:
+    class Bare(Deep):
+        def shard(self) -> Any:
+            return Unit(self.net[0], checkpoint=True)
+
+    with pytest.raises(ArgumentTypeError, match="must return a list of modules or None, got Unit"):
+        run(Bare("deep"), sharding)
 
 
 def fail(_: nn.Module) -> Unit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from helios.engines.engine import Engine
-from helios.errors import ArgumentError, UsageError
+from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.run_state.consistency import check_alike
@@ -84,17 +84,28 @@ def form_units(model: Model, engine: Engine, *, trains: bool) -> AbstractContext
         UsageError: if a network or an optimizer does not allow it.
     """
     is_sharded = engine.replicas.is_sharded
-    named = model.shard() if is_sharded else _ask_for_units(model) if trains else None
+    named = _call_shard(model) if is_sharded else _ask_for_units(model) if trains else None
+    if not isinstance(named, list | None):
+        raise ArgumentTypeError(
+            "Model.shard() must return a list of modules or None, got "
+            f"{type(named).__name__}. Return e.g. list(self.net.layers)."
+        )
     again = _find_checkpointed(model, named) if trains else {}
     if is_sharded:
         _shard_networks(model, engine, named)
     return recomputed(again)
 
 
-def _ask_for_units(model: Model) -> Sequence[nn.Module | Unit] | None:
+def _call_shard(model: Model) -> Any:
+    """Return the units in a list, since an iterator is empty after its first use."""
+    named: Any = model.shard()
+    return [*named] if isinstance(named, Iterable) else named
+
+
+def _ask_for_units(model: Model) -> Any:
     """Return the units of a model that is not sharded, which may be none."""
     try:
-        return [*(model.shard() or ())]
+        return _call_shard(model)
     except Exception as error:
         _LOGGER.warning(
             '%s.shard() failed, so no activations are computed again: %r. With sharding="none", '
