@@ -18,6 +18,8 @@ from helios.run_state.consistency import check_alike
 from helios.run_state.discovery import Discovery
 from helios.sharding.requirements import check_shardable
 from helios.sharding.units import find_units
+from helios.startup.building.keyed_setup import set_up_keyed
+from helios.startup.options.trainer_options import RunOptions
 
 
 def take_own_processor(model: Model) -> None:
@@ -40,6 +42,26 @@ def take_own_processor(model: Model) -> None:
             f"own, but copy.deepcopy failed: {error!r}. Assign self.batch_processor in setup() "
             "instead."
         ) from error
+
+
+def build_networks(model: Model, engine: Engine, run: RunOptions, *, fast_init: bool) -> None:
+    """Call ``Model.setup``, and bring the networks to where they are trained.
+
+    Args:
+        model: the model.
+        engine: the engine of the run.
+        run: says how networks get their initial values.
+        fast_init: as ``Model.setup`` takes it.
+
+    Raises:
+        UsageError: if a network or an optimizer does not allow what the run asks for.
+    """
+    if run.init == "keyed":
+        set_up_keyed(model, engine, seed=run.seed_of("init"), fast_init=fast_init)
+        return
+    model.setup(fast_init=fast_init)
+    move_networks(model, engine.device)
+    shard_networks(model, engine)
 
 
 def move_networks(model: Model, device: torch.device) -> None:
