@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import helios
+from helios.core.sharded_tensors import local_of
 from helios.session import Session
 from helios.startup.runs import base_run, fit_run
 from tests.support.keyed import (
@@ -34,7 +35,12 @@ WHOLE = Keyed(sharding="none")
 CASES = [
     (num_processes, sharding, units)
     for num_processes in (1, 2, 3, 4)
-    for sharding, units in (("none", "none"), ("full", "none"), ("full", "layers"), ("full", "many"))
+    for sharding, units in (
+        ("none", "none"),
+        ("full", "none"),
+        ("full", "layers"),
+        ("full", "many"),
+    )
 ]
 QUICK = {(2, "none", "none"), (3, "full", "none"), (4, "full", "layers"), (2, "full", "many")}
 
@@ -154,16 +160,142 @@ class Warm(KeyedModel):
         self.first = {name: digest_of(part) for name, part in self.net.named_parameters()}
 
 
-def fit_warm(rank: int, folder: Path, setting: Keyed) -> dict[str, str]:
-    trainer = helios.Trainer(total_steps=0, num_replicas=4, use_cpu=True, init="keyed")
-    model = Warm(folder, setting)
+def fit_warm(rank: int, folder: Path, sharding: Any) -> dict[str, str]:
+    trainer = helios.Trainer(
+        total_steps=0, num_replicas=4, use_cpu=True, init="keyed", sharding=sharding
+    )
+    model = Warm(folder, Keyed(network="gpt"))
     trainer.fit(model, KeyedData())
     return model.first
 
 
-def test_weights_that_setup_loads_are_loaded_when_there_is_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_weights_that_setup_loads_are_loaded_when_there_is_memory(
+    tmp_path: Path, sharding: str
+) -> None:
     train_keyed(tmp_path, 2, Keyed(network="gpt", total_steps=1))
     last = (tmp_path / "last.txt").read_text().splitlines()
-    found = run_ranks(fit_warm, 2, tmp_path, Keyed(network="gpt"))
-    assert found[0] == found[1]
+    found = run_ranks(fit_warm, 3, tmp_path, sharding)
+    assert found[0] == found[1] == found[2]
     assert found[0].items() <= {tuple(line.rsplit(" ", 1)) for line in last}
+
+
+def evaluate(rank: int, folder: Path, options: dict[str, Any]) -> dict[str, float]:
+    trainer = helios.Trainer(
+        num_replicas=4, use_cpu=True, print_banner=False, chkpt_root=folder, **options
+    )
+    model = KeyedModel(folder, Keyed(network="gpt"))
+    trainer.validate(model, KeyedData())
+    return dict(model.metrics)
+
+
+def test_an_evaluation_needs_no_whole_model_either(tmp_path: Path) -> None:
+    train_keyed(tmp_path, 2, Keyed(network="gpt", total_steps=1))
+    (whole,) = run_ranks(evaluate_alone, 1, tmp_path, {})
+    assert whole["loss"] > 0
+    keyed = {"init": "keyed"}
+    assert run_ranks(evaluate_alone, 1, tmp_path, keyed) == [whole]
+    assert run_ranks(evaluate, 2, tmp_path, {**keyed, "sharding": "full"}) == [whole] * 2
+
+
+def evaluate_alone(rank: int, folder: Path, options: dict[str, Any]) -> dict[str, float]:
+    dist.destroy_process_group()
+    found = evaluate(rank, folder, options)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return found
+
+
+class Large(KeyedModel):
+    """Has units that are much larger than everything else."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = GPT(WIDTH, DEPTH)
+        make: Any = getattr(torch.optim, self.setting.optimizer)
+        self.optimizer = make(self.net.parameters(), lr=0.01)
+
+
+WIDTH, DEPTH = 64, 8
+REST = 32 << 10
+"""Bytes of generators, counters and batches, a quarter of a unit."""
+
+
+def measure(rank: int, folder: Path, setting: Keyed) -> dict[str, int]:
+    """Return the most bytes that were alive in each phase."""
+    live = LiveBytes()
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        build = base_run.build_networks
+        patch.setattr(base_run, "build_networks", live.around("init", build))
+        for owner, name, phase in ((fit_run.FitRun, "_load", "load"), (Session, "save", "save")):
+            method = functools.partialmethod(_measured, live, phase, getattr(owner, name))
+            patch.setattr(owner, name, method)
+        patch.setattr("tests.support.keyed.KeyedModel", Large)
+        stack.enter_context(live)
+        fit_keyed(rank, folder, setting)
+    return live.peaks
+
+
+def _measured(owner: Any, live: LiveBytes, phase: str, method: Any, *args: Any, **kw: Any) -> Any:
+    return live.around(phase, method)(owner, *args, **kw)
+
+
+def bytes_of(num_processes: int) -> tuple[int, int, int]:
+    """Return the bytes of the padded shards of a process, of the largest unit, and of all."""
+    net = GPT(WIDTH, DEPTH)
+    parts = [*net.parameters()]
+    shards = sum(-(-len(part) // num_processes) * part[0].nbytes for part in parts)
+    unit = sum(part.nbytes for part in net.blocks[0].parameters())
+    return shards, unit, sum(part.nbytes for part in parts)
+
+
+@pytest.mark.parametrize(("optimizer", "num_states"), [("SGD", 0), ("AdamW", 2)])
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_no_process_holds_more_than_its_shards_and_a_unit(
+    tmp_path: Path, optimizer: str, num_states: int, is_async: bool
+) -> None:
+    shards, unit, _ = bytes_of(4)
+    store = helios.CheckpointStore(is_async=is_async)
+    setting = Keyed(network="gpt", optimizer=optimizer, options={"store": store})
+    begun = run_ranks(measure, 4, tmp_path, replace(setting, total_steps=1))
+    resumed = run_ranks(measure, 4, tmp_path, replace(setting, total_steps=2))
+    held = shards * (1 + num_states)
+    # What training continues beside is copied.
+    copied = held if is_async else unit
+    for peaks in (*begun, *resumed):
+        assert shards < peaks["init"] <= shards + unit + REST
+        assert held < peaks["save"] <= held + copied + REST
+    for peaks in resumed:
+        assert held < peaks["load"] <= held + unit + REST
+
+
+def test_models_that_are_built_by_setup_are_whole_in_each_process(tmp_path: Path) -> None:
+    _, _, whole = bytes_of(2)
+    setting = Keyed(network="gpt", total_steps=1, options={"init": "setup"})
+    assert all(peaks["init"] >= whole for peaks in run_ranks(measure, 2, tmp_path, setting))
+
+
+def measure_shards(rank: int, folder: Path) -> tuple[int, int]:
+    """Return the bytes of this process's parameters and optimizer state, after a step."""
+    model = Large(folder, Keyed(network="gpt"))
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=1,
+        num_replicas=4,
+        use_cpu=True,
+        sharding="full",
+        init="keyed",
+    )
+    trainer.fit(model, KeyedData())
+    parts = [local_of(part.detach()) for part in model.net.parameters()]
+    states = [value for table in model.optimizer.state.values() for value in table.values()]
+    state = [local_of(value) for value in states if value.dim()]
+    return tuple(sum(part.untyped_storage().nbytes() for part in each) for each in (parts, state))
+
+
+def test_a_process_holds_its_part_of_parameters_and_optimizer(tmp_path: Path) -> None:
+    shards, _, whole = bytes_of(4)
+    padding = sum(part[0].nbytes for part in GPT(WIDTH, DEPTH).parameters())
+    assert shards <= whole / 4 + padding
+    for parameters, state in run_ranks(measure_shards, 4, tmp_path):
+        assert parameters <= shards
+        assert state <= 2 * shards

@@ -180,6 +180,11 @@ class KeyedModel(helios.Model):
         (words,) = batch
         return nn.functional.cross_entropy(self.net(words).flatten(0, 1), words.flatten())
 
+    def valid_step(self, batch: Any, step: int) -> dict[str, tuple[Any, Any]]:
+        (words,) = batch
+        loss = nn.functional.cross_entropy(self.net(words).flatten(0, 1), words.flatten())
+        return {"loss": (loss.item() * len(words), len(words))}
+
     def on_training_start(self) -> None:
         self._write("first")
 
@@ -215,6 +220,8 @@ class KeyedData(helios.DataModule):
         dataset = torch.utils.data.TensorDataset(words)
         params = helios.DataLoaderParams(batch_size=2, shuffle=True)
         self._train_dataset = self._create_dataset(dataset, params)
+        params = helios.DataLoaderParams(batch_size=2)
+        self._valid_dataset = self._create_dataset(dataset, params)
 
 
 def fit_keyed(rank: int, folder: Path, setting: Keyed, *plugins: Plugin) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -56,6 +57,8 @@ def set_up_keyed(model: Model, engine: Engine, *, seed: int, fast_init: bool) ->
             networks, values, seed=seed, init_unit=model.init_unit, device=engine.device
         )
         begun = _take_states(optimizers)
+        # What has looked at the model refers to itself and to parameters, which would stay whole.
+        gc.collect()
         marks = _initialize(init, engine, networks, optimizers, units)
         for optimizer in begun:
             _begin_again(optimizer)
