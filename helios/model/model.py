@@ -235,16 +235,16 @@ class Model(Hooks, ABC):
     def init_unit(self, module: nn.Module, name: str) -> bool | None:
         """Give a module its initial values, with ``Trainer(init="keyed")`` only.
 
-        Called for each module that holds parameters or buffers itself, after those inside of it,
-        under a key of its name, without gradients. It may write to this module only.
+        Called for each module, after those inside of it, under a key of its name, without
+        gradients. It may write to this module and what is inside of it, if that is in one unit.
 
         Args:
-            module: the module, whose values are not defined yet.
+            module: the module. What it holds itself has no values yet.
             name: its path from the model, e.g. ``"net.layers.0.attention"``.
 
         Returns:
-            True if all parameters and buffers that the module holds itself are written; otherwise
-            its ``reset_parameters`` or ``_reset_parameters`` is called.
+            True if all parameters and buffers that the module holds itself are written, which is
+            checked; otherwise its ``reset_parameters`` or ``_reset_parameters`` is called.
         """
         return None
 

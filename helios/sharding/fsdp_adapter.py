@@ -126,8 +126,9 @@ class Unit:
                 if notice is not None and part.unsharded_param.requires_grad:
                     part.unsharded_param.register_post_accumulate_grad_hook(notice)
 
-        # It stays, because a hook that comes or goes in training is reported.
-        self.before_forward(connect)
+        assert isinstance(self.module, nn.Module)
+        # After FSDP's own. It stays, because a hook that comes or goes in training is reported.
+        self.module.register_forward_pre_hook(connect)
 
     def parameters(self) -> list[DTensor]:
         """Return the sharded parameters of this unit, without those of inner units."""

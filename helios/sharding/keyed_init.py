@@ -66,6 +66,7 @@ class KeyedInit:
         self._memory: dict[_Place, int] = {}
         self._check_tensors(networks)
         self._registered = set(self._memory.values())
+        self._containers = set(self._find_containers())
         self._new_buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self._by_user: set[int] = set()
         self._repeated: set[int] = set()
@@ -79,9 +80,9 @@ class KeyedInit:
             UsageError: if a value is missing afterwards, or one that ``setup`` has made is lost.
         """
         group = {id(module) for module in modules} - self._done
-        parts = [module for module in self._order if id(module) in group and own_tensors(module)]
+        parts = [module for module in self._order if id(module) in group]
         homes = {id(part): self._homes_of(part) for part in parts}
-        for module in parts:
+        for module in filter(own_tensors, parts):
             self._make_memory(module)
         reach = Reach(self._paths, self._order)
         with rng.stream(rng.key(self._seed, "init")), torch.no_grad(), self._device:
@@ -126,6 +127,13 @@ class KeyedInit:
                     )
                 if tensor.numel():
                     self._memory[id(module), name] = memory
+
+    def _find_containers(self) -> Iterator[int]:
+        """Yield the modules without own tensors whose initializers have written in ``setup``."""
+        for memory in self._registered:
+            writers = self._values.origin_of(memory).writers
+            if not any(map(own_tensors, writers)):
+                yield from map(id, writers)
 
     def _homes_of(self, module: nn.Module) -> dict[str, bool]:
         """Return the names of a module's tensors, and whether it is the one that initializes each.
@@ -203,7 +211,7 @@ class KeyedInit:
             self._by_user.add(id(module))
             return
         method = _initializer_of(module)
-        if method is not None:
+        if method is not None and (own_tensors(module) or id(module) in self._containers):
             getattr(module, method)()
             self._repeated.add(id(module))
 

@@ -37,6 +37,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "prelu": lambda: nn.PReLU(3),
     "cell": lambda: nn.GRUCell(3, 4),
     "lstm": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2),
+    "transformer": lambda: nn.Transformer(4, 2, 2, 1, 4, batch_first=True),
     "attention": lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=5, add_bias_kv=True),
 }
 
@@ -239,6 +240,27 @@ def test_a_model_initializes_modules_by_their_names() -> None:
     assert net.blocks[1].norm.weight.unique().tolist() == [1.0]
 
 
+class Pair(nn.Module):
+    """Holds nothing itself, and scales what is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def halve(module: nn.Module, name: str) -> bool:
+    if isinstance(module, Pair):
+        module.second.weight.mul_(0.5)
+    return False
+
+
+def test_a_model_may_change_what_is_inside_of_a_module_that_holds_nothing() -> None:
+    net = set_up(with_net(lambda: nn.Sequential(Pair()))).net
+    halved = set_up(with_net(lambda: nn.Sequential(Pair())), by_user=halve).net
+    assert halved[0].second.weight.equal(net[0].second.weight / 2)
+    assert halved[0].first.weight.equal(net[0].first.weight)
+
+
 def test_state_that_adagrad_makes_at_once_has_values() -> None:
     def build(model: Any) -> None:
         model.net = nn.Linear(2, 3)
@@ -373,10 +395,6 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
     (with_a_copy, r"net\.1\.weight: it is a copy of another one in the networks at test_keyed"),
     (lambda: nn.LazyLinear(3), r"net\.weight is lazy and has no shape yet"),
     (lambda: nn.Linear(2, 2, device="cpu"), r"net\.weight has values already"),
-    (
-        lambda: nn.Transformer(4, 2, 1, 1, 4, batch_first=True),
-        r"is written by Transformer\._reset_parameters\(\)",
-    ),
     (GPT, r"net\.words\.weight: it is written by code outside of Embedding"),
 ]
 
@@ -533,6 +551,9 @@ def test_an_initializer_reaches_into_no_other_unit_on_one_process_too() -> None:
     set_up(with_net(Around), "attention", is_sharded=True)
     with pytest.raises(UsageError, match=r"written by Multi.*\._reset_parameters\(\) of net\.att"):
         set_up(with_net(Around), "attention.out_proj", is_sharded=True)
+    set_up(with_net(KINDS["transformer"]), is_sharded=True)
+    with pytest.raises(UsageError, match=r"written by Transformer\._reset_parameters\(\) of net"):
+        set_up(with_net(KINDS["transformer"]), "decoder", is_sharded=True)
     set_up(with_net(Late), is_sharded=True)
     with pytest.raises(UsageError, match=r"that of net uses net\.inner\.bias\. Initialize each"):
         set_up(with_net(Late), "inner", is_sharded=True)

@@ -37,8 +37,10 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         for each in tree_leaves((args, kwargs, found)):
-            if isinstance(each, Tensor) and not each.is_meta:
-                storage = local_of(each).untyped_storage()
+            # A sharded tensor says where it should be, not where its shard is.
+            local = local_of(each) if isinstance(each, Tensor) else None
+            if local is not None and not local.is_meta:
+                storage = local.untyped_storage()
                 # An identity is used again after its storage is gone.
                 reference = self._storages.get(storage._cdata)
                 if reference is None or reference.expired():
