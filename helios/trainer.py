@@ -97,6 +97,7 @@ class Trainer:
             GPU (``None``: all selected GPUs). Under torchrun and srun, these set the number.
         sharding: ``"full"`` shards parameters, gradients and the state of optimizers over the
             processes, so that none of them holds the whole model.
+        init: ``"keyed"`` initializes module by module, so that no process holds the whole model.
         clip_norm: maximum 2-norm of the gradients of a step, in automatic mode.
         clip_value: maximum magnitude of a gradient element, in automatic mode.
         resume: ``"auto"`` continues from the newest checkpoint; ``"never"`` starts a new run at
@@ -170,6 +171,7 @@ class Trainer:
         num_replicas: int | None = None,
         nproc: int | None = None,
         sharding: Literal["none", "full"] = "none",
+        init: Literal["setup", "keyed"] = "setup",
         clip_norm: float | None = None,
         clip_value: float | None = None,
         resume: str | Path = "auto",
@@ -185,7 +187,7 @@ class Trainer:
         batch_limits: Mapping[Phase, int] | None = None,
     ) -> None:
         self._options = TrainerOptions(
-            run=RunOptions(run_name=run_name, random_seed=random_seed, seeds=seeds),
+            run=RunOptions(run_name=run_name, random_seed=random_seed, seeds=seeds, init=init),
             registry=RegistryOptions(src_root=src_root, import_prefix=import_prefix),
             schedule=make_schedule(
                 train_unit=train_unit,

@@ -56,6 +56,8 @@ SEEDS = "tests/integration/test_seeds.py"
 SHARDED = "tests/sharding/test_sharded_training.py"
 RECOMPUTED = "tests/sharding/test_recomputation.py"
 CHECKPOINTED = "tests/sharding/test_checkpointed_units.py"
+KEYED = "tests/sharding/test_keyed_init.py"
+KEYED_RUNS = "tests/sharding/test_keyed_training.py"
 SHARDED_SAVES = "tests/sharding/test_sharded_checkpoints.py"
 SHARDED_FOLDERS = "tests/checkpoint/test_sharded_folders.py"
 REWINDS = "tests/integration/test_rewind.py"
@@ -133,6 +135,48 @@ FAULTS = (
         "    return is_inner or (then[0] is now[0] and then[1] == now[1])",
         "    return True",
         f"{RECOMPUTED}::test_parameters_that_are_changed_before_backward_are_an_error",
+    ),
+    Fault(
+        "modules are initialized under one key",
+        "helios/sharding/keyed_init.py",
+        'rng.reseed(rng.key(self._seed, "init", path))',
+        'rng.reseed(rng.key(self._seed, "init", "net"))',
+        f"{KEYED}::test_a_module_gets_what_its_initializer_draws_under_the_key_of_its_path",
+    ),
+    Fault(
+        "values that setup has written outside of initializers are lost silently",
+        "helios/sharding/keyed_init.py",
+        "        if not origin.has_values:",
+        "        if origin.has_values:",
+        f"{KEYED}::test_what_setup_would_lose_is_refused_by_name",
+    ),
+    Fault(
+        "integers that an initializer leaves unwritten are not found",
+        "helios/sharding/keyed_init.py",
+        "        return bool((find_unwritten(tensor, again=True) & before).any())",
+        "        return False",
+        f"{KEYED}::test_a_network_without_all_values_is_refused_by_name",
+    ),
+    Fault(
+        "all units are made before the first one is cut",
+        "helios/startup/building/keyed_setup.py",
+        "        mark(init.initialize(modules[name]))",
+        "        mark(init.initialize(part for parts in modules.values() for part in parts))",
+        f"{KEYED_RUNS}::test_no_process_holds_more_than_its_shards_and_a_unit",
+    ),
+    Fault(
+        "units that processes initialize in different ways are not compared",
+        "helios/run_state/consistency.py",
+        "    own = {**(marks or {}), **_marks_of(discovery, loose)}",
+        "    own = _marks_of(discovery, loose)",
+        f"{KEYED_RUNS}::test_processes_that_initialize_in_different_ways_are_named",
+    ),
+    Fault(
+        "a sharded network is loaded as a whole",
+        "helios/sharding/networks.py",
+        "    own = module.named_parameters(place, recurse=False, remove_duplicate=False)",
+        "    own = module.named_parameters(place, remove_duplicate=False)",
+        f"{KEYED_RUNS}::test_no_process_holds_more_than_its_shards_and_a_unit",
     ),
     Fault(
         "a sharded checkpoint is committed before all parts are there",

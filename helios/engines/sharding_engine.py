@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,16 @@ class ShardingEngine(ComponentState):
         networks: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
         units: Mapping[str, nn.Module],
+        prepare: Callable[[str], None] | None = None,
     ) -> None:
         """Shard networks over the processes, if the run is sharded and there are several.
 
         Args:
-            networks: the networks by path, whole and the same in all processes.
+            networks: the networks by path, the same in all processes.
             optimizers: the optimizers by path, which get the sharded parameters.
             units: modules whose parameters are gathered together, by name.
+            prepare: is called with the name of a unit before it is sharded, and makes it whole;
+                ``None`` if all are.
 
         Raises:
             UsageError: if this PyTorch cannot do it.
@@ -41,7 +44,7 @@ class ShardingEngine(ComponentState):
             # Imported here because it takes long, and only such runs need it.
             from helios.sharding.networks import shard_networks
 
-            self._gradients = shard_networks(networks, optimizers, units, self._replicas)
+            self._gradients = shard_networks(networks, optimizers, units, self._replicas, prepare)
 
     @property
     def has_idle_turn(self) -> bool:

@@ -7,7 +7,7 @@ event or a step that a loop calls; base methods that do nothing are marked, and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -78,7 +78,7 @@ class Model(Hooks, ABC):
     _internals: ClassVar[str] = (
         "_loss_items _val_scores _running_losses _test_scores _save_name is_distributed map_loc "
         "_context _device _engine _trainer _discovery _modes_before_eval unsaved global_rank rank "
-        "scheduler_interval"
+        "scheduler_interval loads_after_setup"
     )
 
     unsaved: tuple[str, ...] = ()
@@ -105,6 +105,7 @@ class Model(Hooks, ABC):
         self._running_losses: dict[str, Any] = {}
         self._val_scores: dict[str, Any] = {}
         self._test_scores: dict[str, Any] = {}
+        self.loads_after_setup: list[Callable[[], None]] | None = None
         self._modes_before_eval: list[tuple[torch.nn.Module, bool]] = []
         self._discovery = Discovery(self, exclude=internals_of(self), unsaved=self.unsaved)
 
@@ -232,6 +233,22 @@ class Model(Hooks, ABC):
 
         ``Unit(module, checkpoint=True)`` also computes its activations again in backward, instead
         of keeping them; so it does with ``sharding="none"``, where nothing else counts.
+        """
+        return None
+
+    def init_unit(self, module: nn.Module, name: str) -> bool | None:
+        """Give a module its initial values, with ``Trainer(init="keyed")`` only.
+
+        Called for each module, after those inside of it, under a key of its name, without
+        gradients. It may write to this module and what is inside of it, if that is in one unit.
+
+        Args:
+            module: the module. What it holds itself has no values yet.
+            name: its path from the model, e.g. ``"net.layers.0.attention"``.
+
+        Returns:
+            True if all parameters and buffers that the module holds itself are written, which is
+            checked; otherwise its ``reset_parameters`` or ``_reset_parameters`` is called.
         """
         return None
 

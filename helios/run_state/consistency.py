@@ -24,6 +24,7 @@ def check_alike(
     *,
     too_slow: Costs,
     ignored: Collection[str] = (),
+    marks: Mapping[str, Any] | None = None,
 ) -> Costs:
     """Check that weights, buffers, learning rates and orders are the same on all processes.
 
@@ -34,6 +35,7 @@ def check_alike(
         gather: returns the values of all processes, in the order of ranks.
         too_slow: the seconds of what this process would leave out of a checkpoint, by owner.
         ignored: paths that are known to differ.
+        marks: of tensors that are sharded by now, by name, from when they were whole.
 
     Returns:
         What rank 0 would leave out of a checkpoint.
@@ -44,7 +46,8 @@ def check_alike(
     refuse_lazy_layers(discovery)
     loose, members = discovery.moved()
     orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
-    gathered = gather((orders, _marks_of(discovery, loose), too_slow))
+    own = {**(marks or {}), **_marks_of(discovery, loose)}
+    gathered = gather((orders, own, too_slow))
     first, *others = gathered
     for rank, found in enumerate(others, 1):
         _compare_orders(rank, found[0], first[0])

@@ -43,7 +43,7 @@ def storage_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer])
 def shard_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[int]:
     """Return the bytes of each storage with the shards that this process holds, of the same parts.
 
-    Of an optimizer that has made no step, each parameter is taken to get two tensors.
+    Of an optimizer that cannot be tried, each parameter is taken to get two tensors.
     """
     shards = [part for module in modules for part in module.parameters() if is_sharded(part)]
     sizes = [local_of(part).untyped_storage().nbytes() for part in shards]
@@ -52,9 +52,22 @@ def shard_sizes(modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -
         if held:
             sizes += [local_of(part).nbytes for part in held if is_sharded(part)]
         else:
-            mine = [part for part in parameters_of(optimizer) if is_sharded(part)]
-            sizes += [local_of(part).nbytes for part in mine for _ in range(_USUAL_COPIES)]
+            sizes += _sizes_of_shards(optimizer)
     return [size for size in sizes if size]
+
+
+def _sizes_of_shards(optimizer: Optimizer) -> list[int]:
+    """Return the bytes of what a first step would add to the shards of parameters."""
+    state = _try_step(optimizer, of_shards=True)
+    if state is None:
+        mine = [part for part in parameters_of(optimizer) if is_sharded(part)]
+        return [local_of(part).nbytes for part in mine for _ in range(_USUAL_COPIES)]
+    return [
+        tensor.nbytes
+        for parameter, part in state.items()
+        for tensor in _tensors_in(part)
+        if tensor.shape == parameter.shape
+    ]
 
 
 def _stored_tensors(tensor: Tensor) -> list[Tensor]:
@@ -100,15 +113,21 @@ def _tensors_in(part: Any) -> Iterator[Tensor]:
             yield value
 
 
-def _try_step(optimizer: Optimizer) -> Any:
-    """Return the state that a first step would create, or ``None`` if it cannot be tried."""
+def _try_step(optimizer: Optimizer, *, of_shards: bool = False) -> Any:
+    """Return the state that a first step would create, or ``None`` if it cannot be tried.
+
+    Args:
+        optimizer: the optimizer, which is not changed.
+        of_shards: whether its parameters are taken to be what this process has of them.
+    """
     if not type(optimizer).__module__.startswith("torch.optim."):
         # A user's step may do anything else.
         return None
     try:
         twin = copy.copy(optimizer)
         twin.state = defaultdict(dict)
-        twin.param_groups = [_on_meta(group) for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        twin.param_groups = [_on_meta(group, of_shards=of_shards) for group in groups]
         with torch.no_grad():
             type(optimizer).step(twin)
     except Exception:  # a few optimizers read numbers from tensors, which have none on meta
@@ -116,9 +135,10 @@ def _try_step(optimizer: Optimizer) -> Any:
     return twin.state
 
 
-def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
+def _on_meta(group: dict[str, Any], *, of_shards: bool) -> dict[str, Any]:
     parameters = []
-    for parameter in group["params"]:
+    for whole in group["params"]:
+        parameter = local_of(whole.detach()) if of_shards else whole
         twin = nn.Parameter(torch.empty_like(parameter, device="meta"))
         twin.grad = torch.empty_like(twin)
         parameters.append(twin)

@@ -113,15 +113,22 @@ class ShardedUnit:
     def watch_gradients(self, notices: dict[int, Notice]) -> None:
         """Call a function when a parameter has got its gradient in a backward.
 
+        Whole parameters exist from the first forward on. To gather them here, twice a unit would
+        have to fit into memory: once as it is received, and once cut into parameters.
+
         Args:
-            notices: the functions, by the identity of the sharded parameter.
+            notices: the functions, by the identity of the sharded parameter; emptied then.
         """
-        self.module.unshard()
-        for part in self._parts():
-            notice = notices.get(id(part.sharded_param))
-            if notice is not None and part.unsharded_param.requires_grad:
-                part.unsharded_param.register_post_accumulate_grad_hook(notice)
-        self.module.reshard()
+
+        def connect(*_: Any) -> None:
+            for part in self._parts() if notices else ():
+                notice = notices.pop(id(part.sharded_param), None)
+                if notice is not None and part.unsharded_param.requires_grad:
+                    part.unsharded_param.register_post_accumulate_grad_hook(notice)
+
+        assert isinstance(self.module, nn.Module)
+        # After FSDP's own. It stays, because a hook that comes or goes in training is reported.
+        self.module.register_forward_pre_hook(connect)
 
     def parameters(self) -> list[DTensor]:
         """Return the sharded parameters of this unit, without those of inner units."""

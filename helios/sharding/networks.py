@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from helios.core.parameters import parameters_of
 from helios.core.sharded_tensors import cut_like, is_sharded
 from helios.replicas.replicas import Replicas
-from helios.sharding.fsdp_adapter import make_mesh, require_fsdp, shard_unit
+from helios.sharding.fsdp_adapter import ShardedUnit, make_mesh, require_fsdp, shard_unit
 from helios.sharding.sharded_gradients import ShardedGradients
 
 _LOGGER = logging.getLogger(__name__)
@@ -23,14 +24,18 @@ def shard_networks(
     optimizers: Mapping[str, Optimizer],
     modules: Mapping[str, nn.Module],
     replicas: Replicas,
+    prepare: Callable[[str], None] | None,
 ) -> ShardedGradients:
     """Shard all networks, and let the optimizers have the sharded parameters.
+
+    Unit by unit, so that what is whole is freed before the next unit is prepared.
 
     Args:
         networks: the networks by path.
         optimizers: the optimizers by path, which :func:`check_shardable` has accepted.
         modules: the modules that are units by name, each before those inside of it.
         replicas: the replicas of the run.
+        prepare: is called with the name of a unit before it is sharded.
 
     Returns:
         What collects their gradients.
@@ -39,14 +44,17 @@ def shard_networks(
         UsageError: if this PyTorch cannot do it.
     """
     require_fsdp()
-    old = _parameters_of(networks)
     mesh = make_mesh(replicas.device, replicas.num_processes)
+    units: dict[str, ShardedUnit] = {}
     # Inner units first: an outer one takes what they have left.
-    units = {name: shard_unit(modules[name], mesh) for name in reversed([*modules])}
-    new = _parameters_of(networks)
-    _exchange(optimizers.values(), {id(whole): new[name] for name, whole in old.items()})
+    for name in reversed([*modules]):
+        if prepare is not None:
+            prepare(name)
+        units[name] = _shard(modules[name], mesh, networks, optimizers)
     for network in networks.values():
-        network.register_load_state_dict_pre_hook(_cut_state)  # type: ignore[no-untyped-call]
+        # Of each module, so that what is cut is freed before the next module is loaded.
+        for module in network.modules():
+            module.register_load_state_dict_pre_hook(_cut_state)  # type: ignore[no-untyped-call]
     for optimizer in optimizers.values():
         optimizer.register_load_state_dict_pre_hook(_cut_optimizer_state)
     _LOGGER.info(
@@ -54,7 +62,21 @@ def shard_networks(
         replicas.num_processes,
         ", ".join(modules),
     )
-    return ShardedGradients(replicas, units, _once(new))
+    return ShardedGradients(replicas, units, _once(_parameters_of(networks)))
+
+
+def _shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    networks: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+) -> ShardedUnit:
+    """Shard what is left of a module, and exchange its parameters in the optimizers."""
+    old = _parameters_of(networks)
+    unit = shard_unit(module, mesh)
+    new = _parameters_of(networks)
+    _exchange(optimizers.values(), {id(whole): new[name] for name, whole in old.items()})
+    return unit
 
 
 def _parameters_of(networks: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -79,7 +101,7 @@ def _exchange(optimizers: Iterable[Optimizer], new: Mapping[int, Tensor]) -> Non
         for group in optimizer.param_groups:
             for place, whole in enumerate(group["params"]):
                 group["params"][place] = parameter = new[id(whole)]
-                if whole in optimizer.state:
+                if parameter is not whole and whole in optimizer.state:
                     optimizer.state[parameter] = _cut_table(optimizer.state.pop(whole), parameter)
 
 
@@ -94,7 +116,8 @@ def _cut_table(table: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
 def _cut_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Replace whole tensors of a state by this process's shards, before they are loaded."""
     place = prefix.removesuffix(".")
-    for name, parameter in module.named_parameters(place, remove_duplicate=False):
+    own = module.named_parameters(place, recurse=False, remove_duplicate=False)
+    for name, parameter in own:
         if _is_whole(state.get(name), parameter):
             state[name] = cut_like(state[name], parameter)
 

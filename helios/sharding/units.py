@@ -169,13 +169,20 @@ def _count_owners(module: nn.Module) -> Counter[int]:
     )
 
 
+def modules_of_units(units: Mapping[str, nn.Module]) -> dict[str, list[nn.Module]]:
+    """Return the modules of each unit, by its name, without those of the units inside of it."""
+    return {
+        name: list(_own_modules(unit, {id(part) for key, part in units.items() if key != name}))
+        for name, unit in units.items()
+    }
+
+
 def _check_units(units: Mapping[str, nn.Module]) -> None:
     """Check that each tied parameter, and each type, is in one unit."""
     homes: dict[int, str] = {}
-    for name, unit in units.items():
-        others = {id(part) for key, part in units.items() if key != name}
+    for name, parts in modules_of_units(units).items():
         types = set()
-        for part in _own_modules(unit, others):
+        for part in parts:
             for key, parameter in part.named_parameters(recurse=False):
                 types.add(parameter.dtype)
                 home = homes.setdefault(id(parameter), name)

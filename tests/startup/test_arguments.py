@@ -59,6 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "num_replicas": None,
     "nproc": None,
     "sharding": "none",
+    "init": "setup",
     "clip_norm": None,
     "clip_value": None,
     "resume": "auto",
@@ -190,6 +191,12 @@ def test_an_explicit_seed_wins_also_when_it_is_zero(value: int) -> None:
 def test_each_seed_of_a_source_must_have_64_bits(value: Any) -> None:
     given = {"init": 1, "order": value}
     check_refusal("seeds", given, seeds=given)
+
+
+@pytest.mark.parametrize("value", ["key", None, True])
+def test_a_model_is_initialized_by_setup_or_by_keys(value: Any) -> None:
+    check_refusal("init", value, init=value)
+    assert make(init="keyed").run.init == "keyed"
 
 
 @pytest.mark.parametrize("given", [{"oder": 1}, {"order": 1, 2: 3}, {None: 1}, [("order", 1)], 7])
@@ -651,6 +658,7 @@ def test_every_option_is_in_its_group_under_its_own_name(tmp_path: Path) -> None
         "num_replicas": 8,
         "nproc": 4,
         "sharding": "none",
+        "init": "keyed",
         "clip_norm": None,
         "clip_value": 0.5,
         "resume": "never",

@@ -22,6 +22,8 @@ from helios.run_state.discovery import Discovery
 from helios.sharding.recomputation import recomputed
 from helios.sharding.requirements import check_checkpointable, check_shardable
 from helios.sharding.units import Unit, find_in_networks, find_units
+from helios.startup.building.keyed_setup import set_up_keyed
+from helios.startup.options.trainer_options import RunOptions
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -48,6 +50,37 @@ def take_own_processor(model: Model) -> None:
         ) from error
 
 
+def build_networks(
+    model: Model, engine: Engine, run: RunOptions, *, is_inference: bool
+) -> AbstractContextManager[None]:
+    """Call ``Model.setup``, and shard the networks if the run is sharded.
+
+    Args:
+        model: the model, whose ``shard`` names the units.
+        engine: the engine of the run.
+        run: says how networks get their initial values.
+        is_inference: whether the run does not train.
+
+    Returns:
+        Within it, the activations of units that ask for it are computed again in backward.
+
+    Raises:
+        ArgumentTypeError: if ``Model.shard`` returns something else than units.
+        UsageError: if a network or an optimizer does not allow what the run asks for.
+    """
+    ask_for_units = partial(_ask_for_units, model, engine, trains=not is_inference)
+    if run.init == "keyed":
+        seed = run.seed_of("init")
+        named = set_up_keyed(model, engine, ask_for_units, seed=seed, fast_init=is_inference)
+    else:
+        model.setup(fast_init=is_inference)
+        move_networks(model, engine.device)
+        named = ask_for_units()
+        if engine.replicas.is_sharded:
+            _shard_networks(model, engine, named)
+    return recomputed({} if is_inference else _find_checkpointed(model, named))
+
+
 def move_networks(model: Model, device: torch.device) -> None:
     """Move the networks that setup has created to the device of the engine.
 
@@ -68,32 +101,18 @@ def move_networks(model: Model, device: torch.device) -> None:
             )
 
 
-def form_units(model: Model, engine: Engine, *, trains: bool) -> AbstractContextManager[None]:
-    """Shard the networks of a model over the processes, if the run is sharded.
-
-    Args:
-        model: the model, whose ``shard`` names the units.
-        engine: the engine.
-        trains: whether the run trains.
-
-    Returns:
-        Within it, the activations of units that ask for it are computed again in backward.
-
-    Raises:
-        ArgumentTypeError: if ``Model.shard`` returns something else than units.
-        UsageError: if a network or an optimizer does not allow it.
-    """
+def _ask_for_units(
+    model: Model, engine: Engine, *, trains: bool
+) -> Sequence[nn.Module | Unit] | None:
+    """Return what ``Model.shard`` returns, if the run is sharded or trains."""
     is_sharded = engine.replicas.is_sharded
-    named = _call_shard(model) if is_sharded else _ask_for_units(model) if trains else None
+    named = _call_shard(model) if is_sharded else _try_shard(model) if trains else None
     if not isinstance(named, list | None):
         raise ArgumentTypeError(
             "Model.shard() must return a list of modules or None, got "
             f"{type(named).__name__}. Return e.g. list(self.net.layers)."
         )
-    again = _find_checkpointed(model, named) if trains else {}
-    if is_sharded:
-        _shard_networks(model, engine, named)
-    return recomputed(again)
+    return named
 
 
 def _call_shard(model: Model) -> Any:
@@ -102,7 +121,7 @@ def _call_shard(model: Model) -> Any:
     return [*named] if isinstance(named, Iterable) else named
 
 
-def _ask_for_units(model: Model) -> Any:
+def _try_shard(model: Model) -> Any:
     """Return the units of a model that is not sharded, which may be none."""
     try:
         return _call_shard(model)

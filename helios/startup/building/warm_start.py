@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from helios.checkpoint.store import load_checkpoint
-from helios.errors import ArgumentTypeError, StateError
+from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.model.model import Model
 from helios.startup.options.object_checks import check_made
 
@@ -24,24 +25,37 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
 
     Raises:
         CheckpointError: if the file cannot be used.
+        UsageError: in a setup without values (``Trainer(init="keyed")``), for one network.
         StateError: if no network of the checkpoint matches, or several do; also if the model has
             no networks yet, as before ``setup``.
         ArgumentTypeError: if ``model`` is neither a model nor a network.
     """
     if isinstance(model, Model):
         check_made(model)
-    types = model.types_for_safe_load() if isinstance(model, Model) else []
-    state = load_checkpoint(path, safe_types=types)["model"]
-    if isinstance(model, Model):
-        if type(model).load_state_dict is Model.load_state_dict and "objects" in state:
-            _require_networks(state, model, path)
-        model.load_state_dict(state, fast_init=True)
+        if model.loads_after_setup is not None:
+            # Setup builds without values.
+            model.loads_after_setup.append(partial(_load_model, path, model))
+            return
+        _load_model(path, model)
     elif isinstance(model, nn.Module):
-        model.load_state_dict(_find_fitting(state, model, path))
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise UsageError(
+                f"load_weights({str(path)!r}, ...) must get the Model in setup() with "
+                f'Trainer(init="keyed"), got a {type(model).__name__} that has no values yet. Pass '
+                "self, or call it in on_training_start if state.global_iteration is 0."
+            )
+        model.load_state_dict(_find_fitting(load_checkpoint(path)["model"], model, path))
     else:
         raise ArgumentTypeError(
             f"load_weights(model=...) must be a Model or an nn.Module, got {model!r}."
         )
+
+
+def _load_model(path: str | Path, model: Model) -> None:
+    state = load_checkpoint(path, safe_types=model.types_for_safe_load())["model"]
+    if type(model).load_state_dict is Model.load_state_dict and "objects" in state:
+        _require_networks(state, model, path)
+    model.load_state_dict(state, fast_init=True)
 
 
 def _require_networks(state: Mapping[str, Any], model: Model, path: str | Path) -> None:

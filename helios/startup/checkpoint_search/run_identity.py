@@ -24,7 +24,12 @@ _RESTARTING = ("dataset", "length", "shuffle", "seed", "sampler", "is_distribute
 _UNCOUNTED = ("length", None)
 """Stored length of a loader with an unknown number of samples."""
 
-_UNNAMED: Mapping[str, Any] = {"seeds": {}, "accumulation_order": "replicas", "norm": "whole"}
+_UNNAMED: Mapping[str, Any] = {
+    "seeds": {},
+    "accumulation_order": "replicas",
+    "norm": "whole",
+    "init": "setup",
+}
 """What is compared for a run that does not name it, and for earlier versions."""
 
 _OF_DATA = (
@@ -42,7 +47,8 @@ def identity(
     """Return what defines a run, in the names of ``allow_changes``.
 
     Seeds of single sources, and the sources of a mixture, are in it only if there are any; and
-    ``sharding="full"`` only where it changes bits, in accumulation and in clipping.
+    ``sharding="full"`` only where it changes bits, in accumulation and in clipping. ``init`` is
+    only if it is keyed.
     """
     found = {name: description.get(name) for name in _OF_DATA} | {
         "random_seed": run.seed,
@@ -56,6 +62,8 @@ def identity(
         found["accumulation_order"] = "micro-batches"
     if engine.clips_by_rows:
         found["norm"] = "rows"
+    if run.init == "keyed":
+        found["init"] = run.init
     return found | {"seeds": run.seeds} if run.seeds else found
 
 

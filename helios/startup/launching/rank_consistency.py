@@ -44,6 +44,7 @@ def describe_start(
         "unit": options.schedule.unit.name.lower(),
         "random_seed": options.run.seed,
         "seeds": options.run.seeds,
+        "init": options.run.init,
         "clip_norm": engine.clip_norm,
         "clip_value": engine.clip_value,
         "precision": None if engine.precision is None else engine.precision.value,

@@ -24,6 +24,7 @@ Change: TypeAlias = Literal[
     "accumulation_steps",
     "accumulation_order",
     "norm",
+    "init",
     "limit_batches",
     "is_distributed",
     "mixture",

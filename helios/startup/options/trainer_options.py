@@ -32,7 +32,7 @@ _SOURCES: tuple[str, ...] = get_args(SeedSource)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The name and the seeds of a run; see ``Trainer`` for the meaning of each field.
+    """The name, seeds and initialization of a run; see ``Trainer`` for the meaning of each field.
 
     Attributes:
         seeds: a ``dict`` once checked; empty without ``Trainer(seeds=...)``.
@@ -41,6 +41,7 @@ class RunOptions:
     run_name: str
     random_seed: int | None
     seeds: Any = None
+    init: str = "setup"
 
     def __post_init__(self) -> None:
         if not isinstance(self.run_name, str) or any(mark in self.run_name for mark in "/\\\0"):
@@ -50,6 +51,8 @@ class RunOptions:
         if seed is not None and not _is_seed(seed):
             raise refusal("random_seed", "None or an int of 64 bits", seed, "Pass e.g. 42.")
         object.__setattr__(self, "seeds", _as_seeds(self.seeds))
+        if self.init not in ("setup", "keyed"):
+            raise refusal("init", '"setup" or "keyed"', self.init, "Pass one of them.")
 
     @property
     def seed(self) -> int:

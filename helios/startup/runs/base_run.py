@@ -38,8 +38,7 @@ from helios.replicas.replicas import Replicas
 from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.model_preparation import (
-    form_units,
-    move_networks,
+    build_networks,
     take_own_processor,
 )
 from helios.startup.building.state_owners import find_owners
@@ -319,10 +318,8 @@ class Run(ABC):
             table.clear()
         if "init" in run.seeds:
             rng.seed_rngs(run.seed_of("init"))
-        self.model.setup(fast_init=is_inference)
-        move_networks(self.model, self.engine.device)
+        again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         watch.end()
-        again = form_units(self.model, self.engine, trains=not is_inference)
         self._settings.enter_context(again)
         check_processor(self.model, is_inference=is_inference)
         self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
