@@ -98,8 +98,7 @@ class Model(Hooks, ABC):
         self._context: Context | None = None
         self._device: torch.device | None = None
         self._engine: Engine | None = None
-        self.global_rank = 0
-        self.rank = 0
+        self.global_rank = self.rank = 0
         self._trainer: Trainer | None = None
         self._loss_items: dict[str, Any] = {}
         self._running_losses: dict[str, Any] = {}
@@ -227,12 +226,10 @@ class Model(Hooks, ABC):
         """Return the units of ``Trainer(sharding="full")``: modules that are gathered one by one.
 
         The parameters of a unit are whole only while its forward or backward runs. What is in no
-        unit is in that of its network, which is always one. ``None``, the default, stands for the
-        children and the members of ``ModuleList`` that have at least 2**20 elements. All replicas
-        must call the same units in the same order.
-
-        ``Unit(module, checkpoint=True)`` also computes its activations again in backward, instead
-        of keeping them; so it does with ``sharding="none"``, where nothing else counts.
+        unit is in that of its network. ``None``, the default, stands for the children and the
+        members of ``ModuleList`` that have at least 2**20 elements. All replicas must call the same
+        units in the same order. ``Unit(module, checkpoint=True)`` also computes its activations
+        again in backward, with ``sharding="none"`` too, where nothing else counts.
         """
         return None
 
@@ -247,8 +244,8 @@ class Model(Hooks, ABC):
             name: its path from the model, e.g. ``"net.layers.0.attention"``.
 
         Returns:
-            True if all parameters and buffers that the module holds itself are written, which is
-            checked; otherwise its ``reset_parameters`` or ``_reset_parameters`` is called.
+            True if all that the module holds itself is written, which is checked; otherwise its
+            ``reset_parameters`` or ``_reset_parameters`` is called.
         """
         return None
 
@@ -282,8 +279,7 @@ class Model(Hooks, ABC):
             raise StateError(
                 f"{type(self).__name__} does not override load_state_dict, but this state was made "
                 f"by a model that overrides state_dict, as in helios-ml: it holds {found}. Define "
-                "the state_dict and load_state_dict that the model had (user_state_dict and "
-                "load_user_state_dict in helios-ml 2), both of them."
+                "both methods of that model (helios-ml 2: user_state_dict, load_user_state_dict)."
             )
         self._discovery.restore(state_dict, is_inference=fast_init)
 

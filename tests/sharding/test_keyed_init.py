@@ -73,7 +73,7 @@ def set_up(
     engine = Engine("cpu")
     engine.replicas = Replicas(2, is_sharded=is_sharded)
     model.device, model.engine = engine.device, engine
-    set_up_keyed(model, engine, seed=SEED, fast_init=False)
+    set_up_keyed(model, engine, model.shard, seed=SEED, fast_init=False)
     return model
 
 
