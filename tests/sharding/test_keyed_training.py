@@ -153,9 +153,12 @@ def test_processes_that_initialize_in_different_ways_are_named(tmp_path: Path) -
 class Warm(KeyedModel):
     """Starts with the weights of another run."""
 
+    ranks = range(4)
+
     def setup(self, fast_init: bool = False) -> None:
         super().setup(fast_init)
-        helios.load_weights(self.folder / "keyed" / "keyed_epoch_1_iter_1.ckpt", self)
+        if self.trainer.global_rank in self.ranks:
+            helios.load_weights(self.folder / "keyed" / "keyed_epoch_1_iter_1.ckpt", self)
 
     def on_training_start(self) -> None:
         self.first = {name: digest_of(part) for name, part in self.net.named_parameters()}
@@ -179,6 +182,23 @@ def test_weights_that_setup_loads_are_loaded_when_there_is_memory(
     found = run_ranks(fit_warm, 3, tmp_path, sharding)
     assert found[0] == found[1] == found[2]
     assert found[0].items() <= {tuple(line.rsplit(" ", 1)) for line in last}
+
+
+class WarmAlone(Warm):
+    """Loads on one process only."""
+
+    ranks = range(1)
+
+
+def fit_warm_alone(rank: int, folder: Path) -> None:
+    trainer = helios.Trainer(num_replicas=2, use_cpu=True, init="keyed", sharding="full")
+    trainer.fit(WarmAlone(folder, Keyed(network="gpt")), KeyedData())
+
+
+def test_weights_that_one_process_loads_are_an_error(tmp_path: Path) -> None:
+    train_keyed(tmp_path, 2, Keyed(network="gpt", total_steps=1))
+    with pytest.raises(RankError, match=r"same weights, but load_weights of keyed_epoch_1_iter_1"):
+        run_ranks(fit_warm_alone, 2, tmp_path)
 
 
 def evaluate(rank: int, folder: Path, options: dict[str, Any]) -> dict[str, float]:

@@ -73,9 +73,13 @@ def set_up_keyed(
             _begin_again(optimizer)
         del init
         _refuse_left_over(model, values.forget())
-        replicas.compare(partial(_check_weights, discovery, marks))
-        for load in model.loads_after_setup:
+        for name, load in model.loads_after_setup:
             load()
+        for name, load in model.loads_after_setup:
+            load()
+            # Shards are not compared; that all processes load is.
+            marks[f"load_weights of {name}"] = 1
+        replicas.compare(partial(_check_weights, discovery, marks))
         return named
     finally:
         model.loads_after_setup = None

@@ -34,7 +34,7 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
         check_made(model)
         if model.loads_after_setup is not None:
             # Setup builds without values.
-            model.loads_after_setup.append(partial(_load_model, path, model))
+            model.loads_after_setup.append((Path(path).name, partial(_load_model, path, model)))
             return
         _load_model(path, model)
     elif isinstance(model, nn.Module):
