@@ -123,7 +123,8 @@ class ShardedGradients(Gradients):
         self._sums, self._present, self.is_open = {}, set(), False
 
     def _find_present(self, names: Sequence[str]) -> list[str]:
-        flags = self._calls.compare(*(name in self._present for name in names))
+        self._calls.compare()
+        flags = self._replicas.agree(*(name in self._present for name in names))
         return [name for name, is_there in zip(names, flags, strict=True) if is_there]
 
     def compare_calls(self) -> None:

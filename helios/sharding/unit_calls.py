@@ -23,8 +23,9 @@ _BITS = 64
 class UnitCalls:
     """What this process has called since the last comparison.
 
-    The first calls are compared one by one, before anything is gathered; later ones together, at
-    the end of a step or of a pass, so that nothing that was computed in between is used.
+    The first calls are compared one by one, before anything is gathered; later ones together,
+    before gradients are exchanged, and at the end of a step or of a pass without gradients, so that
+    nothing that was computed in between is used.
 
     Args:
         replicas: the processes.
@@ -36,6 +37,7 @@ class UnitCalls:
         self._names = names
         self._calls = array("L")
         self._num_single = 0
+        self._is_forward = False
 
     def note_forward(self, unit: int) -> None:
         """Note that the forward of a unit begins, unless it is computed again."""
@@ -49,6 +51,7 @@ class UnitCalls:
 
     def _note_forward(self, call: int) -> None:
         self._calls.append(call)
+        self._is_forward = True
         if self._num_single < _COMPARED_AT_ONCE:
             self._num_single += 1
             self._compare_one(call)
@@ -60,27 +63,28 @@ class UnitCalls:
             raise _make_error(found)
 
     def note_sum(self, unit: int) -> None:
-        """Note that the gradients of a unit are added over the processes."""
+        """Note that the gradients of a unit are to be added over the processes.
+
+        Compares before the first one after a forward: after different calls, processes would wait
+        for sums that others do not make.
+        """
+        if self._is_forward:
+            self.compare()
         self._calls.append(2 * len(self._names) + unit)
 
-    def compare(self, *flags: bool) -> tuple[bool, ...]:
+    def compare(self) -> None:
         """Compare the calls since the last comparison; all processes call this together.
-
-        Args:
-            flags: sent along, as :meth:`Replicas.agree` does.
 
         Raises:
             UsageError: if not all processes have made the same calls in the same order.
         """
-        calls, self._calls = self._calls, array("L")
+        calls, self._calls, self._is_forward = self._calls, array("L"), False
         digest = hashlib.blake2b(calls.tobytes(), digest_size=_BITS // 8).digest()
         number = int.from_bytes(digest, "big")
         bits = [bool(number >> place & 1) for place in range(_BITS)]
-        agreed = self._replicas.agree(*flags, *bits, *(not bit for bit in bits))
-        ones, zeros = agreed[len(flags) : -_BITS], agreed[-_BITS:]
-        if any(one and zero for one, zero in zip(ones, zeros, strict=True)):
+        agreed = self._replicas.agree(*bits, *(not bit for bit in bits))
+        if any(one and zero for one, zero in zip(agreed[:_BITS], agreed[_BITS:], strict=True)):
             raise _make_error(self._find_difference(calls))
-        return agreed[: len(flags)]
 
     def _find_difference(self, calls: array[int]) -> list[str]:
         tables = self._replicas.gather_objects(calls.tolist())

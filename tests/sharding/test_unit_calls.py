@@ -82,6 +82,9 @@ def train(rank: int, limit: int, trained: list[Any], evaluated: list[Any] | None
     return f"{str(caught.value).split('but ')[1].split('. ')[0]} after {model.num_updates}"
 
 
+pytestmark = pytest.mark.timeout(150)
+"""Where different calls are not named, processes wait for each other."""
+
 A, B, LARGE = "first", "second", "large"
 SWAPPED = (f"{A} {B}", f"{B} {A}")
 
