@@ -43,10 +43,12 @@ def write_dcp_folder(
 
     writer = FileSystemWriter(folder, single_file_per_rank=False, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
-        # That there is only one process is meant so.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        # That there is only one process is meant so; PyTorch 2.6 cannot be told,
+        # and uses what it has deprecated.
+        warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized", UserWarning)
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
         try:
-            save(dict(tensors), storage_writer=writer, planner=Planner(), no_dist=True)
+            save(dict(tensors), storage_writer=writer, planner=Planner())
         # It is not an Exception, and has the errors of each process.
         except CheckpointException as failed:
             error = find_cause(next(iter(failed.failures.values()))[0])

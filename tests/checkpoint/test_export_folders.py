@@ -97,7 +97,7 @@ def load(kind: str, path: Path, like: State) -> State:
     found = {key: torch.full_like(part, 7).contiguous() for key, part in like.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(found, checkpoint_id=path, no_dist=True)
+        dcp.load(found, checkpoint_id=path)
     return found
 
 
@@ -198,7 +198,14 @@ class Memory(bytearray):
     """Memory of a tensor that can be watched."""
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("huggingface", 4_800), ("dcp", 2_400)])
+KEEPS_ALL = pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="PyTorch 2.6 keeps all tensors until the end"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("huggingface", 4_800), pytest.param("dcp", 2_400, marks=KEEPS_ALL)]
+)
 def test_memory_is_needed_for_one_file_or_one_tensor(
     kind: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
