@@ -18,6 +18,7 @@ COMPILED = "_orig_mod"
 """Where ``torch.compile`` keeps the module that it wraps."""
 
 _PARALLEL = "module"
+_FSDP = "torch.distributed.fsdp"
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
@@ -28,6 +29,11 @@ def inside(module: nn.Module) -> nn.Module | None:
     children = vars(module).get("_modules", {})
     # A ScriptModule's ``_modules`` is not a dict.
     return (children if isinstance(children, dict) else _children(module)).get(COMPILED)
+
+
+def class_of(module: nn.Module) -> type:
+    """Return the class of a module as the user knows it; FSDP gives it a derived one."""
+    return next(k for k in type(module).__mro__ if not k.__module__.startswith(_FSDP))
 
 
 @overload

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from helios.core.sharded_tensors import cut_like, is_sharded, local_of, whole_of
+from helios.core.wrappers import class_of
 from helios.errors import UsageError
 from helios.sharding import fsdp_adapter
 from helios.sharding.fsdp_adapter import make_mesh, require_fsdp, shard_unit
@@ -31,6 +32,8 @@ def use_everything(rank: int) -> None:
     network = nn.Linear(3, 5, bias=False)
     weight = network.weight.detach().clone()
     unit = shard_unit(network, make_mesh(CPU, 2))
+    assert type(network) is not nn.Linear
+    assert class_of(network) is nn.Linear
     (parameter,) = unit.parameters()
     assert is_sharded(parameter)
     assert parameter is network.weight

@@ -47,8 +47,8 @@ def identity(
     """Return what defines a run, in the names of ``allow_changes``.
 
     Seeds of single sources, and the sources of a mixture, are in it only if there are any; and
-    ``sharding="full"`` only where it changes bits, in accumulation and in clipping. ``init`` is
-    only if it is keyed.
+    ``sharding="full"`` only where it changes bits, in accumulation and in clipping; ``init`` only
+    if it is keyed.
     """
     found = {name: description.get(name) for name in _OF_DATA} | {
         "random_seed": run.seed,

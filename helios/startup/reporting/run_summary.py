@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from helios.core.sizes import size_text
+from helios.core.wrappers import class_of
 from helios.data.interfaces import Source
 from helios.model.model import Model
 from helios.model.schedulers import find_epoch_like
@@ -72,7 +73,7 @@ def describe_model(model: Model) -> str:
 def _rows(model: Model) -> Iterator[_Row]:
     seen: set[int] = set()
     for name, module in _parts(model.discovery.modules()):
-        row = _row(name, type(module).__name__, module.parameters(), seen)
+        row = _row(name, class_of(module).__name__, module.parameters(), seen)
         if row.count or row.is_lazy:
             yield row
     loose, _ = model.discovery.moved()
