@@ -3222,6 +3222,20 @@ FAULTS = (
         "tests/distributed/test_signals.py::test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them",
     ),
     Fault(
+        "a job with an error is requeued, because tasks wait for the one that has failed",
+        "helios/distributed/lost_ranks.py",
+        '    _ask(lambda: store.set(_KEY, ""))',
+        "    pass",
+        "tests/distributed/test_signals.py::test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued",
+    ),
+    Fault(
+        "a task takes one that has given up before for one that has failed",
+        "helios/startup/runs/signal_policy.py",
+        "        code = 1 if self._has_lost_rank else TRY_AGAIN",
+        "        code = 1 if has_lost_rank() else TRY_AGAIN",
+        "tests/distributed/test_signals.py::test_tasks_that_all_hang_ask_to_be_requeued",
+    ),
+    Fault(
         "a signal ends an interpreter that is being torn down",
         "helios/core/signal_watch.py",
         "[n for n in self.numbers if self._ends_process(n)]",

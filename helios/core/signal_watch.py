@@ -52,7 +52,8 @@ class SignalReceiver:
     Args:
         numbers: the signals to record.
         grace: seconds to wait after the first signal before calling ``give_up``.
-        give_up: called in a thread with the name of the first signal.
+        on_first: called in a thread at the first signal; must return quickly.
+        give_up: called in this thread with the name of the first signal.
 
     Attributes:
         numbers: the signals to record.
@@ -64,10 +65,12 @@ class SignalReceiver:
         numbers: Sequence[int],
         *,
         grace: float = math.inf,
+        on_first: Callable[[], object] = bool,
         give_up: Callable[[str], object] = str,
     ) -> None:
         self.numbers = tuple(numbers)
         self._grace = grace
+        self._on_first = on_first
         self._give_up = give_up
         self.noted: list[int] = []
         self._num_taken = 0
@@ -194,6 +197,7 @@ class SignalReceiver:
             for number in filter(self.numbers.__contains__, received):
                 if not first:
                     first, deadline = number, time.monotonic() + self._grace
+                    self._on_first()
                 if number == signal.SIGINT:
                     self._count_press()
 

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from helios.distributed import lost_ranks
 from helios.errors import RankError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -51,12 +52,16 @@ class DistributedInfo:
 
 @dataclasses.dataclass
 class _Membership:
-    """The groups that this process has joined through this module."""
+    """The groups that this process has joined through this module.
+
+    The store is that of the rendezvous; a group of the user has none.
+    """
 
     world: dist.ProcessGroup
     info: DistributedInfo
     control: dist.ProcessGroup | None = None
     failure: BaseException | None = None
+    store: Any = None
 
 
 class _Process:
@@ -111,24 +116,26 @@ def join_group(
         # Optimizers import it later. If it is first imported inside a group, it keeps a reference
         # to the group, whose threads then abort the process when it exits.
         importlib.import_module("torch._dynamo")
+    store = _meet(info, meeting, timeout)
     dist.init_process_group(
         backend,
-        store=_meet(info, meeting, timeout),
+        store=store,
         rank=info.rank,
         world_size=info.world_size,
         timeout=timeout,
         device_id=device,
     )
     try:
-        _adopt_group(info, control_timeout)
+        _adopt_group(info, control_timeout, store)
     except BaseException:
         leave_group(is_failing=True)
         raise
 
 
-def _adopt_group(info: DistributedInfo, control_timeout: timedelta) -> None:
+def _adopt_group(info: DistributedInfo, control_timeout: timedelta, store: Any = None) -> None:
     control = dist.new_group(backend="gloo", timeout=control_timeout)
-    _Process.membership = _Membership(dist.group.WORLD, info, control)  # type: ignore[arg-type]
+    world: Any = dist.group.WORLD
+    _Process.membership = _Membership(world, info, control, store=store)
 
 
 def _meet(info: DistributedInfo, meeting: str, timeout: timedelta) -> Any:
@@ -264,7 +271,10 @@ def membership(info: DistributedInfo, **options: Any) -> Iterator[None]:
     join_group(info, **options)
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        known = own_membership()
+        if isinstance(error, Exception) and known is not None and known.store is not None:
+            lost_ranks.note_failure(known.store)
         leave_group(is_failing=True)
         raise
     leave_group()
@@ -309,6 +319,15 @@ def has_failed() -> bool:
     """Return whether a collective of this process has failed; its groups cannot be used again."""
     known = own_membership()
     return known is not None and known.failure is not None
+
+
+def has_lost_rank() -> bool:
+    """Return whether another rank has failed, as far as this one can tell, within seconds.
+
+    Unlike a collective, it may be called in any thread, and whatever the other ranks do.
+    """
+    known = own_membership()
+    return known is not None and known.store is not None and lost_ranks.is_failed(known.store)
 
 
 def count_collectives() -> int:
@@ -361,20 +380,3 @@ def _require_group(caller: str) -> None:
             f"{caller}(...) needs a process group, but this process is in none. Train on several "
             "processes, call init_dist(...) first, or check is_dist_active()."
         )
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error, or one of its causes, is the consequence of another rank's failure.
-
-    An error of a collective means that a rank has exited or is late; a ``RankError``, that another
-    rank has failed.
-    """
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        is_gloo = isinstance(link, RuntimeError) and "gloo" in str(link).lower()
-        if is_gloo or isinstance(link, RankError | dist.DistError):
-            return True
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return False

@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 import torch
 
 from helios.core.tracebacks import fold_traceback, shows_all_frames
-from helios.distributed.process_groups import DistributedInfo, is_lost_peer, join_group, leave_group
+from helios.distributed.lost_ranks import is_lost_peer
+from helios.distributed.process_groups import DistributedInfo, join_group, leave_group
 from helios.launch.ipc import Job, LaunchChannel, RankQueue, pack, unpack
 
 READY, ITEM, DONE, FAILED = b"r", b"i", b"d", b"f"

@@ -8,11 +8,14 @@ import re
 import signal
 import socket
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import helios
 from tests.support.elastic import Bits, Elastic, assert_same, read_bits, train
 from tests.support.ranks import run_ranks
 from tests.support.signals import (
@@ -22,8 +25,10 @@ from tests.support.signals import (
     environment,
     newest,
     start,
+    stick,
     undisturbed,
 )
+from tests.support.slurm_cluster import wait_until
 
 slow = pytest.mark.full  # starts Python several times: the second tier of the tests
 
@@ -84,11 +89,28 @@ def test_a_signal_to_one_rank_ends_all_at_one_place(unit: str, rank: int, tmp_pa
     assert_same(read_bits(folder), alone)
 
 
-def run_task(rank: int, folder: Path, setting: Elastic, port: int) -> None:
-    """Train as a task of srun, which SLURM terminates after another one has exited."""
+def be_task(rank: int, port: int) -> None:
+    """Make this process one of two tasks of srun."""
     own = {"PROCID": rank, "LOCALID": rank, "STEP_ID": 0, "JOB_ID": 7, "STEP_NUM_TASKS": 2}
     os.environ |= {f"SLURM_{name}": str(value) for name, value in own.items()}
     os.environ["MASTER_PORT"] = str(port)
+
+
+def start_tasks(work: Callable[..., None], *args: Any) -> list[Any]:
+    """Start two tasks of srun, which get their rank, a port and the arguments."""
+    with socket.socket() as ear:
+        ear.bind(("127.0.0.1", 0))
+        port = ear.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    tasks = [fork.Process(target=work, args=(rank, port, *args)) for rank in (0, 1)]
+    for task in tasks:
+        task.start()
+    return tasks
+
+
+def be_interrupted(rank: int, port: int, folder: Path, setting: Elastic) -> None:
+    """Train as a task, which SLURM terminates after another one has exited."""
+    be_task(rank, port)
     signals = SignalAt("on_forward_end", 3, (signal.SIGUSR1,), rank=1)
     trainer, _ = train(folder, setting, signals)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -97,17 +119,67 @@ def run_task(rank: int, folder: Path, setting: Elastic, port: int) -> None:
 
 def test_tasks_of_srun_exit_with_75_even_if_slurm_terminates_them(tmp_path: Path) -> None:
     setting = Elastic(num_replicas=2, chkpt_frequency=1000, total_steps=8)
-    with socket.socket() as ear:
-        ear.bind(("127.0.0.1", 0))
-        port = ear.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    tasks = [fork.Process(target=run_task, args=(rank, tmp_path, setting, port)) for rank in (0, 1)]
-    for task in tasks:
-        task.start()
+    tasks = start_tasks(be_interrupted, tmp_path, setting)
     for task in tasks:
         task.join()
     assert [task.exitcode for task in tasks] == [75, 75]
     assert newest(tmp_path) == (1, 3)
+
+
+class Hanging(helios.Plugin):
+    """Ranks that wait in C for what never comes, as in a collective of NCCL; one of them fails.
+
+    Each leaves a file just before.
+    """
+
+    def __init__(self, failing: int | None, folder: Path) -> None:
+        super().__init__("hanging")
+        self.failing = failing
+        self.folder = folder
+
+    def setup(self) -> None:
+        """Nothing is to be made."""
+
+    def on_training_batch_end(self, *_: Any) -> None:
+        if self.context.global_rank == self.failing:
+            raise ValueError("as every time")
+        (self.folder / f"waits-{self.context.global_rank}").touch()
+        stick()
+
+
+def hang(rank: int, port: int, folder: Path, setting: Elastic, failing: int | None) -> None:
+    """Train as a task that comes to no safe point."""
+    be_task(rank, port)
+    train(folder, setting, Hanging(failing, folder), signals=helios.Signals(grace=1.0))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued(
+    failing: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setting = Elastic(num_replicas=2, chkpt_frequency=1000, total_steps=8)
+    tasks = start_tasks(hang, tmp_path, setting, failing)
+    tasks[failing].join()
+    wait_until((tmp_path / f"waits-{1 - failing}").exists, "the other task waits")
+    # As SLURM does with --kill-on-bad-exit.
+    tasks[1 - failing].terminate()
+    tasks[1 - failing].join()
+    assert [task.exitcode for task in tasks] == [1, 1]
+    assert "exit code 1. Another rank had failed before: its log" in capfd.readouterr().err
+
+
+def test_tasks_that_all_hang_ask_to_be_requeued(tmp_path: Path) -> None:
+    setting = Elastic(num_replicas=2, chkpt_frequency=1000, total_steps=8)
+    tasks = start_tasks(hang, tmp_path, setting, None)
+    for rank in (0, 1):
+        wait_until((tmp_path / f"waits-{rank}").exists, "both tasks wait")
+    # The second one gives up when the first one is gone.
+    for task in tasks:
+        task.terminate()
+        time.sleep(0.2)
+    for task in tasks:
+        task.join()
+    assert [task.exitcode for task in tasks] == [75, 75]
 
 
 @slow

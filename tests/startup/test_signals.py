@@ -145,11 +145,11 @@ def test_evaluations_handle_no_signals() -> None:
 def test_a_process_that_gives_up_ends_its_workers_and_says_why() -> None:
     code = """
 import multiprocessing, signal, os
-from helios.startup.runs.signal_policy import end_unsaved
+from helios.startup.runs.signal_policy import UnsavedEnd
 child = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
 child.start()
 os.write(1, str(child.pid).encode())
-end_unsaved("SIGUSR1", 7.5)
+UnsavedEnd(7.5).carry_out("SIGUSR1")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 75, done.stderr

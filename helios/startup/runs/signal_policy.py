@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from helios.core.signal_watch import TRY_AGAIN, SignalReceiver, signal_name
+from helios.distributed.process_groups import has_lost_rank
 from helios.errors import ArgumentError
 
 _LOGGER = logging.getLogger(__name__)
@@ -50,8 +51,9 @@ class Signals:
     Attributes:
         numbers: the signals, such as ``(signal.SIGTERM, signal.SIGUSR1)``; ``()`` for none. By
             default SIGTERM, SIGINT, SIGUSR1 and SIGUSR2, as far as the system has them.
-        grace: seconds from the first signal after which the process exits with code 75 without
-            saving, if it has reached no safe point; ``float("inf")`` for no limit.
+        grace: seconds from the first signal after which the process exits without saving, if it
+            has reached no safe point; ``float("inf")`` for no limit. The code is 75, or 1 if
+            another rank had failed before the signal, because this one may only wait for it.
 
     Raises:
         ArgumentError: for something that is not a signal, is named twice or cannot be handled, and
@@ -151,42 +153,65 @@ def listening(signals: Signals) -> Iterator[Listener]:
         )
         yield Listener()
         return
+    ending = UnsavedEnd(signals.grace)
     receiver = SignalReceiver(
-        signals.numbers,
-        grace=signals.grace,
-        give_up=lambda name: end_unsaved(name, signals.grace),
+        signals.numbers, grace=signals.grace, on_first=ending.look, give_up=ending.carry_out
     )
     with receiver.installed():
         yield Listener(receiver)
 
 
-def end_unsaved(name: str, grace: float) -> NoReturn:
-    """End this process and its loader workers, whatever its main thread is doing.
+class UnsavedEnd:
+    """What happens if no safe point is reached within the grace period.
+
+    A job that is requeued after code 75 would be requeued forever if a rank failed by itself and
+    the scheduler then ended the others, which wait for it. At the end of the grace period, a rank
+    that is gone may have given up like this one, so it is asked when the signal arrives.
 
     Args:
-        name: the signal that was not handled in time.
         grace: the grace period in seconds.
     """
-    # The main thread may hang while it holds the lock of the log: then nothing is logged.
-    printer = threading.Thread(target=_print_silence, args=(name, grace), daemon=True)
-    printer.start()
-    printer.join(_PRINT_SECONDS)
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(TRY_AGAIN)
 
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._has_lost_rank = False
 
-def _print_silence(name: str, grace: float) -> None:
-    _LOGGER.error(
-        "No safe point was reached within %g s after %s, so this process ends now, without saving, "
-        "with exit code %d. Run the same command again to resume from the newest checkpoint. For "
-        "longer steps and validations, set Trainer(signals=Signals(grace=...)).",
-        grace,
-        name,
-        TRY_AGAIN,
-    )
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    def look(self) -> None:
+        """Find out in a thread whether another rank has failed; called at the first signal."""
+        threading.Thread(target=self._look, name="helios-lost-ranks", daemon=True).start()
+
+    def _look(self) -> None:
+        self._has_lost_rank = has_lost_rank()
+
+    def carry_out(self, name: str) -> NoReturn:
+        """End this process and its loader workers, whatever its main thread is doing.
+
+        Args:
+            name: the signal that was not handled in time.
+        """
+        code = 1 if self._has_lost_rank else TRY_AGAIN
+        # The main thread may hang while it holds the lock of the log: then nothing is logged.
+        printer = threading.Thread(target=self._print, args=(name, code), daemon=True)
+        printer.start()
+        printer.join(_PRINT_SECONDS)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(code)
+
+    def _print(self, name: str, code: int) -> None:
+        advice = (
+            "Run the same command again to resume from the newest checkpoint. For longer steps and "
+            "validations, set Trainer(signals=Signals(grace=...))."
+        )
+        if code != TRY_AGAIN:
+            advice = "Another rank had failed before: its log says why."
+        _LOGGER.error(
+            "No safe point was reached within %g s after %s, so this process ends now, without "
+            "saving, with exit code %d. %s",
+            *(self._grace, name, code, advice),
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
 
 
 def exit_code_of(error: BaseException) -> int:
