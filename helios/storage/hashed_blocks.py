@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 BLOCK_BYTES = 1 << 18
+_THREADS = 4
+_MANY_BLOCKS = 16
 
 
 class BlockHasher:
@@ -61,11 +64,22 @@ class VerifiedBlocks:
         """
         if not self._digests or begin >= end:
             return None
-        for number in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            if number in self._verified:
-                continue
-            block = self._data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
-            if hashlib.sha256(block).hexdigest() != self._digests[number]:
+        blocks = range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        unseen = [number for number in blocks if number not in self._verified]
+        for number, is_good in zip(unseen, _map(self._is_good, unseen), strict=True):
+            if not is_good:
                 return number
             self._verified.add(number)
         return None
+
+    def _is_good(self, number: int) -> bool:
+        block = self._data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+        return hashlib.sha256(block).hexdigest() == self._digests[number]
+
+
+def _map(check: Callable[[int], bool], numbers: Sequence[int]) -> list[bool]:
+    """Check numbers, many of them in threads: hashing a block does not hold the interpreter."""
+    if len(numbers) < _MANY_BLOCKS:
+        return [check(number) for number in numbers]
+    with ThreadPoolExecutor(_THREADS, "helios-blocks") as pool:
+        return list(pool.map(check, numbers))
