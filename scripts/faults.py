@@ -58,6 +58,7 @@ RECOMPUTED = "tests/sharding/test_recomputation.py"
 CHECKPOINTED = "tests/sharding/test_checkpointed_units.py"
 KEYED = "tests/sharding/test_keyed_init.py"
 KEYED_RUNS = "tests/sharding/test_keyed_training.py"
+RESTORED = "tests/sharding/test_restored_averages.py"
 SHARDED_SAVES = "tests/sharding/test_sharded_checkpoints.py"
 SHARDED_FOLDERS = "tests/checkpoint/test_sharded_folders.py"
 REWINDS = "tests/integration/test_rewind.py"
@@ -80,6 +81,41 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "each process reads averages of sharded models whole",
+        "helios/startup/runs/base_run.py",
+        "for name, part in self.plugins.items() if part.loads_shards]",
+        "for name, part in self.plugins.items() if not part]",
+        f"{KEYED_RUNS}::test_no_process_holds_more_than_its_part_of_an_average",
+    ),
+    Fault(
+        "each process reads the weights of another run whole",
+        "helios/startup/building/keyed_setup.py",
+        "load(replicas.share)",
+        "load(None)",
+        f"{KEYED_RUNS}::test_no_process_reads_more_than_its_part_of_the_weights_of_another_run",
+    ),
+    Fault(
+        "a plugin that refers to a sharded parameter gets a tensor without values",
+        "helios/checkpoint/contents.py",
+        "place = (is_deferred, ",
+        "place = (False, ",
+        f"{RESTORED}::test_a_plugin_that_knows_of_no_shards_gets_whole_tensors",
+    ),
+    Fault(
+        "averages of a finished sharded run have no values",
+        "helios/plugins/averaged_weights.py",
+        "{name: value_of(average) for name",
+        "{name: average for name",
+        f"{RESTORED}::test_a_finished_run_has_them",
+    ),
+    Fault(
+        "the last damaged block is named",
+        "helios/storage/hashed_blocks.py",
+        "return list(pool.map(check, numbers))",
+        "return list(pool.map(check, numbers[::-1]))",
+        "tests/storage/test_hashed_blocks.py::test_the_first_damaged_block_of_a_range_is_found",
+    ),
     Fault(
         "a full ledger names replicas in the order of processes",
         "helios/startup/building/run_ledger.py",

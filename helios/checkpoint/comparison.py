@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helios.checkpoint.outline import find_tensors
 from helios.checkpoint.status import look_into
-from helios.core.sharded_tensors import is_deferred, read_deferred
+from helios.core.sharded_tensors import value_of
 from helios.errors import DamagedCheckpointError
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -85,7 +85,7 @@ def compare(first: Path, second: Path) -> CheckpointDifference:
             )
             continue
         found.num_tensors += 1
-        difference = _compare_tensors(path, _whole(one), _whole(other))
+        difference = _compare_tensors(path, value_of(one), value_of(other))
         if difference is not None:
             found.tensors.append(difference)
     return found
@@ -96,10 +96,6 @@ def _read(path: Path) -> Any:
     if tree is None:
         raise DamagedCheckpointError(f"{path} cannot be compared: {status.reason}.")
     return tree
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return read_deferred(tensor) if is_deferred(tensor) else tensor
 
 
 def _compare_tensors(path: str, one: Tensor, other: Tensor) -> TensorDifference | None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 # Files that systems put into folders, of which nobody knows.
 _STRAY = (".nfs", ".DS_Store", "Thumbs.db", "desktop.ini")
-# What pre-hooks of networks and optimizers cut; anything else is read whole.
-_DEFERRED = "model."
 
 
 class Contents(ABC):
@@ -220,21 +218,21 @@ class ShardedFolder(Contents):
             )
         if not digests:
             check_container(self.record_path)
-        self.reader.verify(share, _DEFERRED)
+        self.reader.verify(share)
         return is_confirmed and bool(digests)
 
     def read(self, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Any:
         """Read the record, and sharded tensors whole or not yet; see the base."""
         from helios.storage import codec
 
-        finder = _Finder(self, None if share is None else _DEFERRED)
+        finder = _Finder(self, () if share is None else share.prefixes)
         return codec.read(self.record_path, safe_types, maps=maps, find_sharded=finder.find)
 
     def read_structure(self) -> tuple[Any, list[str]]:
         """Return the tree of the record with deferred tensors; see the base."""
         from helios.storage import codec
 
-        return codec.read_structure(self.record_path, _Finder(self, "").find)
+        return codec.read_structure(self.record_path, _Finder(self, ("",)).find)
 
     def defer(self, name: str) -> Tensor:
         """Return what stands for a sharded tensor until it is read."""
@@ -256,18 +254,18 @@ class ShardedFolder(Contents):
 class _Finder:
     """Finds the tensors of one reading; tied ones are one tensor."""
 
-    def __init__(self, folder: ShardedFolder, prefix: str | None) -> None:
+    def __init__(self, folder: ShardedFolder, prefixes: tuple[str, ...]) -> None:
         self._folder = folder
-        self._prefix = prefix
+        self._prefixes = prefixes
         self._found: dict[Any, Tensor] = {}
 
     def find(self, name: str) -> Tensor:
         from helios.core.sharded_tensors import read_deferred
 
         deferred = self._folder.defer(name)
-        place = self._folder.index.tensors[name].pieces or name
+        is_deferred = name.startswith(self._prefixes)
+        place = (is_deferred, self._folder.index.tensors[name].pieces or name)
         if place not in self._found:
-            is_deferred = self._prefix is not None and name.startswith(self._prefix)
             self._found[place] = deferred if is_deferred else read_deferred(deferred)
         return self._found[place]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from helios.checkpoint import file_names
-from helios.core.sharded_tensors import defer, is_deferred, read_deferred
+from helios.core.sharded_tensors import defer, is_deferred, value_of
 from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError
 from helios.storage.weights_only import TAG
@@ -68,11 +68,6 @@ class Weights:
         versions = vars(state).get("_metadata") if isinstance(state, OrderedDict) else None
         for name, version in (versions or {}).items():
             self.versions[(prefix + name).removesuffix(".")] = version
-
-
-def value_of(tensor: Tensor) -> Tensor:
-    """Return a tensor, read if it is deferred."""
-    return read_deferred(tensor) if is_deferred(tensor) else tensor
 
 
 def select_weights(

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from helios.checkpoint.export import Weights, value_of
+from helios.checkpoint.export import Weights
 from helios.checkpoint.export_files import (
     already_there,
     check_strided,
     refuse_checkpoint_name,
     safetensors_writer,
 )
+from helios.core.sharded_tensors import value_of
 from helios.errors import ArgumentError, CheckpointError, FolderInUseError
 from helios.storage import files
 from helios.storage.folder_lock import FolderLock

@@ -34,13 +34,12 @@ class ShardReader:
         self._folder = folder
         self._files: dict[int, _MappedFile] = {}
 
-    def verify(self, share: RowShare | None, prefix: str) -> None:
+    def verify(self, share: RowShare | None) -> None:
         """Compare bytes with their digests.
 
         Args:
-            share: only the rows of one process, and its share of the files' headers; ``None`` for
+            share: only what one process reads, and its share of the files' headers; ``None`` for
                 every byte.
-            prefix: how the names of tensors begin of which only these rows are verified.
 
         Raises:
             DamagedCheckpointError: if some differ.
@@ -53,7 +52,7 @@ class ShardReader:
         ends = [file.size for file in self.index.files]
         for name, tensor in self.index.tensors.items():
             size, count = _row_bytes(tensor), tensor.shape[0]
-            rows = share.rows(count) if name.startswith(prefix) else (0, count)
+            rows = share.rows(count) if name.startswith(share.prefixes) else (0, count)
             for piece, _, begin, count in _cover(tensor, *rows):
                 self._open(piece.file).verify(begin, begin + count * size)
             for piece in tensor.pieces:

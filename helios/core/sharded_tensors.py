@@ -24,10 +24,12 @@ class RowShare(NamedTuple):
     Attributes:
         rank: the process.
         num_processes: the number of processes.
+        prefixes: how the names of those begin that it reads by rows from a checkpoint.
     """
 
     rank: int
     num_processes: int
+    prefixes: tuple[str, ...] = ("model.",)
 
     def rows(self, count: int) -> tuple[int, int]:
         """Return the first row and the end of this process's part of a number of rows."""
@@ -119,6 +121,11 @@ def read_deferred(tensor: Tensor, share: RowShare | None = None) -> Tensor:
     found = torch.empty((end - first, *tensor.shape[1:]), dtype=tensor.dtype)
     source.read_rows(found, first)
     return found
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    """Return a tensor; a deferred one is read whole."""
+    return read_deferred(tensor) if is_deferred(tensor) else tensor
 
 
 def replace_sharded(tree: Any, replace: Callable[[str, Any], Any], *, root: str = "") -> Any:

@@ -104,7 +104,7 @@ class Model(Hooks, ABC):
         self._running_losses: dict[str, Any] = {}
         self._val_scores: dict[str, Any] = {}
         self._test_scores: dict[str, Any] = {}
-        self.loads_after_setup: list[tuple[str, Callable[[], None]]] | None = None
+        self.loads_after_setup: list[tuple[str, Callable[..., None]]] | None = None
         self._modes_before_eval: list[tuple[torch.nn.Module, bool]] = []
         self._discovery = Discovery(self, exclude=internals_of(self), unsaved=self.unsaved)
 

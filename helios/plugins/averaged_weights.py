@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from helios.core.sharded_tensors import cut_like
+from helios.core.sharded_tensors import cut_like, is_deferred, value_of
 from helios.core.wrappers import BareNames, match_names
 from helios.errors import StateError
 
@@ -252,8 +252,8 @@ class Averages:
         with ordinary():
             for averages, tensors in self.pairs(networks):
                 for name, tensor in tensors.items():
-                    average = averages[name].to(tensor.device, wide(tensor.dtype))
-                    averages[name] = cut_like(average, tensor)
+                    average = cut_like(averages[name], tensor)
+                    averages[name] = average.to(tensor.device, wide(tensor.dtype))
 
     def state_dict_of(self, network: nn.Module, path: str) -> dict[str, Any]:
         """Return a network's state with the averages instead of its own values, as copies."""
@@ -268,7 +268,10 @@ class Averages:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, by reference."""
-        parts = {path: dict(averages) for path, averages in self._parts.items()}
+        parts = {
+            path: {name: value_of(average) for name, average in averages.items()}
+            for path, averages in self._parts.items()
+        }
         return {"num_updates": self.num_updates, "averages": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -276,7 +279,11 @@ class Averages:
         self.let_go()
         self.num_updates = state["num_updates"]
         self._parts = {
-            path: {name: average.clone() for name, average in averages.items()}
+            path: {
+                # Those of a sharded checkpoint are read when it is known which rows.
+                name: average if is_deferred(average) else average.clone()
+                for name, average in averages.items()
+            }
             for path, averages in state["averages"].items()
         }
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from helios.model.model import Model
 
 _LOGGER = logging.getLogger(__name__)
-
 EVALUATIONS = (Phase.VALIDATION, Phase.TESTING, Phase.PREDICTION)
 
 
@@ -49,6 +48,7 @@ class WeightAverage(Plugin, ABC):
         swaps_in: the evaluations that use the average.
     """
 
+    loads_shards = True
     _internals: ClassVar[str] = (
         "_averages _decay _every _is_fitting _networks _paths _start _swap _swaps_in _warmup"
     )

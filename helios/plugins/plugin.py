@@ -59,6 +59,8 @@ class Plugin(Hooks, ABC):
         sanity_steps: batches of each loader to validate before training; 0 for none.
         batch_limits: maximum number of batches per pass, by phase.
         unsaved: names of attributes that training changes and that need not be saved.
+        loads_shards: whether ``load_state_dict`` takes tensors of sharded models that are not read
+            yet, and cuts them with ``cut_like``; otherwise it gets whole tensors.
         is_distributed: whether several processes train.
         map_loc: location that weights of a checkpoint are mapped to.
         device: device of the training.
@@ -73,6 +75,8 @@ class Plugin(Hooks, ABC):
     _internals: ClassVar[str] = (
         "_context _plug_id _unique_overrides device global_rank is_distributed map_loc rank trainer"
     )
+
+    loads_shards: ClassVar[bool] = False
 
     monitor: bool = False
     sanity_steps: int = 0

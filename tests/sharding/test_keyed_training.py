@@ -240,12 +240,13 @@ METHODS: tuple[tuple[Any, str, str], ...] = (
     (fit_run.FitRun, "_load", "load"),
     (run_outputs.FitRecorder, "prepare", "begin"),
     (Session, "save", "save"),
+    (helios.plugins.EMA, "on_fit_start", "average"),
 )
 REST = 32 << 10
 """Bytes of generators, counters and batches, a quarter of a unit."""
 
 
-def measure(rank: int, folder: Path, setting: Keyed) -> dict[str, int]:
+def measure(rank: int, folder: Path, setting: Keyed, *plugins: Any) -> dict[str, int]:
     """Return the most bytes that were alive in each phase."""
     live = LiveBytes()
     with ExitStack() as stack:
@@ -257,7 +258,7 @@ def measure(rank: int, folder: Path, setting: Keyed) -> dict[str, int]:
             patch.setattr(owner, name, method)
         patch.setattr("tests.support.keyed.KeyedModel", Large)
         stack.enter_context(live)
-        fit_keyed(rank, folder, setting)
+        fit_keyed(rank, folder, setting, *plugins)
     return live.peaks
 
 
@@ -301,6 +302,46 @@ def test_no_process_holds_more_than_its_shards_and_a_unit(
         assert shards < peaks["begin"] <= shards + copied + REST
     for peaks in resumed:
         assert held < peaks["load"] <= held + unit + REST
+
+
+def test_no_process_holds_more_than_its_part_of_an_average(tmp_path: Path) -> None:
+    shards, unit, _ = bytes_of(4)
+    store = helios.CheckpointStore(is_async=False)
+    setting = Keyed(network="gpt", optimizer="SGD", options={"store": store})
+    ema = helios.plugins.EMA(0.9)
+    run_ranks(measure, 4, tmp_path, replace(setting, total_steps=1), ema)
+    for peaks in run_ranks(measure, 4, tmp_path, replace(setting, total_steps=2), ema):
+        assert shards < peaks["load"] <= shards + unit + REST
+        assert 2 * shards < peaks["average"] <= 2 * shards + unit + REST
+        assert 2 * shards < peaks["save"] <= 2 * shards + unit + REST
+
+
+class LargeWarm(Large):
+    """Loads the weights of another run in setup."""
+
+    def setup(self, fast_init: bool = False) -> None:
+        super().setup(fast_init)
+        path = helios.find_last_checkpoint(self.folder / "keyed")
+        helios.load_weights(path, self)
+
+
+def measure_warm(rank: int, folder: Path) -> dict[str, int]:
+    """Return the most bytes that were alive while networks were built."""
+    live = LiveBytes()
+    trainer = helios.Trainer(
+        total_steps=0, num_replicas=4, use_cpu=True, init="keyed", sharding="full"
+    )
+    with pytest.MonkeyPatch.context() as patch, live:
+        patch.setattr(base_run, "build_networks", live.around("init", base_run.build_networks))
+        trainer.fit(LargeWarm(folder, Keyed(network="gpt")), KeyedData())
+    return live.peaks
+
+
+def test_no_process_reads_more_than_its_part_of_the_weights_of_another_run(tmp_path: Path) -> None:
+    shards, unit, _ = bytes_of(4)
+    run_ranks(measure, 2, tmp_path, Keyed(network="gpt", total_steps=1))
+    for peaks in run_ranks(measure_warm, 4, tmp_path):
+        assert shards < peaks["init"] <= shards + unit + REST
 
 
 def test_models_that_are_built_by_setup_are_whole_in_each_process(tmp_path: Path) -> None:

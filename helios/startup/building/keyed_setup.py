@@ -74,7 +74,7 @@ def set_up_keyed(
         del init
         _refuse_left_over(model, values.forget())
         for name, load in model.loads_after_setup:
-            load()
+            load(replicas.share)
             # Shards are not compared; that all processes load is.
             marks[f"load_weights of {name}"] = 1
         replicas.compare(partial(_check_weights, discovery, marks))

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from helios.checkpoint.store import load_checkpoint
+from helios.checkpoint import loading
+from helios.checkpoint.loading import load_checkpoint
+from helios.core.sharded_tensors import RowShare
 from helios.errors import ArgumentTypeError, StateError, UsageError
 from helios.model.model import Model
 from helios.startup.options.object_checks import check_made
@@ -51,9 +53,11 @@ def load_weights(path: str | Path, model: Model | nn.Module) -> None:
         )
 
 
-def _load_model(path: str | Path, model: Model) -> None:
-    state = load_checkpoint(path, safe_types=model.types_for_safe_load())["model"]
-    if type(model).load_state_dict is Model.load_state_dict and "objects" in state:
+def _load_model(path: str | Path, model: Model, share: RowShare | None = None) -> None:
+    is_default = type(model).load_state_dict is Model.load_state_dict
+    types, share = model.types_for_safe_load(), share if is_default else None
+    state = loading.load(Path(path), types, maps=share is not None, share=share).payload["model"]
+    if is_default and "objects" in state:
         _require_networks(state, model, path)
     model.load_state_dict(state, fast_init=True)
 

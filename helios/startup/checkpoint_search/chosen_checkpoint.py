@@ -81,7 +81,7 @@ def find_chosen(
         safe_types: types that may be built.
         run_name: name of the run, which the files of its folder begin with.
         team: the processes; rank 0 searches.
-        share: what this process holds of sharded networks.
+        share: what this process reads of sharded tensors.
 
     Raises:
         CheckpointError: if there is none that fits, or if it cannot be used.

@@ -19,6 +19,7 @@ from typing import Any
 
 from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
+from helios.core.sharded_tensors import RowShare
 from helios.errors import CheckpointError, DamagedCheckpointError, RunMismatchError
 from helios.replicas.replicas import Replicas
 from helios.startup.checkpoint_search.rewind_plan import FILE_NAME, Rewind, RewindPlan
@@ -150,6 +151,7 @@ def find_start(
     *,
     run_name: str,
     replicas: Replicas,
+    share: RowShare | None,
 ) -> Start:
     """Find the checkpoint that ``resume`` selects; rank 0 searches, and all load the same file.
 
@@ -159,6 +161,7 @@ def find_start(
         safe_types: types that may be built.
         run_name: name of the current run, which must be that of the folder's files.
         replicas: the replicas of the run.
+        share: what this process reads of sharded tensors.
 
     Raises:
         RunMismatchError: if the newest checkpoint belongs to a run of another name, or of another
@@ -168,7 +171,7 @@ def find_start(
     folder = open_folder(options, save_name)
     if folder is None:
         return Start()
-    folder.share = replicas.share
+    folder.share = share
     while True:
         start = _find(folder, options, safe_types, run_name=run_name, replicas=replicas)
         if start is not None:

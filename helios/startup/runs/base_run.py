@@ -18,6 +18,7 @@ from helios.checkpoint.record import Record
 from helios.checkpoint.run_protocols import NoOwners, OwnerStates
 from helios.core import rng
 from helios.core.registry import update_all_registries
+from helios.core.sharded_tensors import RowShare
 from helios.data.datamodule import DataModule
 from helios.data.multi_loader import open_sources
 from helios.data.numpy_global_rng import LegacyWatch
@@ -248,6 +249,15 @@ class Run(ABC):
         session = self._make_inference_session()
         self._take_session(session)
         apply_trained(trained, self.model, session.plugin_states, self.owners)
+
+    @property
+    def _share(self) -> RowShare | None:
+        """What this process reads of sharded tensors in a checkpoint; ``None`` for everything."""
+        share = self.replicas.share
+        if share is None:
+            return None
+        plugins = [f"plugins.{name}." for name, part in self.plugins.items() if part.loads_shards]
+        return share._replace(prefixes=(*share.prefixes, *plugins))
 
     def _detach(self, record: Record, *, is_shown: bool = False) -> Record:
         """Return a record without references to its file; ``is_shown``: user code sees it whole."""

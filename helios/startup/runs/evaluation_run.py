@@ -41,7 +41,7 @@ class EvaluationRun(Run):
             self.model.types_for_safe_load(),
             run_name=name,
             team=self.team,
-            share=self.replicas.share,
+            share=self._share,
         )
         loaded = chosen.loaded
         record = None if loaded is None else self._detach(loaded.record)

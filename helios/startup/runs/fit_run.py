@@ -70,14 +70,11 @@ class FitRun(Run):
 
     def _run(self, stack: ExitStack) -> Any:
         self._prepare_data()
-        name = self.model.save_name
-        lock = lock_folder(self.options.checkpoints, name, stack, team=self.replicas)
+        name, checkpoints = self.model.save_name, self.options.checkpoints
+        lock = lock_folder(checkpoints, name, stack, team=self.replicas)
+        types = self.model.types_for_safe_load()
         self._start = resume_point.find_start(
-            self.options.checkpoints,
-            name,
-            self.model.types_for_safe_load(),
-            run_name=self._name,
-            replicas=self.replicas,
+            checkpoints, name, types, run_name=self._name, replicas=self.replicas, share=self._share
         )
         self._start.lock = lock
         if self._is_finished():
@@ -86,7 +83,7 @@ class FitRun(Run):
             assert self._start.loaded is not None
             self._restore(Trained.of(self._detach(self._start.loaded.record)))
             return True
-        on_first(self.replicas, lambda: require_writable(self.options.checkpoints, name))
+        on_first(self.replicas, lambda: require_writable(checkpoints, name))
         reason = self._train(stack)
         is_interrupted = self.session is not None and self.session.is_interrupted
         if self._recorder is not None:

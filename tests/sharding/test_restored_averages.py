@@ -1,0 +1,111 @@
+"""Averages of a sharded run, and other plugins that hold its tensors, in a later process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import helios
+from helios.core.sharded_tensors import is_sharded, whole_of
+from helios.plugins import EMA, Plugin
+from tests.support.keyed import Keyed, KeyedData, KeyedModel, digest_of, fit_keyed
+from tests.support.ranks import run_ranks
+
+SETTING = Keyed(network="gpt", total_steps=2)
+
+
+class Watching(EMA):
+    """Notes its averages at the end of the training, and those that a later start finds."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(0.5)
+        self.folder = folder
+
+    def digests(self) -> str:
+        averages = self.state_dict()["averages"]["net"]
+        return "\n".join(f"{name} {digest_of(part)}" for name, part in averages.items())
+
+    def on_training_end(self) -> None:
+        found = self.digests()
+        if self.context.global_rank == 0:
+            (self.folder / "averages.txt").write_text(found)
+
+
+def train(folder: Path, num_processes: int, setting: Keyed = SETTING) -> str:
+    """Train with averages; returns their digests."""
+    run_ranks(fit_keyed, num_processes, folder, setting, Watching(folder))
+    return (folder / "averages.txt").read_text()
+
+
+def test_they_do_not_depend_on_who_has_loaded_them(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", 1, replace(SETTING, sharding="none", total_steps=4))
+    folder = tmp_path / "sharded"
+    for num_processes, total_steps in ((2, 1), (4, 2), (3, 3), (1, 4)):
+        found = train(folder, num_processes, replace(SETTING, total_steps=total_steps))
+    assert found == whole
+
+
+def look(rank: int, folder: Path) -> tuple[str, bool]:
+    """Start a run that is finished; returns its averages, and whether they were copied."""
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=2,
+        num_replicas=4,
+        use_cpu=True,
+        chkpt_root=folder,
+        chkpt_frequency=1,
+        sharding="full",
+        init="keyed",
+        plugins=[averages := Watching(folder)],
+    )
+    model = KeyedModel(folder, SETTING)
+    assert trainer.fit(model, KeyedData())
+    # Before anything has needed them.
+    found = averages.digests()
+    averages.copy_to(model)
+    kept = averages.state_dict()["averages"]["net"]
+    same = [whole_of(part.detach()).equal(whole_of(kept[name])) for name, part in named(model)]
+    assert averages.digests() == found
+    return found, all(same)
+
+
+def named(model: KeyedModel) -> list[tuple[str, Tensor]]:
+    return [*model.net.named_parameters()]
+
+
+def test_a_finished_run_has_them(tmp_path: Path) -> None:
+    found = train(tmp_path, 2)
+    assert run_ranks(look, 3, tmp_path) == [(found, True)] * 3
+
+
+class Holding(Plugin):
+    """Has references to the model's tensors, and what it was given for them."""
+
+    def __init__(self) -> None:
+        super().__init__("holding")
+        self.found: dict[str, Any] = {}
+
+    def setup(self) -> None:
+        self.found = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": dict(self.context.model.net.named_parameters())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.found = state_dict["tensors"]
+
+    def on_training_start(self) -> None:
+        own = dict(self.context.model.net.named_parameters())
+        for name, value in self.found.items():
+            assert not is_sharded(value)
+            assert not value.is_meta
+            assert whole_of(own[name].detach()).equal(value)
+
+
+def test_a_plugin_that_knows_of_no_shards_gets_whole_tensors(tmp_path: Path) -> None:
+    for num_processes, total_steps in ((2, 1), (3, 2)):
+        setting = replace(SETTING, total_steps=total_steps)
+        run_ranks(fit_keyed, num_processes, tmp_path, setting, Holding())
