@@ -100,6 +100,8 @@ class ShardedGradients(Gradients):
         """
         self.is_open = True
         waves = self._waves
+        for unit in self._units.values():
+            unit.add_late()
         for name, parameter in self._parameters.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is None or not waves.is_last:

@@ -1,0 +1,130 @@
+"""What a step of a sharded model may do with networks and their values: equal bits, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import helios
+from tests.support.ranks import run_ranks
+from tests.support.sharded import WIDTH, WORDS, Words
+
+
+class Net(nn.Module):
+    """Its inputs are words, which have no gradient; those of its units have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, words: Tensor) -> Tensor:
+        first, second = self.layers
+        x: Tensor = second(torch.tanh(first(self.embedding(words))))
+        return x
+
+
+class Cancelling(nn.Module):
+    """A layer, one of whose gradients is -0.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = nn.Parameter(torch.randn(5, WIDTH))
+        self.kept = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.lost * -0.0).sum(0) + self.kept.sum(0)
+
+
+class Steps(helios.Model):
+    """A model whose steps are one of those below."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("steps")
+        self._kind = kind
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = Net()
+        if self._kind == "minus_zero":
+            self.net.layers[1] = Cancelling()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+    def shard(self) -> list[nn.Module]:
+        return [*self.net.layers]
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
+        return STEPS[self._kind](self.net, *batch[1:])
+
+
+def call_twice(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    return net(words).square().mean() + net(following).abs().mean()
+
+
+def detach(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    target = net(following).detach()
+    return mse_loss(net(words), target)
+
+
+def detach_later(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    found = net(words)
+    return mse_loss(found, net(following).detach())
+
+
+def call_layers(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    loss = net(following).mean()
+    layer = net.layers[0]
+    x = torch.arange(WIDTH) + words[:, None].float()
+    # The inputs of the last call have no gradient, and its backward is the first one.
+    return (layer(layer(x / WORDS)) + layer(x)).square().mean() + loss
+
+
+def minus_zero(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    return net(words).square().mean() + net(following).abs().mean()
+
+
+STEPS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+    step.__name__: step for step in (call_twice, detach, detach_later, call_layers, minus_zero)
+}
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
+        self._train_dataset = self._create_dataset(Words(64), params)
+
+
+def fit(rank: int, folder: Path, model: helios.Model, sharding: str) -> None:
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=3,
+        num_replicas=3,
+        sharding=sharding,
+        chkpt_root=folder,
+        chkpt_frequency=3,
+        ledger="full",
+        use_cpu=True,
+        print_banner=False,
+    )
+    trainer.fit(model, Data())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def read_ledger(folder: Path) -> bytes:
+    return (folder / "steps" / "ledger.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_calls_of_networks_have_equal_bits(tmp_path: Path, kind: str) -> None:
+    run_ranks(fit, 1, tmp_path / "whole", Steps(kind), "none")
+    run_ranks(fit, 2, tmp_path / "sharded", Steps(kind), "full")
+    assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
