@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import helios
-from tests.support.ranks import run_ranks
-from tests.support.sharded import WIDTH, WORDS, Words
+from helios.plugins import Plugin
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import WIDTH, WORDS, Kill, Words
 
 
 class Net(nn.Module):
@@ -43,6 +45,19 @@ class Cancelling(nn.Module):
         return x + (self.lost * -0.0).sum(0) + self.kept.sum(0)
 
 
+class Noting(nn.Linear):
+    """A layer that holds more than its ``state_dict``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.num_steps = 0
+        self.history = [0.0]
+        self.register_buffer("scale", torch.zeros(width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.num_steps + self.history[-1]) + self.scale
+
+
 class Steps(helios.Model):
     """A model whose steps are one of those below."""
 
@@ -52,15 +67,22 @@ class Steps(helios.Model):
 
     def setup(self, fast_init: bool = False) -> None:
         self.net = Net()
-        if self._kind == "minus_zero":
-            self.net.layers[1] = Cancelling()
+        if self._kind in LAYERS:
+            self.net.layers[1] = LAYERS[self._kind]()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
 
     def shard(self) -> list[nn.Module]:
         return [*self.net.layers]
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
-        return STEPS[self._kind](self.net, *batch[1:])
+        return STEPS.get(self._kind, call_twice)(self.net, *batch[1:])
+
+    def on_training_batch_end(self, state: helios.TrainingState, should_log: bool = False) -> None:
+        layer = self.net.layers[1]
+        if isinstance(layer, Noting):
+            layer.num_steps += 1
+            layer.history.append(0.5 * state.global_iteration)
+            layer.scale += 0.1
 
 
 def call_twice(net: Net, words: Tensor, following: Tensor) -> Tensor:
@@ -85,12 +107,12 @@ def call_layers(net: Net, words: Tensor, following: Tensor) -> Tensor:
     return (layer(layer(x / WORDS)) + layer(x)).square().mean() + loss
 
 
-def minus_zero(net: Net, words: Tensor, following: Tensor) -> Tensor:
-    return net(words).square().mean() + net(following).abs().mean()
-
-
 STEPS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
-    step.__name__: step for step in (call_twice, detach, detach_later, call_layers, minus_zero)
+    step.__name__: step for step in (call_twice, detach, detach_later, call_layers)
+}
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "minus_zero": Cancelling,
+    "attributes": partial(Noting, WIDTH),
 }
 
 
@@ -100,7 +122,7 @@ class Data(helios.DataModule):
         self._train_dataset = self._create_dataset(Words(64), params)
 
 
-def fit(rank: int, folder: Path, model: helios.Model, sharding: str) -> None:
+def fit(rank: int, folder: Path, model: helios.Model, sharding: str, *plugins: Plugin) -> None:
     if dist.get_world_size() == 1:
         dist.destroy_process_group()
     trainer = helios.Trainer(
@@ -109,7 +131,8 @@ def fit(rank: int, folder: Path, model: helios.Model, sharding: str) -> None:
         num_replicas=3,
         sharding=sharding,
         chkpt_root=folder,
-        chkpt_frequency=3,
+        chkpt_frequency=1,
+        plugins=plugins,
         ledger="full",
         use_cpu=True,
         print_banner=False,
@@ -123,8 +146,17 @@ def read_ledger(folder: Path) -> bytes:
     return (folder / "steps" / "ledger.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", [*STEPS, "minus_zero"])
 def test_calls_of_networks_have_equal_bits(tmp_path: Path, kind: str) -> None:
     run_ranks(fit, 1, tmp_path / "whole", Steps(kind), "none")
     run_ranks(fit, 2, tmp_path / "sharded", Steps(kind), "full")
     assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
+
+
+def test_values_of_modules_are_saved_on_several_processes_too(tmp_path: Path) -> None:
+    model = Steps("attributes")
+    run_ranks(fit, 1, tmp_path / "whole", model, "none")
+    with pytest.raises(RankError, match="code -9"):
+        run_ranks(fit, 2, tmp_path / "killed", model, "full", Kill(3, 1))
+    run_ranks(fit, 3, tmp_path / "killed", model, "full")
+    assert read_ledger(tmp_path / "killed") == read_ledger(tmp_path / "whole")

@@ -66,6 +66,15 @@ def test_forward_passes_without_gradients_are_not_counted() -> None:
     assert reduce(unit, 3.0).tolist() == [3.0, 3.0]
 
 
+def test_forward_passes_that_are_computed_again_are_not_counted() -> None:
+    unit = UnitSum(Waves(1, 1, 0), note_nothing)
+    unit.count_forward()
+    result = torch.ones(1, requires_grad=True) * 2
+    result.register_hook(torch.enable_grad()(lambda _: unit.count_forward()))
+    result.backward()
+    assert reduce(unit, 3.0).tolist() == [3.0, 3.0]
+
+
 def test_a_sum_without_a_last_backward_is_made_at_the_end_of_the_turn() -> None:
     unit = UnitSum(Waves(1, 1, 0), note_nothing)
     for gradient in (3.0, -0.0, None):
