@@ -58,6 +58,15 @@ class Noting(nn.Linear):
         return super().forward(x) * (1 + self.num_steps + self.history[-1]) + self.scale
 
 
+class Writing(nn.Linear):
+    """A layer that clips its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1.0, 1.0)
+        return super().forward(x)
+
+
 class Steps(helios.Model):
     """A model whose steps are one of those below."""
 
@@ -67,14 +76,24 @@ class Steps(helios.Model):
 
     def setup(self, fast_init: bool = False) -> None:
         self.net = Net()
+        if self._kind == "alias":
+            self.first = self.net.layers[0]
         if self._kind in LAYERS:
             self.net.layers[1] = LAYERS[self._kind]()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+    def on_training_start(self) -> None:
+        if self._kind == "hook":
+            self.net.embedding.weight.register_hook(torch.neg)
 
     def shard(self) -> list[nn.Module]:
         return [*self.net.layers]
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
+        if self._kind == "penalty":
+            return self.net(batch[1]).mean() + self.net.embedding.weight.square().sum()
+        if self._kind == "loss":
+            self._loss_items["norm"] = self.net.embedding.weight.norm()
         return STEPS.get(self._kind, call_twice)(self.net, *batch[1:])
 
     def on_training_batch_end(self, state: helios.TrainingState, should_log: bool = False) -> None:
@@ -113,6 +132,7 @@ STEPS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "minus_zero": Cancelling,
     "attributes": partial(Noting, WIDTH),
+    "write": partial(Writing, WIDTH, WIDTH),
 }
 
 
@@ -151,6 +171,26 @@ def test_calls_of_networks_have_equal_bits(tmp_path: Path, kind: str) -> None:
     run_ranks(fit, 1, tmp_path / "whole", Steps(kind), "none")
     run_ranks(fit, 2, tmp_path / "sharded", Steps(kind), "full")
     assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
+
+
+def test_a_part_of_a_network_may_have_a_name_of_its_own(tmp_path: Path) -> None:
+    run_ranks(fit, 1, tmp_path / "whole", Steps("alias"), "none")
+    run_ranks(fit, 2, tmp_path / "sharded", Steps("alias"), "full")
+    assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("write", r"write to parameters, but net\.layers\.1\.weight was changed"),
+        ("hook", r"without hooks, but net\.embedding\.weight has one"),
+        ("penalty", "penalty in the forward of the module"),
+        ("loss", r"\['norm'\] must be .* computed of shards"),
+    ],
+)
+def test_what_shards_would_lose_is_refused(tmp_path: Path, kind: str, match: str) -> None:
+    with pytest.raises(RankError, match=match):
+        run_ranks(fit, 2, tmp_path, Steps(kind), "full")
 
 
 def test_values_of_modules_are_saved_on_several_processes_too(tmp_path: Path) -> None:
