@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 from helios.model.processor import Processed
 from helios.session import Session
@@ -71,6 +72,12 @@ def loss_of(result: Any) -> Tensor | None:
         loss = result["loss"]
     if not isinstance(loss, Tensor):
         raise UsageError(f"{_CONTRACT}, got {type(loss).__name__}.")
+    if is_sharded(loss):
+        raise UsageError(
+            "A loss must not be computed of sharded parameters outside of a forward, where they "
+            "are not whole, but train_step has returned such a loss. Compute the penalty in the "
+            "forward of the module that holds the parameters."
+        )
     if not loss.requires_grad or loss.numel() != 1:
         raise UsageError(
             f"{_CONTRACT}; got a tensor of shape {tuple(loss.shape)} with requires_grad="

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from helios.core import rng
+from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 from helios.replicas.replicas import Replicas
 from helios.replicas.turn_protocols import Collector, ReplicaWatcher, StepWatcher, TrainedModel
-from helios.replicas.window_exchange import Announcer, WindowExchange
+from helios.replicas.window_exchange import Announcer, WindowExchange, make_loss_error
 
 Seed = Callable[[int | None], None]
 
@@ -291,6 +292,9 @@ class SharedTurns(Turns):
         """Copy the model's own losses, which an update could change, and collect the gradients."""
         table = self._model.loss_items
         for name, loss in table.items():
+            if is_sharded(loss):
+                # A copy of a sum of shards would wait for processes that make none.
+                raise make_loss_error(name, loss)
             if isinstance(loss, Tensor) and loss is not shown.get(name):
                 table[name] = loss.detach().clone()
         engine.collect_gradients(

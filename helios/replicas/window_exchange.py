@@ -11,6 +11,7 @@ from typing import Any, Protocol, final
 
 from torch import Tensor
 
+from helios.core.sharded_tensors import is_sharded
 from helios.errors import UsageError
 from helios.replicas.module_buffers import ReplicaBuffers
 from helios.replicas.replicas import NOTHING, Replicas
@@ -64,8 +65,9 @@ class WindowExchange:
         kept: dict[str, Any] = {}
         for name, loss in table.items():
             is_tensor = isinstance(loss, Tensor)
-            if not (loss.numel() == 1 if is_tensor else isinstance(loss, int | float)):
-                raise _make_loss_error(name, loss)
+            is_number = loss.numel() == 1 if is_tensor else isinstance(loss, int | float)
+            if is_sharded(loss) or not is_number:
+                raise make_loss_error(name, loss)
             kept[name] = loss.detach().clone() if is_tensor else loss
         self._tables.append(kept)
 
@@ -143,9 +145,14 @@ def _make_change_error(table: Mapping[str, Any], shown: Mapping[str, Any]) -> Us
     )
 
 
-def _make_loss_error(name: str, loss: Any) -> UsageError:
+def make_loss_error(name: str, loss: Any) -> UsageError:
+    """Return the error for a loss of the model's table that cannot be averaged."""
     shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    remedy = "Keep it in an attribute of another name"
+    if is_sharded(loss):
+        shown = "one that was computed of shards, in an order that depends on the processes"
+        remedy = "Compute it in the forward of the module that holds the parameters"
     return UsageError(
         f"Model._loss_items[{name!r}] must be a number or a tensor of one element, because it is "
-        f"averaged over replicas, got {shown}. Keep it in an attribute of another name."
+        f"averaged over replicas, got {shown}. {remedy}."
     )

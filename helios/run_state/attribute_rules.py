@@ -9,11 +9,17 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from helios.core.wrappers import class_of
+
 _OF_MODULES = frozenset(vars(nn.Module())) | {
     *("_compiled_call_impl", "_flat_weights", "_flat_weight_refs"),
     *("_load_hook", "_initialize_hook"),
+    *("_fsdp_use_orig_params", "_is_fsdp_managed_module"),
 }
-"""Attributes of modules that torch handles itself: of all, of recurrent and of lazy modules."""
+"""Attributes of modules that torch handles itself: of all, recurrent, lazy and sharded modules."""
+
+_OF_FSDP = "__composable_api_state_key_"
+"""Begin of the names of others, of modules that are sharded."""
 
 _OF_OTHERS: dict[type, frozenset[str]] = {
     Optimizer: frozenset(
@@ -43,7 +49,7 @@ _WRAPPERS = ("torch._dynamo", "torch.fx", "torch.jit", "torch.nn.parallel", "tor
 
 def may_hold_more(module: nn.Module) -> bool:
     """Return whether a module may hold state beside its ``state_dict``."""
-    return not type(module).__module__.startswith(_WRAPPERS)
+    return not class_of(module).__module__.startswith(_WRAPPERS)
 
 
 def left_out(part: object) -> list[tuple[str, Any]]:
@@ -59,7 +65,7 @@ def _left_out_of_module(module: nn.Module) -> list[tuple[str, Any]]:
     table = vars(module)
     parameters, buffers = table["_parameters"], table["_buffers"]
     hidden = table["_non_persistent_buffers_set"]
-    own = sorted([key for key in table if key not in _OF_MODULES])
+    own = sorted([key for key in table if key not in _OF_MODULES and not key.startswith(_OF_FSDP)])
     if any(name.endswith(("_orig", "_v")) for name in parameters):
         # Pruning and the older norms compute this weight from saved ones.
         own = [key for key in own if not {f"{key}_orig", f"{key}_v"} & parameters.keys()]

@@ -130,6 +130,23 @@ class ShardedUnit:
         # After FSDP's own. It stays, because a hook that comes or goes in training is reported.
         self.module.register_forward_pre_hook(connect)
 
+    def watch_values(self, refuse: Callable[[Tensor], None]) -> None:
+        """Call a function with a sharded parameter that a forward has written to, whole."""
+        versions: list[int] = []
+
+        def read() -> list[int]:
+            return [part.unsharded_param._version for part in self._parts()]  # noqa: SLF001
+
+        def compare(*_: Any) -> None:
+            for part, before, after in zip(self._parts(), versions, read(), strict=True):
+                if before != after:
+                    refuse(part.sharded_param)
+
+        assert isinstance(self.module, nn.Module)
+        # After those of FSDP, which gathers in the first one.
+        self.module.register_forward_pre_hook(lambda *_: versions.__setitem__(slice(None), read()))
+        self.module.register_forward_hook(compare)
+
     def parameters(self) -> list[DTensor]:
         """Return the sharded parameters of this unit, without those of inner units."""
         return [part.sharded_param for part in self._parts()]

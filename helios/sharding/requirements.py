@@ -61,13 +61,58 @@ def _check_network(path: str, network: nn.Module) -> None:
                 'Trainer(sharding="full") cannot train SyncBatchNorm, which sums in its own order, '
                 f"but {place} is one. Use BatchNorm."
             )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check_embedding(place, module)
     for name, parameter in network.named_parameters():
-        is_plain = type(parameter) is nn.Parameter and parameter.dtype.is_floating_point
-        if not is_plain or parameter.dim() == 0:
+        _check_parameter(f"{path}.{name}", parameter)
+    check_hooks({f"{path}.{name}": each for name, each in network.named_parameters()})
+
+
+def _check_embedding(place: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    for option in ("max_norm", "sparse"):
+        if getattr(module, option):
             raise UsageError(
-                'Trainer(sharding="full") needs dense floating-point parameters with dimensions, '
-                f"but {path}.{name} is a {type(parameter).__name__} of {parameter.dtype} and shape "
-                f"{tuple(parameter.shape)}. Make it a buffer, or use a shape of (1,)."
+                'Trainer(sharding="full") needs embeddings with dense gradients whose forward does '
+                f"not write to them, but {place} has {option}={getattr(module, option)}. Build it "
+                "without."
+            )
+
+
+def _check_parameter(place: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise UsageError(
+            f'Trainer(sharding="full") needs parameters with a shape, but {place} is lazy. Build '
+            "the layer with all sizes, or run a batch through it in Model.setup()."
+        )
+    is_plain = type(parameter) is nn.Parameter and parameter.dtype.is_floating_point
+    if not is_plain or parameter.dim() == 0 or parameter.numel() == 0:
+        raise UsageError(
+            'Trainer(sharding="full") needs dense floating-point parameters with dimensions and '
+            f"elements, but {place} is a {type(parameter).__name__} of {parameter.dtype} and shape "
+            f"{tuple(parameter.shape)}. Make it a buffer, or use a shape of (1,)."
+        )
+    if not parameter.is_contiguous():
+        raise UsageError(
+            f'Trainer(sharding="full") needs contiguous parameters, but {place} has the shape '
+            f"{tuple(parameter.shape)} and the strides {parameter.stride()}. Call .contiguous() "
+            "on the tensor that it is made of; convolutions must not be in channels_last."
+        )
+
+
+def check_hooks(parameters: Mapping[str, Tensor]) -> None:
+    """Check that no parameter has a hook, which shards would not call, or for a part of a sum.
+
+    Args:
+        parameters: the parameters by name.
+
+    Raises:
+        UsageError: if one has.
+    """
+    for name, each in parameters.items():
+        if each._backward_hooks or each._post_accumulate_grad_hooks:  # noqa: SLF001
+            raise UsageError(
+                f'Trainer(sharding="full") needs parameters without hooks, but {name} has one. '
+                "Change gradients in on_optimizer_step_start, or use a hook of the module."
             )
 
 

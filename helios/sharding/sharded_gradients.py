@@ -16,6 +16,7 @@ from helios.errors import UsageError
 from helios.replicas.gradients import FindNetworks, Gradients
 from helios.replicas.replicas import Replicas
 from helios.sharding.fsdp_adapter import ShardedUnit
+from helios.sharding.requirements import check_hooks
 from helios.sharding.unit_calls import UnitCalls
 from helios.sharding.unit_sum import UnitSum
 from helios.sharding.waves import Waves
@@ -51,6 +52,7 @@ class ShardedGradients(Gradients):
             self._connect(unit, self._units[name], names)
             unit.before_forward(lambda *_, number=number: calls.note_forward(number))
             unit.after_forward(lambda *_, number=number: calls.note_end(number))
+            unit.watch_values(partial(_refuse_write, names))
 
     def _connect(self, unit: ShardedUnit, unit_sum: UnitSum, names: Mapping[int, str]) -> None:
         unit.use(unit_sum)
@@ -75,9 +77,10 @@ class ShardedGradients(Gradients):
         """Set the gradients to None, and check that the same parameters are trained.
 
         Raises:
-            UsageError: if parameters were frozen or unfrozen since ``setup``.
+            UsageError: if parameters were frozen or unfrozen since ``setup``, or have hooks.
         """
         optimizer.zero_grad()
+        check_hooks(self._parameters)
         changed = self._trained ^ _trained(self._parameters)
         if changed:
             raise UsageError(
@@ -100,6 +103,8 @@ class ShardedGradients(Gradients):
         """
         self.is_open = True
         waves = self._waves
+        for unit in self._units.values():
+            unit.add_late()
         for name, parameter in self._parameters.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is None or not waves.is_last:
@@ -138,6 +143,14 @@ class ShardedGradients(Gradients):
     def close_window(self) -> None:
         """Drop what was collected and not used."""
         self._sums, self._present, self.is_open = {}, set(), False
+
+
+def _refuse_write(names: Mapping[int, str], parameter: Tensor) -> None:
+    raise UsageError(
+        f"A forward of a sharded model must not write to parameters, but {names[id(parameter)]} "
+        "was changed in place. It is gathered for this forward only, so the change would be lost. "
+        'Make it a buffer, or train with sharding="none".'
+    )
 
 
 def _trained(parameters: Mapping[str, Tensor]) -> set[str]:

@@ -20,6 +20,8 @@ class UnitSum:
 
     FSDP reduces after each backward of a module, with zeros for parameters without a gradient. If
     a module is called several times in a forward, autograd yields its gradients at the last one.
+    FSDP sees no backward of a call whose inputs need no gradient, or whose result is not used; then
+    nobody knows which one is the last, and the sum is made at the end of the turn.
 
     Args:
         waves: the turns of an iteration.
@@ -34,9 +36,19 @@ class UnitSum:
         self._num_turns = 0
         self._has_new = False
         self._leaf: Tensor | None = None
+        self._late: tuple[Tensor, dist.ProcessGroup] | None = None
+
+    def add_late(self) -> None:
+        """Add what no backward of this turn was known to be the last for."""
+        if self._late is not None:
+            output, group = self._late
+            leaf = output.new_zeros(group.size(), output.numel())
+            self._add(output, leaf if self._leaf is None else self._leaf, group)
 
     def end_turn(self, name: str) -> None:
         """Forget forward passes without a backward, as those of a loss that left out a module.
+
+        :meth:`add_late` has been called, and gradients were taken.
 
         Args:
             name: of the unit, for the message.
@@ -44,7 +56,7 @@ class UnitSum:
         Raises:
             UsageError: if there was a sum in some turns of the iteration, but not in all.
         """
-        self._num_forwards, self._has_new, self._leaf = 0, False, None
+        self._num_forwards, self._has_new, self._leaf, self._late = 0, False, None, None
         if not self._waves.is_last:
             return
         if self._num_turns not in (0, self._waves.turn + 1):
@@ -72,13 +84,19 @@ class UnitSum:
             chunks: what this process has computed, one row per process.
             group: the processes.
         """
-        if not self._has_whole_leaf(chunks):
-            output.zero_()
+        if self._has_whole_leaf(chunks):
+            self._add(output, chunks if self._leaf is None else self._leaf, group)
             return
+        # FSDP adds the outputs of a turn to the first one, in place: x + -0.0 has the bits of x.
+        output.fill_(-0.0)
+        if self._late is None:
+            self._late = output, group
+
+    def _add(self, output: Tensor, chunks: Tensor, group: dist.ProcessGroup) -> None:
         self._note_sum()
         waves = self._waves
         self._num_turns += 1
-        chunks, self._leaf = (chunks if self._leaf is None else self._leaf), None
+        self._leaf = self._late = None
         if waves.is_node:
             self._sums.add(waves.replicas, _halve(chunks, group))
         else:

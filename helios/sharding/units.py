@@ -58,7 +58,8 @@ def find_units(
     """Return the modules that are units by name, each before those inside of it.
 
     Args:
-        networks: the networks by path. Each is a unit; of a list or dict, each member.
+        networks: the networks by path. Each is a unit if no other one holds it; of a list or dict,
+            each member.
         named: other units, as ``Model.shard`` has returned them; ``None`` for the large modules.
 
     Raises:
@@ -66,7 +67,9 @@ def find_units(
         UsageError: if a tied parameter would be in two units, if a unit has several types, or if a
             parameter is in no module with a forward.
     """
-    roots = [root for path, network in networks.items() for root in _find_roots(path, network)]
+    roots = _outermost(
+        [root for path, network in networks.items() for root in _find_roots(path, network)]
+    )
     names = _name_modules(roots)
     if named is None:
         inner = {id(part) for _, root in roots for part in _find_large(root)}
@@ -143,6 +146,12 @@ def _find_roots(path: str, network: nn.Module) -> Iterator[tuple[str, nn.Module]
         )
     for name, child in network.named_children():
         yield from _find_roots(f"{path}.{name}", child)
+
+
+def _outermost(roots: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return those that are in no other one, as ``self.encoder = self.net.encoder`` is."""
+    inner = {id(part) for _, root in roots for part in root.modules() if part is not root}
+    return [(path, root) for path, root in roots if id(root) not in inner]
 
 
 def _find_large(root: nn.Module) -> Iterator[nn.Module]:

@@ -84,6 +84,23 @@ def test_networks_that_cannot_be_sharded_are_refused() -> None:
         check_shardable({}, {}, {"loose": torch.ones(1)})
 
 
+def test_parameters_that_cannot_be_sharded_are_refused() -> None:
+    refuse(r"net\.weight is lazy", nn.LazyLinear(2))
+    with pytest.warns(UserWarning, match="zero-element"):
+        refuse(r"and elements, but net\.weight .* \(2, 0\)", nn.Linear(0, 2))
+    network = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    refuse(r"contiguous parameters, but net\.weight", network)
+    refuse(r"net\.0 has max_norm=1\.0", nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)))
+    refuse("net has sparse=True", nn.EmbeddingBag(3, 2, sparse=True))
+    hooked = nn.Linear(2, 2)
+    handle = hooked.bias.register_hook(torch.neg)
+    refuse(r"without hooks, but net\.bias has one", hooked)
+    handle.remove()
+    check_shardable({"net": hooked}, {}, {})
+    hooked.weight.register_post_accumulate_grad_hook(lambda _: None)
+    refuse(r"without hooks, but net\.weight has one", hooked)
+
+
 def test_optimizers_that_cannot_be_sharded_are_refused() -> None:
     network = nn.Linear(2, 2)
     refuse("fused=True", network, opt=optim.AdamW(network.parameters(), fused=True))
@@ -136,6 +153,13 @@ def test_large_children_and_members_of_lists_are_units(monkeypatch: pytest.Monke
         "net.1",
         "net.2",
     ]
+
+
+def test_a_part_of_a_network_under_a_name_of_its_own_is_no_network() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    networks = {"first": network[0], "net": network, "again": network}
+    assert [*find_units(networks, [])] == ["again"]
+    assert [*find_units(networks, [network[0]])] == ["again", "again.0"]
 
 
 def test_the_members_of_a_list_of_networks_are_units() -> None:

@@ -36,6 +36,9 @@ class Unit:
     def after_forward(self, call: object) -> None:
         """Nothing is called."""
 
+    def watch_values(self, refuse: object) -> None:
+        """Nobody writes."""
+
     def parameters(self) -> list[torch.Tensor]:
         return [self.parameter]
 

@@ -66,14 +66,31 @@ def test_forward_passes_without_gradients_are_not_counted() -> None:
     assert reduce(unit, 3.0).tolist() == [3.0, 3.0]
 
 
-def test_a_forward_whose_result_was_not_used_is_forgotten() -> None:
+def test_forward_passes_that_are_computed_again_are_not_counted() -> None:
     unit = UnitSum(Waves(1, 1, 0), note_nothing)
     unit.count_forward()
-    unit.count_forward()
-    reduce(unit, 3.0)
-    unit.end_turn("net")
+    result = torch.ones(1, requires_grad=True) * 2
+    result.register_hook(torch.enable_grad()(lambda _: unit.count_forward()))
+    result.backward()
+    assert reduce(unit, 3.0).tolist() == [3.0, 3.0]
+
+
+def test_a_sum_without_a_last_backward_is_made_at_the_end_of_the_turn() -> None:
+    unit = UnitSum(Waves(1, 1, 0), note_nothing)
+    for gradient in (3.0, -0.0, None):
+        for _ in range(3):
+            unit.count_forward()
+        # FSDP adds the second output to the first one.
+        outputs = [reduce(unit, gradient), reduce(unit, None)]
+        assert bits(outputs[0] + outputs[1]) == bits(torch.tensor([-0.0, -0.0]))
+        unit.add_late()
+        expected = 0.0 if gradient is None else gradient
+        assert bits(outputs[0] + outputs[1]) == bits(torch.tensor([expected, expected]))
+        unit.end_turn("net")
     unit.count_forward()
     assert reduce(unit, 4.0).tolist() == [4.0, 4.0]
+    unit.add_late()
+    unit.end_turn("net")
 
 
 def test_a_unit_takes_part_in_all_turns_or_in_none() -> None:

@@ -1,0 +1,202 @@
+"""What a step of a sharded model may do with networks and their values: equal bits, or an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+import helios
+from helios.plugins import Plugin
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import WIDTH, WORDS, Kill, Words
+
+
+class Net(nn.Module):
+    """Its inputs are words, which have no gradient; those of its units have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, words: Tensor) -> Tensor:
+        first, second = self.layers
+        x: Tensor = second(torch.tanh(first(self.embedding(words))))
+        return x
+
+
+class Cancelling(nn.Module):
+    """A layer, one of whose gradients is -0.0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = nn.Parameter(torch.randn(5, WIDTH))
+        self.kept = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.lost * -0.0).sum(0) + self.kept.sum(0)
+
+
+class Noting(nn.Linear):
+    """A layer that holds more than its ``state_dict``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.num_steps = 0
+        self.history = [0.0]
+        self.register_buffer("scale", torch.zeros(width), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.num_steps + self.history[-1]) + self.scale
+
+
+class Writing(nn.Linear):
+    """A layer that clips its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1.0, 1.0)
+        return super().forward(x)
+
+
+class Steps(helios.Model):
+    """A model whose steps are one of those below."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("steps")
+        self._kind = kind
+
+    def setup(self, fast_init: bool = False) -> None:
+        self.net = Net()
+        if self._kind == "alias":
+            self.first = self.net.layers[0]
+        if self._kind in LAYERS:
+            self.net.layers[1] = LAYERS[self._kind]()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+
+    def on_training_start(self) -> None:
+        if self._kind == "hook":
+            self.net.embedding.weight.register_hook(torch.neg)
+
+    def shard(self) -> list[nn.Module]:
+        return [*self.net.layers]
+
+    def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
+        if self._kind == "penalty":
+            return self.net(batch[1]).mean() + self.net.embedding.weight.square().sum()
+        if self._kind == "loss":
+            self._loss_items["norm"] = self.net.embedding.weight.norm()
+        return STEPS.get(self._kind, call_twice)(self.net, *batch[1:])
+
+    def on_training_batch_end(self, state: helios.TrainingState, should_log: bool = False) -> None:
+        layer = self.net.layers[1]
+        if isinstance(layer, Noting):
+            layer.num_steps += 1
+            layer.history.append(0.5 * state.global_iteration)
+            layer.scale += 0.1
+
+
+def call_twice(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    return net(words).square().mean() + net(following).abs().mean()
+
+
+def detach(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    target = net(following).detach()
+    return mse_loss(net(words), target)
+
+
+def detach_later(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    found = net(words)
+    return mse_loss(found, net(following).detach())
+
+
+def call_layers(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    loss = net(following).mean()
+    layer = net.layers[0]
+    x = torch.arange(WIDTH) + words[:, None].float()
+    # The inputs of the last call have no gradient, and its backward is the first one.
+    return (layer(layer(x / WORDS)) + layer(x)).square().mean() + loss
+
+
+STEPS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+    step.__name__: step for step in (call_twice, detach, detach_later, call_layers)
+}
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "minus_zero": Cancelling,
+    "attributes": partial(Noting, WIDTH),
+    "write": partial(Writing, WIDTH, WIDTH),
+}
+
+
+class Data(helios.DataModule):
+    def setup(self) -> None:
+        params = helios.DataLoaderParams(batch_size=2, shuffle=True)
+        self._train_dataset = self._create_dataset(Words(64), params)
+
+
+def fit(rank: int, folder: Path, model: helios.Model, sharding: str, *plugins: Plugin) -> None:
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
+    trainer = helios.Trainer(
+        train_unit="iteration",
+        total_steps=3,
+        num_replicas=3,
+        sharding=sharding,
+        chkpt_root=folder,
+        chkpt_frequency=1,
+        plugins=plugins,
+        ledger="full",
+        use_cpu=True,
+        print_banner=False,
+    )
+    trainer.fit(model, Data())
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def read_ledger(folder: Path) -> bytes:
+    return (folder / "steps" / "ledger.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("kind", [*STEPS, "minus_zero"])
+def test_calls_of_networks_have_equal_bits(tmp_path: Path, kind: str) -> None:
+    run_ranks(fit, 1, tmp_path / "whole", Steps(kind), "none")
+    run_ranks(fit, 2, tmp_path / "sharded", Steps(kind), "full")
+    assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
+
+
+def test_a_part_of_a_network_may_have_a_name_of_its_own(tmp_path: Path) -> None:
+    run_ranks(fit, 1, tmp_path / "whole", Steps("alias"), "none")
+    run_ranks(fit, 2, tmp_path / "sharded", Steps("alias"), "full")
+    assert read_ledger(tmp_path / "sharded") == read_ledger(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("write", r"write to parameters, but net\.layers\.1\.weight was changed"),
+        ("hook", r"without hooks, but net\.embedding\.weight has one"),
+        ("penalty", "penalty in the forward of the module"),
+        ("loss", r"\['norm'\] must be .* computed of shards"),
+    ],
+)
+def test_what_shards_would_lose_is_refused(tmp_path: Path, kind: str, match: str) -> None:
+    with pytest.raises(RankError, match=match):
+        run_ranks(fit, 2, tmp_path, Steps(kind), "full")
+
+
+def test_values_of_modules_are_saved_on_several_processes_too(tmp_path: Path) -> None:
+    model = Steps("attributes")
+    run_ranks(fit, 1, tmp_path / "whole", model, "none")
+    with pytest.raises(RankError, match="code -9"):
+        run_ranks(fit, 2, tmp_path / "killed", model, "full", Kill(3, 1))
+    run_ranks(fit, 3, tmp_path / "killed", model, "full")
+    assert read_ledger(tmp_path / "killed") == read_ledger(tmp_path / "whole")
