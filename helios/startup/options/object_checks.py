@@ -68,10 +68,15 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
         UsageError: if the model's ``__init__`` does not call that of ``Model``.
     """
     if not isinstance(model, Model):
-        raise ArgumentTypeError(f"Trainer.fit(model=...) must be a Model, got {model!r}.")
+        raise ArgumentTypeError(
+            f"Trainer.fit(model=...) must be a Model, got {model!r}. "
+            "Pass an object of a class that derives from helios.Model."
+        )
     if not isinstance(datamodule, DataModule):
         raise ArgumentTypeError(
-            f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
+            f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}. "
+            "Pass an object of a class that derives from helios.DataModule, whose setup() assigns "
+            "self._train_dataset."
         )
     check_made(model)
 
