@@ -3350,6 +3350,27 @@ FAULTS = (
         "",
         "tests/ledger/test_manifest.py::test_git_is_started_without_a_pipe_that_a_forked_worker_would_keep_open",
     ),
+    Fault(
+        "types of the script have another name in ranks that it started",
+        "helios/storage/user_types.py",
+        "    is_of_rank = name.startswith(_OF_STARTED_RANK)",
+        "    is_of_rank = False",
+        "tests/storage/test_user_types.py::test_a_script_and_a_rank_that_it_started_read_each_others_types",
+    ),
+    Fault(
+        "two loggers write one file",
+        "helios/startup/options/object_checks.py",
+        "            if isinstance(other, RowLogger) and other.path == plugin.path:",
+        "            if False:",
+        "tests/plugins/test_row_loggers.py::test_two_loggers_must_not_write_one_file",
+    ),
+    Fault(
+        "a sampler that changes itself is not named",
+        "helios/data/sampler_changes.py",
+        "        if changed and not self._was_named:",
+        "        if False:",
+        "tests/data/test_sampler_changes.py::test_what_a_sampler_changes_about_itself_is_named_once",
+    ),
 )
 
 

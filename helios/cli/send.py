@@ -44,9 +44,10 @@ def run(namespace: argparse.Namespace) -> int:
             '"helios-trainer[mlflow]" or "helios-trainer[wandb]".'
         ) from error
     except Exception as error:
+        cause = f"{type(error).__name__}: {error}".rstrip(". ")
         raise HeliosError(
-            f"Not everything was sent: {type(error).__name__}: {error}. What is missing is kept in "
-            f"{folder}. Call this again."
+            f"Not everything was sent: {cause}. What is missing is kept in {folder}. Run "
+            "the same command again."
         ) from error
     if namespace.json:
         output.print_json({"path": str(folder), "num_rows": number, "place": place})

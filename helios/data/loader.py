@@ -316,7 +316,7 @@ def _choose_sampler(
     if not isinstance(dataset, Sized):
         raise ArgumentError(
             f"The {name} must have a length, got a {type(dataset).__name__} without __len__. "
-            "Give it one, or pass a sampler or a batch_sampler."
+            "Give it one, pass a sampler or a batch_sampler, or let helios.data.Stream read it."
         )
     batch_size = params.batch_size or 1
     if isinstance(dataset, Mixture):

@@ -128,10 +128,16 @@ class _Plan(NamedTuple):
 
 def _check_lengths(lengths: Any) -> _Ints:
     sizes = np.asarray(lengths)
-    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or sizes.min(initial=0) < 0:
+    if sizes.size and (sizes.ndim != 1 or sizes.dtype.kind not in "iu"):
         raise ArgumentError(
             "Packed(lengths=...) must be integers of at least 0, one for each sample, got "
             f"{type(lengths).__name__} of shape {sizes.shape} and type {sizes.dtype}."
+        )
+    if sizes.min(initial=0) < 0:
+        sample = int(sizes.argmin())
+        raise ArgumentError(
+            f"Packed(lengths=...) must be at least 0, got {sizes[sample]} for sample {sample}. "
+            "Correct it."
         )
     if not sizes.any():
         raise ArgumentError(

@@ -157,8 +157,9 @@ class DataLoaderParams:
         if self.sampler is not None and not isinstance(self.sampler, ResumableSamplerType):
             raise ArgumentTypeError(
                 "DataLoaderParams(sampler=...) must derive from ResumableSampler or "
-                f"ResumableDistributedSampler, got {self.sampler!r}. Derive it from one of them; "
-                "any iterable of lists can be the batch_sampler instead."
+                f"ResumableDistributedSampler of helios.data.samplers, got {self.sampler!r}. "
+                "Derive it from one of them; any iterable of lists can be the batch_sampler "
+                "instead."
             )
         if self.batch_size is None and self.drop_last:
             raise ArgumentError(

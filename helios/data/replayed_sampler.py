@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler
 
 from helios.core import rng
 from helios.data.order import BlocksAndHead, Order, Position, prepare
+from helios.data.sampler_changes import SamplerChanges
 from helios.data.sampler_generators import OwnGenerators, find_generators
 from helios.errors import StateError
 from helios.protocols import Stateful
@@ -42,6 +43,7 @@ class ReplayedOrder(Order):
         self._stateful = _find_stateful(sampler)
         self._epoch_state: dict[str, Any] | None = None
         self._is_loaded = False
+        self._changes = SamplerChanges(samplers_in(sampler))
 
     def blocks(self, position: Position) -> Iterator[list[Any]]:
         """Iterate over the items from a position, in lists; lists of samples are copied."""
@@ -67,7 +69,9 @@ class ReplayedOrder(Order):
         return None if self._stateful is not None else super().twin(dataset)
 
     def _with(self, sampler: Any) -> Order:
-        return ReplayedOrder(sampler, yields_batches=self.yields_batches)
+        twin = ReplayedOrder(sampler, yields_batches=self.yields_batches)
+        twin._changes = SamplerChanges(())  # Named for the order that training uses.
+        return twin
 
     def leave(self, position: Position) -> None:
         """End a pass early, and set a sampler with state to its position.
@@ -144,8 +148,10 @@ class ReplayedOrder(Order):
     def _open(self, position: Position) -> Iterator[Any]:
         """Start the sampler's pass, and skip the samples before the position."""
         if not position.is_by_hand:
+            self._changes.end_pass()
             for part in samplers_in(self.sampler):
                 prepare(part, position)
+            self._changes.begin_pass()
         items = iter(self.sampler)
         if position.is_by_hand:
             return items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -47,7 +48,7 @@ class Stream(IterableDataset[Any]):
         replay: whether to read the epoch again even if parts have a state.
 
     Raises:
-        ArgumentTypeError: if the source is neither.
+        ArgumentTypeError: if the source is neither, or a function of other parameters.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Stream(IterableDataset[Any]):
                 f"{type(source).__name__}. Pass lambda index, count: ..., which reads every "
                 "count-th file."
             )
+        if not isinstance(source, Shardable):
+            _check_parameters(source)
         if not isinstance(replay, bool):
             raise ArgumentTypeError(
                 f"Stream(replay=...) must be True or False, got {replay!r}. Omit it for False."
@@ -71,9 +74,18 @@ class Stream(IterableDataset[Any]):
         self.replay = replay
 
     def open(self, index: int, count: int, epoch: int) -> Iterable[Any]:
-        """Return one of ``count`` parts for an epoch."""
+        """Return one of ``count`` parts for an epoch.
+
+        Raises:
+            ArgumentTypeError: if the source returns something else than an iterable.
+        """
         source = self.source
         part = source.shard(count, index) if isinstance(source, Shardable) else source(index, count)
+        if not isinstance(part, Iterable) and not callable(getattr(part, "__getitem__", None)):
+            raise ArgumentTypeError(
+                "Stream(source=...) must return an iterable over the samples of a part, got "
+                f"{part!r} for part {index} of {count}. Return one, or yield the samples."
+            )
         if isinstance(part, HasEpoch):
             part.set_epoch(epoch)
         return part
@@ -90,6 +102,20 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.open(0, 1, 0))
+
+
+def _check_parameters(source: Callable[[int, int], Iterable[Any]]) -> None:
+    try:
+        signature = inspect.signature(source)
+    except ValueError:  # Some built-in functions have none.
+        return
+    try:
+        signature.bind(0, 1)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            "Stream(source=...) must be a function that takes index and number of a part, but it "
+            f"takes {signature}. Correct its parameters."
+        ) from error
 
 
 def make_shard_error(found: int, count: int) -> ArgumentError:

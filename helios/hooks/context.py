@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from helios.errors import UsageError
+from helios.errors import ArgumentTypeError, UsageError
 from helios.hooks.run_view import RunView
 from helios.state import Cursor, Phase, TrainingState, TrainingUnit
 
@@ -292,7 +292,15 @@ class Context:
 
         Args:
             scalars: numbers, or tensors of one element, by name, such as ``"train/loss"``.
+
+        Raises:
+            ArgumentTypeError: if they are not a mapping.
         """
+        if not isinstance(scalars, Mapping):
+            raise ArgumentTypeError(
+                "context.log(...) must be called with a mapping of names to numbers, got "
+                f"{scalars!r}. Pass e.g. {{'train/loss': loss}}."
+            )
         self._run.log(scalars)
 
     def request_checkpoint(self) -> None:

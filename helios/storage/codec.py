@@ -27,7 +27,7 @@ from helios.storage.decoding import Decoder, FindSharded, fill_sharded
 from helios.storage.digest import DigestWriter
 from helios.storage.placeholders import stand_in
 from helios.storage.staging import HostBuffers
-from helios.storage.user_types import type_name
+from helios.storage.user_types import names_of_global
 from helios.storage.weights_only import Encoder
 
 _ZIP_BEGINS = b"PK\x03\x04"
@@ -300,15 +300,23 @@ def hiding(names: Collection[str]) -> Iterator[list[Any]]:
 
 
 def _global_name(kind: Any) -> str:
-    return str(kind[1]) if isinstance(kind, tuple) else type_name(kind)
+    return str(kind[1]) if isinstance(kind, tuple) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @contextlib.contextmanager
 def _allowing(safe_types: Iterable[Any]) -> Iterator[None]:
     # At its end, torch's context manager also removes types that the user registered before.
     known = torch.serialization.get_safe_globals()
-    with torch.serialization.safe_globals([kind for kind in safe_types if kind not in known]):
+    named = [each for kind in safe_types for each in (kind, *_other_names(kind))]
+    with torch.serialization.safe_globals([each for each in named if each not in known]):
         yield
+
+
+def _other_names(kind: Any) -> list[tuple[Any, str]]:
+    """Return a type with each name that it has in another process of the run."""
+    if not isinstance(kind, type):
+        return []
+    return [(kind, name) for name in names_of_global(kind) if name != _global_name(kind)]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,13 @@ from typing import Any, TypeAlias
 
 from helios.storage import type_converters
 from helios.storage.type_converters import is_native
-from helios.storage.user_types import Alias, NamedFields, NamedMember, ShardedValue
+from helios.storage.user_types import (
+    Alias,
+    NamedFields,
+    NamedMember,
+    ShardedValue,
+    in_every_process,
+)
 from helios.storage.weights_only import FACTORIES, SHARDED, TAG, index_types
 
 FindSharded: TypeAlias = Callable[[str], Any]
@@ -84,7 +90,7 @@ class Decoder:
         if "items" in code:
             return self._remember(code, self._build_sequence(tag, code))
         if tag == "fields":
-            record = self._remember(code, NamedFields(code["type"], {}))
+            record = self._remember(code, NamedFields(in_every_process(code["type"]), {}))
             record.fields.update((key, self.decode(item)) for key, item in code["fields"].items())
             return record
         return self._remember(code, self._build_value(tag, code))
@@ -109,7 +115,7 @@ class Decoder:
         if tag == "objects":
             return type_converters.objects_to_array(code["shape"], items)
         if tag == "tuple":
-            return tuple.__new__(self._types[code["type"]], items)
+            return tuple.__new__(self._types[in_every_process(code["type"])], items)
         return _SEQUENCES[tag](items)
 
     def _build_value(self, tag: str, code: dict[str, Any]) -> Any:
@@ -118,11 +124,11 @@ class Decoder:
         if tag == SHARDED:
             return self._find_sharded(code["name"])
         if tag == "member":
-            return NamedMember(code["type"], code["names"], code["is_flag"])
+            return NamedMember(in_every_process(code["type"]), code["names"], code["is_flag"])
         return _OF_PARTS[tag](self.decode(code["value"]))
 
     def _build_enum(self, base: type[Enum], code: dict[str, Any]) -> Enum:
-        kind = self._types[code["type"]]
+        kind = self._types[in_every_process(code["type"])]
         if not issubclass(kind, base):
             raise TypeError(f"{kind} is not a subclass of {base}")
         return kind[code["name"]] if "name" in code else kind(code["value"])

@@ -9,10 +9,29 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+_OF_SCRIPT, _OF_STARTED_RANK = "__main__.", "__mp_main__."
+
 
 def type_name(kind: type) -> str:
-    """Return the full name of a type, as files contain it."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """Return the full name of a type, as files contain it: the same in every process of a run."""
+    return in_every_process(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def in_every_process(name: str) -> str:
+    """Return the full name of a type as the script has it, also if a rank that it started wrote it.
+
+    Python imports the script again in such a rank, as a module of another name.
+    """
+    is_of_rank = name.startswith(_OF_STARTED_RANK)
+    return _OF_SCRIPT + name.removeprefix(_OF_STARTED_RANK) if is_of_rank else name
+
+
+def names_of_global(kind: type) -> list[str]:
+    """Return the names under which a pickle of any process of a run refers to a type."""
+    name = type_name(kind)
+    if not name.startswith(_OF_SCRIPT):
+        return [name]
+    return [name, _OF_STARTED_RANK + name.removeprefix(_OF_SCRIPT)]
 
 
 def step_to(key: Any) -> str:

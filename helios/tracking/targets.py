@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")
+_WITHOUT_SCHEME = re.compile(r"[\w.-]+:\d+(/.*)?")
+_ADDRESS = 'an address, such as "http://localhost:5000"'
 
 
 def _check_texts(target: object, texts: Mapping[str, object], *required: str) -> None:
@@ -21,7 +23,8 @@ def _check_texts(target: object, texts: Mapping[str, object], *required: str) ->
                 f'{owner}({name}=...) must be a str, got {value!r}. Pass e.g. {name}="name".'
             )
         if name in required and not value:
-            raise ArgumentError(f"{owner}({name}=...) must not be empty. Pass a name.")
+            example = _ADDRESS if name == "uri" else "a name"
+            raise ArgumentError(f"{owner}({name}=...) must not be empty. Pass {example}.")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class MLflow:
         run_name: name of the run; that of the model by default.
 
     Raises:
-        ArgumentError: for an address that is empty or contains a password.
+        ArgumentError: for an address that is empty, begins without ``http://`` or contains a
+            password.
         ArgumentTypeError: for a value that is not a string.
     """
 
@@ -47,6 +51,11 @@ class MLflow:
 
     def __post_init__(self) -> None:
         _check_texts(self, asdict(self), "uri", "experiment")
+        if _WITHOUT_SCHEME.fullmatch(self.uri):
+            raise ArgumentError(
+                "MLflow(uri=...) must begin with http:// or https:// if it names a host and a "
+                f'port, got {self.uri!r}. Pass "http://{self.uri}".'
+            )
         if _CREDENTIALS.search(self.uri):
             raise ArgumentError(
                 "MLflow(uri=...) must contain no credentials, because it is written to a file. Set "

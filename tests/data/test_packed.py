@@ -122,3 +122,10 @@ def test_lengths_that_are_none_are_refused(lengths: Any) -> None:
 def test_there_is_no_pack_outside(is_whole: bool, number: int) -> None:
     with pytest.raises(IndexError, match="There are 2 packs"):
         Packed([3, 4], 4, is_whole=is_whole)[number]
+
+
+def test_a_negative_length_is_named_with_its_sample() -> None:
+    with pytest.raises(ArgumentError, match=r"at least 0, got -1 for sample 1"):
+        Packed([3, -1, 2], 4)
+    with pytest.raises(ArgumentError, match=r"at least one token, got none"):
+        Packed([], 4)

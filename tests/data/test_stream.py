@@ -248,3 +248,15 @@ def test_a_loop_of_ones_own_iterates_over_the_stream() -> None:
         iter(loader)
     rng.seed_rngs(0)
     assert sorted(int(row[0]) for row in Stream(Shards())) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("source", [lambda: [1], lambda index: [index]])
+def test_a_function_of_other_parameters_is_refused_at_once(source: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"takes index and number of a part, but it takes"):
+        Stream(source)
+
+
+def test_a_function_that_forgets_to_return_its_part_is_named() -> None:
+    stream = Stream(lambda index, count: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ArgumentTypeError, match=r"must return an iterable .*, got None for part 0"):
+        stream.open(0, 2, 0)

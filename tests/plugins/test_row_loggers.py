@@ -248,6 +248,17 @@ def test_two_loggers_of_a_kind_have_names_of_their_own(tmp_path: Path) -> None:
     assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
 
 
+@pytest.mark.parametrize("second", [CSVLogger, JSONLLogger])
+def test_two_loggers_must_not_write_one_file(
+    second: type[CSVLogger | JSONLLogger], tmp_path: Path
+) -> None:
+    """The file had each row once, and twice from the first resume on."""
+    path = tmp_path / "log.csv"
+    with pytest.raises(ArgumentError, match=r"no other plugin writes.*'csv-logger'.*another path"):
+        helios.Trainer(plugins=[CSVLogger(path), second(path, "second")])
+    assert not path.exists()
+
+
 def test_an_empty_file_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     setting = _setting(print_frequency=None, validates=False, valid_frequency=None)
     train(tmp_path / "run", setting, CSVLogger(tmp_path / "log.csv"))

@@ -562,6 +562,9 @@ def test_the_gpus_of_an_engine_are_those_of_its_device(device: str, ids: list[in
         ({"resume": "never"}, "resume"),
         ({"allow_changes": ("seed",)}, "allow_changes"),
         ({"on_incomplete": "raise"}, "on_incomplete"),
+        ({"ledger": "full"}, "ledger"),
+        ({"ledger": "full", "chkpt_root": "folder"}, "ledger"),
+        ({"reproducibility": "strict"}, "reproducibility"),
     ],
 )
 def test_an_option_without_effect_is_warned_of_by_its_name(
@@ -577,7 +580,7 @@ def test_an_option_without_effect_is_warned_of_by_its_name(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"Trainer({name}=...)" in record.getMessage()
-    assert "no effect" in record.getMessage()
+    assert "no effect without" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from helios import DataLoaderParams, DataModule, Model, Trainer
-from helios.startup.reporting.run_summary import describe_model
+from helios.data.steps import Steps, StepsSource
+from helios.startup.reporting.run_summary import describe_data, describe_model
+from helios.state import Phase
 
 
 class Holder(Model):
@@ -109,5 +111,11 @@ def test_the_banner_says_how_large_model_and_data_are(capsys: pytest.CaptureFixt
     place = shown.index("model: 2 parameters (8 bytes), all trainable")
     assert shown[place + 1 : place + 3] == [
         "  net  Linear  2  8 bytes",
-        "data: 2,500 samples in 1,250 batches an epoch; validation samples of unknown number",
+        "data: 2,500 samples in 1,250 batches an epoch; validation an unknown number of samples",
     ]
+
+
+@pytest.mark.parametrize(("steps", "text"), [(Steps(9), "none, 9 iterations"), (Steps(), "none")])
+def test_the_banner_does_not_speak_of_samples_if_there_is_no_data(steps: Steps, text: str) -> None:
+    found = describe_data({Phase.TRAINING: [StepsSource(steps)]})
+    assert found == (f"{text} an epoch" if "9" in text else text)

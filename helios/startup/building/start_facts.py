@@ -19,6 +19,7 @@ from helios.ledger.manifest.scrubbing import scrub, scrub_arguments
 from helios.ledger.manifest.source_files import find_script_folder
 from helios.startup.launching.trainer_call import Call
 from helios.startup.options.trainer_options import TrainerOptions
+from helios.storage.user_types import type_name
 
 
 def describe_start(call: Call, source: Source) -> dict[str, Any]:
@@ -32,9 +33,9 @@ def describe_start(call: Call, source: Source) -> dict[str, Any]:
     return {
         "command": _describe_command(call.words),
         "program": {
-            "model": _name_type(model),
-            "datamodule": _name_type(call.datamodule),
-            "plugins": {name: _name_type(plugin) for name, plugin in call.plugins.items()},
+            "model": type_name(type(model)),
+            "datamodule": type_name(type(call.datamodule)),
+            "plugins": {name: type_name(type(each)) for name, each in call.plugins.items()},
         },
         "options": _describe_options(options),
         "switches": describe_switches(),
@@ -70,12 +71,7 @@ def _as_plain(value: Any) -> Any:
         return {str(name): each for name, each in pairs if each is not None}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes):
         return [_as_plain(each) for each in value]
-    return _name_type(value)
-
-
-def _name_type(value: Any) -> str:
-    """Return the module and name of an object's class."""
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    return type_name(type(value))
 
 
 def _describe_options(options: TrainerOptions) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from helios.data.datamodule import DataModule
 from helios.data.interfaces import Source
@@ -15,6 +15,7 @@ from helios.hooks.events import EVENTS
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.plugins.plugin import Plugin
+from helios.plugins.row_loggers import RowLogger
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -67,10 +68,15 @@ def check_subjects(model: Model, datamodule: DataModule) -> None:
         UsageError: if the model's ``__init__`` does not call that of ``Model``.
     """
     if not isinstance(model, Model):
-        raise ArgumentTypeError(f"Trainer.fit(model=...) must be a Model, got {model!r}.")
+        raise ArgumentTypeError(
+            f"Trainer.fit(model=...) must be a Model, got {model!r}. "
+            "Pass an object of a class that derives from helios.Model."
+        )
     if not isinstance(datamodule, DataModule):
         raise ArgumentTypeError(
-            f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}."
+            f"Trainer.fit(datamodule=...) must be a DataModule, got {datamodule!r}. "
+            "Pass an object of a class that derives from helios.DataModule, whose setup() assigns "
+            "self._train_dataset."
         )
     check_made(model)
 
@@ -110,6 +116,21 @@ def check_made(owner: Model | Plugin) -> None:
             f"{type(owner).__name__}.__init__ must call {call}: without it there is neither "
             f"{lack}. Add the call as its first line."
         )
+
+
+def check_file(plugin: Plugin, others: Iterable[Plugin]) -> None:
+    """Check that no two loggers write one file, where each would repeat or lose rows of the other.
+
+    Raises:
+        ArgumentError: if another logger has the same path.
+    """
+    if isinstance(plugin, RowLogger):
+        for other in others:
+            if isinstance(other, RowLogger) and other.path == plugin.path:
+                raise ArgumentError(
+                    f"{type(plugin).__name__}(path=...) must be a file that no other plugin "
+                    f"writes, got {plugin.path}, the file of {other.plug_id!r}. Pass another path."
+                )
 
 
 def check_plugins(plugins: Mapping[str, Plugin]) -> None:

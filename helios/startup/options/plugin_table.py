@@ -12,7 +12,7 @@ from helios.errors import ArgumentTypeError, DuplicateError, UsageError
 from helios.hooks.bus import Bus, check_owners, check_receiver
 from helios.hooks.events import EVENTS
 from helios.plugins.plugin import Plugin
-from helios.startup.options.object_checks import check_made, check_state_methods
+from helios.startup.options.object_checks import check_file, check_made, check_state_methods
 from helios.startup.options.validators import refusal
 
 _LOGGER = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class PluginTable(UserDict[str, Plugin]):
             DuplicateError: if the id is taken, or differs from ``plug_id`` (a ``KeyError``).
             ArgumentTypeError: for something that is not a plugin, and for a method whose parameters
                 are not those of its event.
-            ArgumentError: if another plugin overrides the same ``process_*_batch``, or if it
-                overrides only one of ``state_dict`` and ``load_state_dict``.
+            ArgumentError: if another plugin overrides the same ``process_*_batch`` or writes the
+                same file, or if it overrides only one of ``state_dict`` and ``load_state_dict``.
             UsageError: if its ``__init__`` does not call that of ``Plugin``.
             UsageError: while a run uses the table: it would not be set up and receive no events.
         """
@@ -77,6 +77,7 @@ class PluginTable(UserDict[str, Plugin]):
             )
         check_made(plugin)
         check_state_methods(plugin)
+        check_file(plugin, self.data.values())
         check_receiver(plugin)
         check_owners([*self.data.values(), plugin])
         self.data[name] = plugin

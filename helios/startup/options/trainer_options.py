@@ -25,6 +25,8 @@ from helios.startup.options.validators import as_folder, refusal
 from helios.startup.runs.signal_policy import Signals
 
 _LOGGER = logging.getLogger(__name__)
+_CYCLES, _SAVES = "valid_frequency", "chkpt_root and chkpt_frequency"
+_TENSORBOARD, _LOG_FILE = "enable_tensorboard", "enable_file_logging"
 
 SeedSource: TypeAlias = Literal["init", "order", "augmentation", "training"]
 _SOURCES: tuple[str, ...] = get_args(SeedSource)
@@ -158,9 +160,9 @@ class TrainerOptions:
             self._refuse_unsharded()
         if self.engine.gpu_ids and self.numerics.enable_deterministic:
             require_deterministic_cublas()
-        for name, is_useless in self._list_useless().items():
+        for name, (is_useless, cause) in self._list_useless().items():
             if is_useless:
-                _LOGGER.warning("Trainer(%s=...) has no effect with the other arguments.", name)
+                _LOGGER.warning("Trainer(%s=...) has no effect without %s.", name, cause)
 
     def _refuse_unsharded(self) -> None:
         """Refuse options that do not work with sharded models."""
@@ -189,21 +191,25 @@ class TrainerOptions:
         vars(found).update(changed, processes=processes, checkpoints=checkpoints)
         return found
 
-    def _list_useless(self) -> dict[str, bool]:
-        """Return which options have no effect in combination with the others, by name."""
+    def _list_useless(self) -> dict[str, tuple[bool, str]]:
+        """Return by name whether an option has no effect, and which other one it needs."""
         schedule, logs, checkpoints = self.schedule, self.logging, self.checkpoints
         has_root = checkpoints.chkpt_root is not None
         has_patience = schedule.early_stop_cycles is not None
         benchmarks = self.numerics.enable_cudnn_benchmark
         prefix, has_sources = self.registry.import_prefix, self.registry.src_root is not None
+        is_strict, is_full = checkpoints.reproducibility == "strict", checkpoints.ledger == "full"
+        needs_all = checkpoints.on_incomplete == "raise"
         return {
-            "early_stop_cycles": has_patience and not schedule.valid_frequency,
-            "run_path": logs.run_path is not None and not logs.enable_tensorboard,
-            "log_path": logs.log_path is not None and not logs.enable_file_logging,
-            "enable_cudnn_benchmark": benchmarks and not self.engine.gpu_ids,
-            "store": checkpoints.store is not None and not checkpoints.uses_store,
-            "import_prefix": prefix != "" and not has_sources,
-            "resume": checkpoints.resume == "never" and not has_root,
-            "on_incomplete": checkpoints.on_incomplete == "raise" and not checkpoints.can_save,
-            "allow_changes": bool(checkpoints.allow_changes) and not has_root,
+            "early_stop_cycles": (has_patience and not schedule.valid_frequency, _CYCLES),
+            "run_path": (logs.run_path is not None and not logs.enable_tensorboard, _TENSORBOARD),
+            "log_path": (logs.log_path is not None and not logs.enable_file_logging, _LOG_FILE),
+            "enable_cudnn_benchmark": (benchmarks and not self.engine.gpu_ids, "a GPU"),
+            "store": (checkpoints.store is not None and not checkpoints.uses_store, _SAVES),
+            "import_prefix": (prefix != "" and not has_sources, "src_root"),
+            "resume": (checkpoints.resume == "never" and not has_root, "chkpt_root"),
+            "on_incomplete": (needs_all and not checkpoints.can_save, _SAVES),
+            "allow_changes": (bool(checkpoints.allow_changes) and not has_root, "chkpt_root"),
+            "ledger": (is_full and not checkpoints.can_save, _SAVES),
+            "reproducibility": (is_strict and not has_root, "chkpt_root"),
         }

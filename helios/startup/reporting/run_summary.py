@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from helios.core.sizes import size_text
 from helios.core.wrappers import class_of
 from helios.data.interfaces import Source
+from helios.data.steps import StepsSource
 from helios.model.model import Model
 from helios.model.schedulers import find_epoch_like
 from helios.schedule import Schedule
@@ -137,8 +138,10 @@ def describe_data(sources: Mapping[Phase, Sequence[Source]]) -> str:
 
 def _size(source: Source, unit: str) -> str:
     samples, batches = source.length, source.num_batches()
+    if isinstance(source, StepsSource):
+        return "none" if batches is None else f"none, {batches:,} iterations {unit}"
     counts = [
-        "samples of unknown number" if samples is None else f"{samples:,} samples",
+        "an unknown number of samples" if samples is None else f"{samples:,} samples",
         "" if batches is None else f"{batches:,} batches {unit}".rstrip(),
     ]
     return " in ".join(filter(None, counts))
