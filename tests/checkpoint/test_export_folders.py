@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from helios.checkpoint import export, status
+from helios.checkpoint import status
 from helios.checkpoint.export import Weights, select_weights
 from helios.checkpoint.export_folders import (
     NOTE_NAME,
@@ -33,6 +33,7 @@ from helios.checkpoint.shard_index import INDEX_NAME, RECORD_NAME
 from helios.checkpoint.store import RunFolder
 from helios.cli import main
 from helios.cli.export import FORMATS
+from helios.core import sharded_tensors
 from helios.errors import ArgumentError, CheckpointError, FolderInUseError
 from helios.storage import files
 from helios.storage.folder_lock import FolderLock
@@ -223,8 +224,8 @@ def test_memory_is_needed_for_one_file_or_one_tensor(
         weakref.finalize(memory, lambda size=found.nbytes: alive.__setitem__(0, alive[0] - size))
         return found.copy_(read(tensor))
 
-    read = export.read_deferred
-    monkeypatch.setattr(export, "read_deferred", watch)
+    read = sharded_tensors.read_deferred
+    monkeypatch.setattr(sharded_tensors, "read_deferred", watch)
     layout = HuggingFace(2_400) if kind == "huggingface" else DistributedCheckpoint()
     write_folder(tmp_path / "plain", select_weights(tree), layout, metadata={})
     assert 1_200 <= most[0] <= limit / 2 + 1_200 * (kind == "dcp")
