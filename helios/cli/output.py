@@ -41,8 +41,9 @@ def existing_file(path: str) -> Path:
     """
     found = Path(path)
     if not found.is_file():
-        remedy = "It is a folder: pass a file in it" if found.is_dir() else "Correct it"
-        raise ArgumentError(f"There must be a file at the given path, got {path}. {remedy}.")
+        if found.is_dir():
+            raise ArgumentError(f"{path} must be a file, but it is a folder. Pass a file in it.")
+        raise ArgumentError(f"There is no file {path}. Correct the path.")
     return found
 
 

@@ -171,8 +171,8 @@ class Owners:
                 self._carried[name] = copy.deepcopy(state)
         if self._carried:
             _LOGGER.warning(
-                "The checkpoint holds attributes of %s, which is not registered now. They are kept "
-                "in later checkpoints unchanged; register it again to use them.",
+                "The checkpoint holds attributes of %s, which this run does not have. They are "
+                "kept in later checkpoints unchanged, for a run that has it again.",
                 ", ".join(self._carried),
             )
 

@@ -327,7 +327,7 @@ def test_export_to_huggingface_copies_the_config_and_says_where_one_is_missing(
         (["--max-shard-size", "-1"], "got '-1'"),
         (["--config", "CHECKPOINT"], "a JSON object, got"),
         (["--config", "LIST"], "a JSON object, got"),
-        (["--config", "none"], "There must be a file"),
+        (["--config", "none"], "There is no file"),
         (["--to", "dcp", "--config", "LIST"], "--config has no effect with --to dcp"),
         (["--to", "pt", "--max-shard-size", "5GB"], "--max-shard-size has no effect with --to pt"),
     ],

@@ -273,8 +273,8 @@ def test_a_script_that_catches_its_end_keeps_the_first_answer(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["none.py"], "There must be a file at the given path, got none.py. Correct it."),
-        (["."], "got .. It is a folder: pass a file in it."),
+        (["none.py"], "There is no file none.py. Correct the path."),
+        (["."], ". must be a file, but it is a folder. Pass a file in it."),
         (["-m", "no_such_package.train"], "No module named 'no_such_package'"),
         ([], "Pass either the SCRIPT of the run or -m MODULE"),
         (["none.py", "-m", "train"], "Pass either the SCRIPT of the run or -m MODULE"),

@@ -69,7 +69,7 @@ def test_attributes_of_an_owner_that_is_gone_are_carried_along(said: list[str]) 
     again = _started()
     again.restore(states)
     assert again.capture({})[0] == states
-    assert "attributes of plugin 'a', which is not registered now" in said[0]
+    assert "attributes of plugin 'a', which this run does not have" in said[0]
 
 
 def test_what_no_checkpoint_holds_is_missing_under_the_owners_name() -> None:

@@ -81,7 +81,7 @@ def levels(folder: Path) -> list[str]:
         (
             1,
             "restart",
-            "1 process, 1 replica\nreproducibility: restart (one replica: there is nothing",
+            "1 process, 1 replica\nreproducibility: restart (one replica: set num_replicas",
         ),
         (3, "elastic", "1 process, 3 replicas\nreproducibility: elastic (any number of processes"),
     ],

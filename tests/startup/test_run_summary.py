@@ -111,11 +111,11 @@ def test_the_banner_says_how_large_model_and_data_are(capsys: pytest.CaptureFixt
     place = shown.index("model: 2 parameters (8 bytes), all trainable")
     assert shown[place + 1 : place + 3] == [
         "  net  Linear  2  8 bytes",
-        "data: 2,500 samples in 1,250 batches an epoch; validation an unknown number of samples",
+        "data: 2,500 samples in 1,250 batches per epoch; validation an unknown number of samples",
     ]
 
 
 @pytest.mark.parametrize(("steps", "text"), [(Steps(9), "none, 9 iterations"), (Steps(), "none")])
 def test_the_banner_does_not_speak_of_samples_if_there_is_no_data(steps: Steps, text: str) -> None:
     found = describe_data({Phase.TRAINING: [StepsSource(steps)]})
-    assert found == (f"{text} an epoch" if "9" in text else text)
+    assert found == (f"{text} per epoch" if "9" in text else text)

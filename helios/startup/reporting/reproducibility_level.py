@@ -112,7 +112,10 @@ def _find_level(
     if source.level == "restart":
         return Level.RESTART, "the training loader has a state or a split of its own"
     if engine.replicas.is_lone:
-        return Level.RESTART, "one replica: there is nothing to spread over processes"
+        return (
+            Level.RESTART,
+            "one replica: set num_replicas to change the number of processes later",
+        )
     if bound:
         return Level.RESTART, "; ".join(bound)
     return Level.ELASTIC, "any number of processes, up to the number of replicas"

@@ -132,7 +132,7 @@ def describe_data(sources: Mapping[Phase, Sequence[Source]]) -> str:
         " ".join(filter(None, ("" if phase is Phase.TRAINING else phase.value, source.name, size)))
         for phase, found in sources.items()
         for source in found
-        for size in [_size(source, "an epoch" if phase is Phase.TRAINING else "")]
+        for size in [_size(source, "per epoch" if phase is Phase.TRAINING else "")]
     )
 
 
