@@ -19,7 +19,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 @final
 class SamplerChanges:
-    """Compares plain attributes of samplers at the beginning of a pass with those after it.
+    """Compares plain attributes of samplers at the beginning of the first pass with those after it.
+
+    Later passes are not compared: a list may have millions of entries.
 
     Args:
         samplers: a sampler, and the one inside it; those with ``state_dict`` are left out.
@@ -27,21 +29,19 @@ class SamplerChanges:
 
     def __init__(self, samplers: Iterable[Any]) -> None:
         self._samplers = [part for part in samplers if not isinstance(part, Stateful)]
-        self._before: list[dict[str, Hashable]] = []
-        self._was_named = False
+        self._before: list[dict[str, Hashable]] | None = None
 
     def begin_pass(self) -> None:
         """Record the attributes, once the epoch was set."""
-        if not self._was_named:
+        if self._before is None:
             self._before = [_plain_in(sampler) for sampler in self._samplers]
 
     def end_pass(self) -> None:
-        """Warn, once, of what has changed since the pass began."""
-        for sampler, before in zip(self._samplers, self._before, strict=False):
+        """Warn of what has changed since the first pass began."""
+        for sampler, before in zip(self._samplers, self._before or (), strict=False):
             after = _plain_in(sampler)
             changed = [name for name in after if name in before and after[name] != before[name]]
-            if changed and not self._was_named:
-                self._was_named = True
+            if changed:
                 _LOGGER.warning(
                     "%s changes %s while it is iterated over, which no checkpoint holds: it has no "
                     "state_dict. If the order of samples depends on that, a resumed run has "
@@ -52,6 +52,8 @@ class SamplerChanges:
                     ", ".join(changed),
                     ", ".join(f'"{name}"' for name in changed),
                 )
+        if self._before is not None:
+            self._before = []
 
 
 def _plain_in(sampler: Any) -> dict[str, Hashable]:
