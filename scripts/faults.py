@@ -3367,8 +3367,8 @@ FAULTS = (
     Fault(
         "a sampler that changes itself is not named",
         "helios/data/sampler_changes.py",
-        "        if changed and not self._was_named:",
-        "        if False:",
+        "            if changed:",
+        "            if False:",
         "tests/data/test_sampler_changes.py::test_what_a_sampler_changes_about_itself_is_named_once",
     ),
 )
