@@ -284,6 +284,13 @@ FAULTS = (
         "tests/sharding/test_unit_sum.py::test_zeros_of_calls_without_a_gradient_are_not_added",
     ),
     Fault(
+        "the gradients of a second backward of a step replace those of the first one",
+        "helios/sharding/unit_sum.py",
+        "        if self._has_added:",
+        "        if False:",
+        "tests/sharding/test_unit_sum.py::test_a_second_backward_of_a_turn_is_an_error",
+    ),
+    Fault(
         "a sharded module that runs twice is reduced after its first backward",
         "helios/sharding/unit_sum.py",
         "        return self._num_forwards <= 0",
