@@ -284,6 +284,13 @@ FAULTS = (
         "tests/sharding/test_unit_sum.py::test_zeros_of_calls_without_a_gradient_are_not_added",
     ),
     Fault(
+        "the gradients of a second backward of a step replace those of the first one",
+        "helios/sharding/unit_sum.py",
+        "        if self._has_added:",
+        "        if False:",
+        "tests/sharding/test_unit_sum.py::test_a_second_backward_of_a_turn_is_an_error",
+    ),
+    Fault(
         "a sharded module that runs twice is reduced after its first backward",
         "helios/sharding/unit_sum.py",
         "        return self._num_forwards <= 0",
@@ -353,6 +360,21 @@ FAULTS = (
         "        if len(found) > 1:",
         "        if False:",
         "tests/sharding/test_unit_calls.py::test_other_units_are_named_before_they_are_gathered",
+    ),
+    Fault(
+        "processes that gather different units in backward wait for each other",
+        "helios/sharding/unit_calls.py",
+        "            self._note(3 * len(self._names) + unit)",
+        "            pass",
+        "tests/sharding/test_unit_calls.py"
+        "::test_results_that_not_all_use_are_named_before_units_are_gathered_in_backward",
+    ),
+    Fault(
+        "a comparison of all calls meets that of one call",
+        "helios/sharding/unit_calls.py",
+        "            self._compare_one(self._end)",
+        "            pass",
+        "tests/sharding/test_unit_calls.py::test_one_that_has_ended_its_step_is_named",
     ),
     Fault(
         "units of one size are mixed where processes call different ones later",

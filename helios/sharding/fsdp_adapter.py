@@ -20,11 +20,12 @@ from helios.errors import UsageError
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 except ImportError:  # an older PyTorch, which require_fsdp names
-    ReduceScatter = object  # type: ignore[assignment, misc]
+    DefaultAllGather = ReduceScatter = object  # type: ignore[assignment, misc]
 
 _NEEDED = (
-    *("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"),
+    *("set_custom_all_gather", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"),
     *("set_gradient_divide_factor", "set_reduce_scatter_unused_params", "reshard", "unshard"),
 )
 
@@ -82,6 +83,18 @@ class _Comm(ReduceScatter):
 
 
 @final
+class _Gather(DefaultAllGather):
+    """FSDP's own, which calls a function before."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        self._call()
+        return super().__call__(*args, **kwargs)
+
+
+@final
 class ShardedUnit:
     """A module whose parameters are gathered and freed together.
 
@@ -99,6 +112,10 @@ class ShardedUnit:
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         module.set_reduce_scatter_unused_params(True)
+
+    def before_gather(self, call: Callable[[], None]) -> None:
+        """Call a function before the parameters are gathered from several processes."""
+        self.module.set_custom_all_gather(_Gather(call))
 
     def before_forward(self, call: Callable[..., None]) -> None:
         """Call a function before the parameters are gathered for a forward of the module."""

@@ -50,6 +50,7 @@ class ShardedGradients(Gradients):
         names = {id(parameter): name for name, parameter in parameters.items()}
         for number, (name, unit) in enumerate(units.items()):
             self._connect(unit, self._units[name], names)
+            unit.before_gather(partial(calls.note_gather, number))
             unit.before_forward(lambda *_, number=number: calls.note_forward(number))
             unit.after_forward(lambda *_, number=number: calls.note_end(number))
             unit.watch_values(partial(_refuse_write, names))

@@ -17,15 +17,19 @@ from helios.sharding.fsdp_adapter import is_in_backward
 
 _COMPARED_AT_ONCE = 1000
 _BITS = 64
+_KINDS = ("the forward of", "the end of the forward of", "the gradients of", "the backward of")
 
 
 @final
 class UnitCalls:
     """What this process has called since the last comparison.
 
-    The first calls are compared one by one, before anything is gathered; later ones together,
-    before gradients are exchanged, and at the end of a step or of a pass without gradients, so that
-    nothing that was computed in between is used.
+    The first calls are compared one by one, before anything is gathered or summed; later ones
+    together, before gradients are exchanged, and at the end of a step or of a pass without
+    gradients, so that nothing that was computed in between is used.
+
+    Which units are gathered in backward follows from which results the loss was made of, so that
+    is compared, too.
 
     Args:
         replicas: the processes.
@@ -35,6 +39,7 @@ class UnitCalls:
     def __init__(self, replicas: Replicas, names: Sequence[str]) -> None:
         self._replicas = replicas
         self._names = names
+        self._end = 4 * len(names)
         self._calls = array("L")
         self._num_single = 0
         self._is_forward = False
@@ -42,22 +47,27 @@ class UnitCalls:
     def note_forward(self, unit: int) -> None:
         """Note that the forward of a unit begins, unless it is computed again."""
         if not is_in_backward():
-            self._note_forward(unit)
+            self._is_forward = True
+            self._note(unit)
 
     def note_end(self, unit: int) -> None:
         """Note that the forward of a unit has ended, unless it is computed again."""
         if not is_in_backward():
-            self._note_forward(len(self._names) + unit)
+            self._note(len(self._names) + unit)
 
-    def _note_forward(self, call: int) -> None:
+    def note_gather(self, unit: int) -> None:
+        """Note that a unit is gathered in backward; in forward, its call was noted."""
+        if is_in_backward():
+            self._note(3 * len(self._names) + unit)
+
+    def _note(self, call: int) -> None:
         self._calls.append(call)
-        self._is_forward = True
         if self._num_single < _COMPARED_AT_ONCE:
             self._num_single += 1
             self._compare_one(call)
 
     def _compare_one(self, call: int) -> None:
-        made = self._replicas.agree(*(call == other for other in range(2 * len(self._names))))
+        made = self._replicas.agree(*(call == other for other in range(self._end + 1)))
         found = [self._describe(other) for other, is_made in enumerate(made) if is_made]
         if len(found) > 1:
             raise _make_error(found)
@@ -68,9 +78,9 @@ class UnitCalls:
         Compares before the first one after a forward: after different calls, processes would wait
         for sums that others do not make.
         """
+        self._note(2 * len(self._names) + unit)
         if self._is_forward:
             self.compare()
-        self._calls.append(2 * len(self._names) + unit)
 
     def compare(self) -> None:
         """Compare the calls since the last comparison; all processes call this together.
@@ -78,6 +88,9 @@ class UnitCalls:
         Raises:
             UsageError: if not all processes have made the same calls in the same order.
         """
+        if self._num_single < _COMPARED_AT_ONCE:
+            # Another process may come to a single one now, with a message of another length.
+            self._compare_one(self._end)
         calls, self._calls, self._is_forward = self._calls, array("L"), False
         digest = hashlib.blake2b(calls.tobytes(), digest_size=_BITS // 8).digest()
         number = int.from_bytes(digest, "big")
@@ -95,15 +108,17 @@ class UnitCalls:
         raise AssertionError("digests differ, and so do the calls")
 
     def _describe(self, call: int) -> str:
+        if call == self._end:
+            return "the end of a step or validation"
         kind, unit = divmod(call, len(self._names))
-        what = ("the forward of", "the end of the forward of", "the gradients of")[kind]
-        return f"{what} {self._names[unit]}"
+        return f"{_KINDS[kind]} {self._names[unit]}"
 
 
 def _make_error(found: Sequence[str]) -> UsageError:
     return UsageError(
         "All processes must call the units of a sharded model in the same order, because they "
         f"gather them together, but one came to {found[0]} while another came to "
-        f"{' and to '.join(found[1:])}. Call a unit for every replica, multiplied by zero if need "
-        "be, or make the choice inside of a unit: take its parts out of Model.shard()."
+        f"{' and to '.join(found[1:])}. Call a unit for every replica, and use its result in "
+        "the loss, multiplied by zero if need be, or make the choice inside of a unit: take its "
+        "parts out of Model.shard()."
     )

@@ -37,6 +37,7 @@ class UnitSum:
         self._has_new = False
         self._leaf: Tensor | None = None
         self._late: tuple[Tensor, dist.ProcessGroup] | None = None
+        self._has_added = False
 
     def add_late(self) -> None:
         """Add what no backward of this turn was known to be the last for."""
@@ -57,6 +58,7 @@ class UnitSum:
             UsageError: if there was a sum in some turns of the iteration, but not in all.
         """
         self._num_forwards, self._has_new, self._leaf, self._late = 0, False, None, None
+        self._has_added = False
         if not self._waves.is_last:
             return
         if self._num_turns not in (0, self._waves.turn + 1):
@@ -83,6 +85,9 @@ class UnitSum:
             output: this process's shard of the sum.
             chunks: what this process has computed, one row per process.
             group: the processes.
+
+        Raises:
+            UsageError: if there was a sum in this turn, by another backward.
         """
         if self._has_whole_leaf(chunks):
             self._add(output, chunks if self._leaf is None else self._leaf, group)
@@ -93,6 +98,13 @@ class UnitSum:
             self._late = output, group
 
     def _add(self, output: Tensor, chunks: Tensor, group: dist.ProcessGroup) -> None:
+        if self._has_added:
+            raise UsageError(
+                "A training step of a sharded model must have one backward, that of the loss that "
+                "it returns, but gradients of a unit came twice. Do not call backward() or "
+                'torch.autograd.grad() in train_step(), or train with sharding="none".'
+            )
+        self._has_added = True
         self._note_sum()
         waves = self._waves
         self._num_turns += 1

@@ -30,6 +30,9 @@ class Unit:
     def use(self, reduction: object) -> None:
         """Nothing is reduced."""
 
+    def before_gather(self, call: object) -> None:
+        """Nothing is gathered."""
+
     def before_forward(self, call: object) -> None:
         """Nothing is called."""
 

@@ -92,6 +92,8 @@ class Steps(helios.Model):
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
         if self._kind == "penalty":
             return self.net(batch[1]).mean() + self.net.embedding.weight.square().sum()
+        if self._kind == "backward":
+            self.net(batch[1]).mean().backward()
         if self._kind == "loss":
             self._loss_items["norm"] = self.net.embedding.weight.norm()
         return STEPS.get(self._kind, call_twice)(self.net, *batch[1:])
@@ -185,6 +187,7 @@ def test_a_part_of_a_network_may_have_a_name_of_its_own(tmp_path: Path) -> None:
         ("write", r"write to parameters, but net\.layers\.1\.weight was changed"),
         ("hook", r"without hooks, but net\.embedding\.weight has one"),
         ("penalty", "penalty in the forward of the module"),
+        ("backward", "must have one backward, .* gradients of a unit came twice"),
         ("loss", r"\['norm'\] must be .* computed of shards"),
     ],
 )

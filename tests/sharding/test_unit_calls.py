@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 
 
 class Experts(nn.Module):
-    """Two units of one size and a third one, which a call names in its order."""
+    """Two units of one size and a third one, which a call names in its order; ~ detaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, names: str) -> Tensor:
         for name in names.split():
-            x = self.get_submodule(name)(x)
+            x = x.detach() if name == "~" else self.get_submodule(name)(x)
         return x
 
 
@@ -51,7 +51,9 @@ class Routed(helios.Model):
 
     def train_step(self, batch: Tensor, state: TrainingState) -> Tensor:
         self.num_updates = state.global_step
-        return self.net(batch, self.trained[state.global_iteration - 1][self.global_rank]).sum()
+        result = self.net(batch, self.trained[state.global_iteration - 1][self.global_rank])
+        # What nothing is called for has a loss of its own.
+        return result.sum() if result.requires_grad else torch.zeros((), requires_grad=True)
 
     def valid_step(self, batch: Tensor, step: int) -> None:
         self.net(batch, self.evaluated[step][self.global_rank])
@@ -95,6 +97,30 @@ def test_other_units_are_named_before_they_are_gathered(calls: tuple[str, str]) 
     assert texts[0] == texts[1]
     assert texts[0].endswith("after 1")
     assert "of net" in texts[0]
+
+
+@pytest.mark.parametrize("unit", [A, LARGE])
+def test_results_that_not_all_use_are_named_before_units_are_gathered_in_backward(
+    unit: str,
+) -> None:
+    calls = (f"{unit} {B} {unit}", f"{unit} {B} ~ {unit}")
+    texts = run_ranks(train, 2, 1000, [(A, A), calls])
+    assert texts[0] == texts[1]
+    assert texts[0].endswith("after 1")
+    assert "the backward of net." in texts[0]
+
+
+def test_one_that_has_ended_its_step_is_named() -> None:
+    """Its comparison of all calls meets that of one call."""
+    texts = run_ranks(train, 2, 1000, [(A, A), (A, f"{A} ~")])
+    assert (
+        texts
+        == [
+            "one came to the backward of net.first while another came to the end of a step or "
+            "validation after 1"
+        ]
+        * 2
+    )
 
 
 @pytest.mark.parametrize("calls", [(A, B), SWAPPED])

@@ -93,6 +93,15 @@ def test_a_sum_without_a_last_backward_is_made_at_the_end_of_the_turn() -> None:
     unit.end_turn("net")
 
 
+def test_a_second_backward_of_a_turn_is_an_error() -> None:
+    unit = UnitSum(Waves(2, 1, 0), note_nothing)
+    unit.count_forward()
+    reduce(unit, 1.0)
+    unit.count_forward()
+    with pytest.raises(UsageError, match="must have one backward"):
+        reduce(unit, 2.0)
+
+
 def test_a_unit_takes_part_in_all_turns_or_in_none() -> None:
     waves = Waves(2, 1, 0)
     unit = UnitSum(waves, note_nothing)
