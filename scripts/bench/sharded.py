@@ -26,10 +26,11 @@ from helios.replicas.replicas import Replicas
 from helios.sharding.units import find_units
 
 WIDTH, BLOCKS, LENGTH, BATCH = 384, 8, 32, 4
-ROUNDS, STEPS = 7, 4
+ROUNDS, STEPS = 6, 4
 NAMES = ("whole", "stock FSDP2", "Helios")
-# Two calls are compared for each unit: the begin and the end of its forward.
-BEGIN_STEPS = 1000 // (2 * (BLOCKS + 1)) + 1
+# Of each unit, the begin and the end of its forward, its backward and its sum are compared; the
+# rounds of the begin are fewer steps than this.
+BEGIN_STEPS = 1000 // (4 * (BLOCKS + 1)) + 1
 
 
 class Net(nn.Module):
