@@ -60,6 +60,7 @@ CHECKPOINTED = "tests/sharding/test_checkpointed_units.py"
 KEYED = "tests/sharding/test_keyed_init.py"
 KEYED_RUNS = "tests/sharding/test_keyed_training.py"
 RESTORED = "tests/sharding/test_restored_averages.py"
+UNREAD = "tests/sharding/test_unread_tensors.py"
 SHARDED_SAVES = "tests/sharding/test_sharded_checkpoints.py"
 SHARDED_FOLDERS = "tests/checkpoint/test_sharded_folders.py"
 REWINDS = "tests/integration/test_rewind.py"
@@ -253,6 +254,20 @@ FAULTS = (
         "        rank = (self.rank + 1) % self.num_processes\n"
         "        return min(rank * size, count), min((rank + 1) * size, count)",
         f"{SHARDED}::test_a_killed_run_goes_on_in_other_processes",
+    ),
+    Fault(
+        "what is computed with a tensor that is not read is lost",
+        "helios/core/sharded_tensors.py",
+        "        if not is_form:",
+        "        if False:",
+        f"{UNREAD}::test_tensors_that_are_not_read_are_refused_by_name_where_values_are_needed",
+    ),
+    Fault(
+        "an attribute with a sharded tensor is only said to be broken",
+        "helios/run_state/value_scan.py",
+        "        if is_sharded(part):",
+        "        if False:",
+        f"{UNREAD}::test_an_attribute_that_holds_shards_is_named_with_a_remedy",
     ),
     Fault(
         "a part that could not be written is not reported to rank 0",

@@ -275,13 +275,13 @@ class _NamedRows:
 
     def __init__(self, reader: ShardReader, name: str) -> None:
         self._reader = reader
-        self._name = name
+        self.name = name
 
     def __deepcopy__(self, memo: Any) -> _NamedRows:
         return self
 
     def read_rows(self, target: Tensor, first: int) -> None:
-        self._reader.read_rows(self._name, target, first)
+        self._reader.read_rows(self.name, target, first)
 
 
 def contents_of(path: Path) -> Contents:

@@ -188,6 +188,8 @@ def _as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class _Converted:
     """The rows of a tensor in another type."""
 
+    name = "a converted tensor"
+
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 

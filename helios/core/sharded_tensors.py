@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeGuard, final
 
 import torch
 from torch import Tensor
+
+from helios.errors import StateError
 
 _MODULE = "torch.distributed.tensor"
 _SOURCE = "_helios_rows"
@@ -38,7 +40,13 @@ class RowShare(NamedTuple):
 
 
 class RowSource(Protocol):
-    """Where the rows of a deferred tensor are."""
+    """Where the rows of a deferred tensor are.
+
+    Attributes:
+        name: the path of the tensor in its checkpoint.
+    """
+
+    name: str
 
     def read_rows(self, target: Tensor, first: int) -> None:
         """Fill a contiguous tensor on the CPU with the rows that begin with the first one.
@@ -97,16 +105,60 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_sharded(tensor) else tensor  # noqa: SLF001
 
 
+_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+"""Attributes of a tensor that need its values."""
+
+_FORMS = frozenset(
+    {
+        *("size", "dim", "numel", "nelement", "stride", "storage_offset", "element_size"),
+        *("is_floating_point", "is_complex", "is_contiguous", "is_pinned", "get_device"),
+        *("__len__", "__hash__"),
+    }
+)
+"""Methods of a tensor that do not need its values."""
+
+
+@final
+class _Deferred(Tensor):
+    """Refuses what needs its values; without values, an operation would change nothing."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name, getter = func.__name__, getattr(func, "__self__", func)
+        if name == "__deepcopy__":
+            own = args[0]
+            return defer(own.shape, own.dtype, vars(own)[_SOURCE])
+        if name == "__repr__":
+            return f"deferred({vars(args[0])[_SOURCE].name!r}, shape={tuple(args[0].shape)})"
+        is_form = getter.__name__ not in _VALUES if name == "__get__" else name in _FORMS
+        if not is_form:
+            raise StateError(_unread_text(name, (*args, *(kwargs or {}).values())))
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch's own subclasses
+            return func(*args, **(kwargs or {}))
+
+
+def _unread_text(name: str, arguments: Sequence[Any]) -> str:
+    names = [vars(part)[_SOURCE].name for part in arguments if is_deferred(part)]
+    return (
+        f"{', '.join(names) or 'A tensor'} of a sharded checkpoint must be read before it is used "
+        f"({name}): each process reads its rows when a network or an optimizer loads it. Load it "
+        "with their load_state_dict, or use helios.core.sharded_tensors: value_of(tensor) reads "
+        "it whole, cut_like(tensor, parameter) the rows of a sharded parameter."
+    )
+
+
 def defer(shape: torch.Size, dtype: torch.dtype, source: RowSource) -> Tensor:
     """Return a tensor without values that stands for one whose rows can be read."""
-    deferred = torch.empty(shape, dtype=dtype, device="meta")
+    deferred = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Deferred)
     vars(deferred)[_SOURCE] = source
     return deferred
 
 
 def is_deferred(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a tensor of :func:`defer`."""
-    return isinstance(value, Tensor) and _SOURCE in vars(value)
+    return isinstance(value, _Deferred)
 
 
 def read_deferred(tensor: Tensor, share: RowShare | None = None) -> Tensor:

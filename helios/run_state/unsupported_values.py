@@ -28,6 +28,10 @@ IN_SCALAR = "it holds an object in a NumPy scalar: take it out of the array"
 NO_STORAGE = (
     "it holds a tensor without a storage of its own ({}): register it as a buffer of a network"
 )
+SHARDED = (
+    "it holds a sharded tensor: save it in the state_dict() of a plugin, whose load_state_dict() "
+    "gets it whole"
+)
 AROUND = (
     "the memory of {} is part of its own memory: make a tensor of the whole array with "
     "torch.from_numpy, and slice that tensor"

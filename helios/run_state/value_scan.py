@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.memory import has_plain_bytes
+from helios.core.sharded_tensors import is_sharded
 from helios.run_state import unsupported_values
 from helios.run_state.plain_values import (
     ATOMS,
@@ -248,6 +249,9 @@ class _Walk:
             return None
         self._tokens += (TENSOR, str(part.dtype), tuple(part.shape), part.device.type)
         self._tokens += (part.requires_grad, part.is_leaf)
+        if is_sharded(part):
+            self._refuse(unsupported_values.SHARDED, part)
+            return self._enter_odd_tensor(part)
         if not has_plain_bytes(part):
             self._refuse(unsupported_values.NO_STORAGE.format(part.layout), part)
             return self._enter_odd_tensor(part)

@@ -207,8 +207,14 @@ class Kill(Plugin):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fit(rank: int, folder: Path, setting: Sharded, *plugins: Plugin) -> dict[str, Any]:
-    """Train as a rank; returns the scores of the last validation."""
+def fit(
+    rank: int,
+    folder: Path,
+    setting: Sharded,
+    *plugins: Plugin,
+    kind: type[ShardedModel] = ShardedModel,
+) -> dict[str, Any]:
+    """Train a model of a kind as a rank; returns the scores of the last validation."""
     if dist.get_world_size() == 1:
         dist.destroy_process_group()
     folder.mkdir(exist_ok=True)
@@ -223,7 +229,7 @@ def fit(rank: int, folder: Path, setting: Sharded, *plugins: Plugin) -> dict[str
         plugins=plugins,
         **{"chkpt_root": folder, "chkpt_frequency": 1, **setting.options},
     )
-    model = ShardedModel(folder, setting)
+    model = kind(folder, setting)
     trainer.fit(model, Data(setting))
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

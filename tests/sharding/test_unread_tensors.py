@@ -1,0 +1,120 @@
+"""Whoever sees a checkpoint of shards while it is loaded gets the values, or an error by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import helios
+from helios.core.sharded_tensors import cut_like, value_of
+from helios.plugins import Plugin
+from tests.support.ranks import RankError, run_ranks
+from tests.support.sharded import Sharded, ShardedModel, fit, read_bits, train
+
+NAME = "layers.0.up.weight"
+
+
+class OwnState(ShardedModel):
+    """Has a state_dict of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        self.net.load_state_dict(state_dict["net"])
+        if not fast_init:
+            self.optimizer.load_state_dict(state_dict["optimizer"])
+
+
+class Copying(OwnState):
+    """Copies each parameter by itself."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        saved = state_dict["net"]
+        with torch.no_grad():
+            for name, parameter in self.net.named_parameters():
+                parameter.copy_(cut_like(saved[name], parameter))
+            for name, buffer in self.net.named_buffers():
+                buffer.copy_(saved[name])
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+
+
+class Reading(OwnState):
+    """Computes with a tensor that has not been read."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], fast_init: bool = False) -> None:
+        state_dict["net"][NAME] = state_dict["net"][NAME] * 0.5
+        super().load_state_dict(state_dict, fast_init)
+
+
+class Halving(Plugin):
+    """Halves a weight while it is loaded."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__("halving")
+        self.reads = reads
+
+    def setup(self) -> None:
+        """Nothing to prepare."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint["model"]["objects"]["net"]
+        assert (saved[NAME].shape, saved[NAME].dtype) == ((25, 11), torch.float32)
+        if self.reads:
+            saved[NAME] = value_of(saved[NAME]) * 0.5
+        else:
+            saved[NAME].mul_(0.5)
+
+
+class Keeping(ShardedModel):
+    """Keeps a copy of what each process holds of a parameter."""
+
+    def on_training_batch_end(self, *_: Any) -> None:
+        self.kept = [self.net.head.weight.detach().clone()]
+
+
+def fit_as(rank: int, kind: type[ShardedModel], *args: Any) -> None:
+    fit(rank, *args, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [OwnState, Copying])
+def test_a_model_with_a_state_dict_of_its_own_gets_what_it_has_saved(
+    tmp_path: Path, kind: type[ShardedModel]
+) -> None:
+    setting = Sharded(3, total_steps=3)
+    train(tmp_path / "undisturbed", 1, Sharded(3, total_steps=3, sharding="none"))
+    run_ranks(fit_as, 2, kind, tmp_path / "run", Sharded(3, total_steps=2))
+    run_ranks(fit_as, 3, kind, tmp_path / "run", setting)
+    assert read_bits(tmp_path / "run") == read_bits(tmp_path / "undisturbed")
+
+
+def test_tensors_that_are_not_read_are_refused_by_name_where_values_are_needed(
+    tmp_path: Path,
+) -> None:
+    setting = Sharded(2, total_steps=1)
+    run_ranks(fit_as, 2, OwnState, tmp_path / "own", setting)
+    with pytest.raises(RankError, match=rf"model\.net\.{NAME} of a sharded .* before it is used"):
+        run_ranks(fit_as, 2, Reading, tmp_path / "own", Sharded(2, total_steps=2))
+    train(tmp_path / "hook", 2, setting)
+    with pytest.raises(RankError, match=rf"model\.objects\.net\.{NAME} .*\(mul_\).*value_of"):
+        train(tmp_path / "hook", 2, Sharded(2, total_steps=2), Halving(reads=False))
+
+
+def test_a_hook_that_reads_a_tensor_changes_it_on_any_number_of_processes(tmp_path: Path) -> None:
+    train(tmp_path / "1", 2, Sharded(3, total_steps=1))
+    shutil.copytree(tmp_path / "1", tmp_path / "3")
+    train(tmp_path / "1", 1, Sharded(3, total_steps=2), Halving(reads=True))
+    train(tmp_path / "3", 3, Sharded(3, total_steps=2), Halving(reads=True))
+    assert read_bits(tmp_path / "1") == read_bits(tmp_path / "3")
+
+
+def test_an_attribute_that_holds_shards_is_named_with_a_remedy(tmp_path: Path) -> None:
+    run_ranks(fit_as, 2, Keeping, tmp_path, Sharded(2, total_steps=1))
+    path = helios.find_last_checkpoint(tmp_path / "sharded")
+    assert path is not None
+    (text,) = helios.load_checkpoint(path)["missing"].values()
+    assert "it holds a sharded tensor: save it in the state_dict() of a plugin" in text
