@@ -72,7 +72,7 @@ def loss_of(result: Any) -> Tensor | None:
         loss = result["loss"]
     if not isinstance(loss, Tensor):
         raise UsageError(f"{_CONTRACT}, got {type(loss).__name__}.")
-    if is_sharded(loss):
+    if type(loss) is not Tensor and is_sharded(loss):
         raise UsageError(
             "A loss must not be computed of sharded parameters outside of a forward, where they "
             "are not whole, but train_step has returned such a loss. Compute the penalty in the "

@@ -292,7 +292,7 @@ class SharedTurns(Turns):
         """Copy the model's own losses, which an update could change, and collect the gradients."""
         table = self._model.loss_items
         for name, loss in table.items():
-            if is_sharded(loss):
+            if type(loss) is not Tensor and is_sharded(loss):
                 # A copy of a sum of shards would wait for processes that make none.
                 raise make_loss_error(name, loss)
             if isinstance(loss, Tensor) and loss is not shown.get(name):

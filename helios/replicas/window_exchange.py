@@ -66,7 +66,7 @@ class WindowExchange:
         for name, loss in table.items():
             is_tensor = isinstance(loss, Tensor)
             is_number = loss.numel() == 1 if is_tensor else isinstance(loss, int | float)
-            if is_sharded(loss) or not is_number:
+            if not is_number or (type(loss) is not Tensor and is_sharded(loss)):
                 raise make_loss_error(name, loss)
             kept[name] = loss.detach().clone() if is_tensor else loss
         self._tables.append(kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -170,6 +171,7 @@ def _read(receiver: Connection, process: Any) -> _Report:
 def _serve(seat: _Seat, work: bytes, environment: dict[str, str], sender: Connection) -> None:
     """Run one rank, in its process."""
     die_with_parent()
+    faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
