@@ -3332,6 +3332,20 @@ FAULTS = (
         "tests/distributed/test_signals.py::test_a_task_that_waits_for_one_that_failed_does_not_ask_to_be_requeued",
     ),
     Fault(
+        "a rank waits for hours for one that died between the groups",
+        "helios/distributed/process_groups.py",
+        'dist.new_group(backend="gloo", timeout=wait)',
+        'dist.new_group(backend="gloo", timeout=10 * wait)',
+        "tests/distributed/test_collectives.py::test_a_rank_that_dies_while_the_groups_are_made_is_not_awaited_for_hours",
+    ),
+    Fault(
+        "control messages get the short timeout of the meeting",
+        "helios/distributed/process_groups.py",
+        "    set_timeout(CONTROL_TIMEOUT, control)",
+        "    pass",
+        "tests/distributed/test_collectives.py::test_messages_of_control_may_take_longer_than_the_meeting",
+    ),
+    Fault(
         "a task takes one that has given up before for one that has failed",
         "helios/startup/runs/signal_policy.py",
         "        code = 1 if self._has_lost_rank else TRY_AGAIN",

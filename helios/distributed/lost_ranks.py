@@ -36,7 +36,7 @@ def note_failure(store: Any) -> None:
     _ask(lambda: store.set(_KEY, ""))
 
 
-def is_failed(store: Any) -> bool:
+def has_failure(store: Any) -> bool:
     """Return whether a rank has noted a failure in a store, or the store is gone.
 
     Rank 0 may be the server of the store, and be the rank that has failed.

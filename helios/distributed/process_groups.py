@@ -29,6 +29,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Rank 0 may write a large checkpoint to a slow disk while the others wait; a process that died is
 # detected by its closed connections, not by this timeout.
 CONTROL_TIMEOUT = timedelta(hours=2)
+# A rank that dies between the two groups has no connection to close yet. Ranks that Helios has
+# joined reach the second one at once; in a group of the user, they arrive when they like.
+_CONTROL_MEETING = timedelta(minutes=2)
 _DESTROY_SECONDS = 2.0
 _TORCHRUN_MEETING, _START_KEY, _POLL_SECONDS = "env://", "helios/start", 0.02
 
@@ -87,7 +90,6 @@ def join_group(
     backend: str,
     meeting: str = "",
     timeout: timedelta = DEFAULT_TIMEOUT,
-    control_timeout: timedelta = CONTROL_TIMEOUT,
     device: torch.device | None = None,
 ) -> None:
     """Join the default group and the control group, together with all other ranks.
@@ -100,12 +102,12 @@ def join_group(
             ``"file:///path"`` of a file that does not exist yet, or ``"env://"`` for torchrun's
             variables. A single process needs none.
         timeout: timeout of collectives in the default group.
-        control_timeout: timeout of collectives in the control group.
         device: the GPU of this process, for NCCL.
 
     Raises:
         UsageError: if this process is already in a group, or if the port of rank 0 is in use (a
             ``RuntimeError``).
+        RankError: if another rank is lost before all have joined both groups.
     """
     if is_dist_active():
         raise UsageError(
@@ -126,14 +128,23 @@ def join_group(
         device_id=device,
     )
     try:
-        _adopt_group(info, control_timeout, store)
+        _adopt_group(info, _CONTROL_MEETING, store)
     except BaseException:
         leave_group(is_failing=True)
         raise
 
 
-def _adopt_group(info: DistributedInfo, control_timeout: timedelta, store: Any = None) -> None:
-    control = dist.new_group(backend="gloo", timeout=control_timeout)
+def _adopt_group(info: DistributedInfo, wait: timedelta, store: Any = None) -> None:
+    try:
+        control = dist.new_group(backend="gloo", timeout=wait)
+    except RuntimeError as error:
+        raise RankError(
+            f"Rank {info.rank} of {info.world_size} has waited at most {wait} for the other ranks "
+            "to create the group of control messages, but not all of them did. Check their logs, "
+            "and start all of them again."
+        ) from error
+    set_timeout: Any = dist.distributed_c10d._set_pg_timeout  # noqa: SLF001 - no public name
+    set_timeout(CONTROL_TIMEOUT, control)
     world: Any = dist.group.WORLD
     _Process.membership = _Membership(world, info, control, store=store)
 
@@ -289,7 +300,7 @@ def _take_over(info: DistributedInfo) -> None:
             "training starts, or do not create one: Helios joins by itself."
         )
     if own_membership() is None:
-        _adopt_group(info, CONTROL_TIMEOUT)
+        _adopt_group(info, DEFAULT_TIMEOUT)
 
 
 def own_membership() -> _Membership | None:
@@ -327,7 +338,7 @@ def has_lost_rank() -> bool:
     Unlike a collective, it may be called in any thread, and whatever the other ranks do.
     """
     known = own_membership()
-    return known is not None and known.store is not None and lost_ranks.is_failed(known.store)
+    return known is not None and known.store is not None and lost_ranks.has_failure(known.store)
 
 
 def count_collectives() -> int:

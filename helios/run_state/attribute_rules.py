@@ -19,7 +19,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {
 """Attributes of modules that torch handles itself: of all, recurrent, lazy and sharded modules."""
 
 _OF_FSDP = "__composable_api_state_key_"
-"""Begin of the names of others, of modules that are sharded."""
+"""How the names of further ones begin, of sharded modules."""
 
 _OF_OTHERS: dict[type, frozenset[str]] = {
     Optimizer: frozenset(

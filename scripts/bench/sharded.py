@@ -3,8 +3,8 @@
 ``python scripts/bench/sharded.py [processes]``, by default 2 and 4, on the CPU, or on as many GPUs.
 A transformer of eight blocks, AdamW, one replica per process, no loader. The three take turns for
 some rounds; the table shows the fastest round of each, and the memory that parameters, gradients
-and the optimizer fill on rank 0. Of Helios it shows the begin of a run, where the processes compare
-each call of a unit, and what follows.
+and the optimizer fill on rank 0. Of Helios it shows the beginning of a run, where the processes
+compare each call of a unit, and what follows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from helios.sharding.units import find_units
 WIDTH, BLOCKS, LENGTH, BATCH = 384, 8, 32, 4
 ROUNDS, STEPS = 6, 4
 NAMES = ("whole", "stock FSDP2", "Helios")
-# Of each unit, the begin and the end of its forward, its backward and its sum are compared; the
-# rounds of the begin are fewer steps than this.
+# Of each unit, the start and the end of its forward, its backward and its sum are compared; the
+# rounds of the beginning are fewer steps than this.
 BEGIN_STEPS = 1000 // (4 * (BLOCKS + 1)) + 1
 
 
@@ -111,7 +111,7 @@ def run(rank: int, num_processes: int) -> dict[str, tuple[float, float]]:
     found = {name: (later[name] * 1e3, memory[name]) for name in NAMES}
     # As if the machine had been as fast then.
     scale = later["stock FSDP2"] / first["stock FSDP2"]
-    return found | {"Helios, begin": (first["Helios"] * scale * 1e3, memory["Helios"])}
+    return found | {"Helios, beginning": (first["Helios"] * scale * 1e3, memory["Helios"])}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import signal
 import socket
 import threading
 import time
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from helios.distributed import collectives, lost_ranks, process_groups
-from helios.errors import UsageError
-from tests.support.ranks import run_ranks
+from helios.errors import RankError, UsageError
+from tests.support.ranks import FORKSERVER, run_ranks
 
 _VARIABLES = (
     "LOCAL_RANK",
@@ -197,6 +198,34 @@ def test_a_port_that_is_in_use_is_named_with_its_variable() -> None:
         with pytest.raises(UsageError, match=rf"port {port} of localhost.* MASTER_PORT set to a"):
             process_groups.join_group(info, backend="gloo", meeting=f"tcp://localhost:{port}/7.0.")
     assert not process_groups.is_dist_active()
+
+
+def _die_between_the_groups(meeting: str) -> None:
+    dist.new_group = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+    process_groups.join_group(
+        process_groups.DistributedInfo(1, 1, 2, 2), backend="gloo", meeting=meeting
+    )
+
+
+def test_a_rank_that_dies_while_the_groups_are_made_is_not_awaited_for_hours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(process_groups, "_CONTROL_MEETING", datetime.timedelta(seconds=1))
+    meeting = (tmp_path / "store").as_uri()
+    other = FORKSERVER.Process(target=_die_between_the_groups, args=(meeting,))
+    other.start()
+    info = process_groups.DistributedInfo(0, 0, 2, 2)
+    with pytest.raises(RankError, match=r"Rank 0 of 2 has waited at most 0:00:01 for the other"):
+        process_groups.join_group(info, backend="gloo", meeting=meeting)
+    other.join(60)
+    assert other.exitcode == -signal.SIGKILL
+    assert not process_groups.is_dist_active()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_messages_of_control_may_take_longer_than_the_meeting() -> None:
+    backend: Any = process_groups.control_group()._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == process_groups.CONTROL_TIMEOUT
 
 
 def test_errors_that_follow_from_a_lost_peer_are_known() -> None:

@@ -165,8 +165,8 @@ class UnsavedEnd:
     """What happens if no safe point is reached within the grace period.
 
     A job that is requeued after code 75 would be requeued forever if a rank failed by itself and
-    the scheduler then ended the others, which wait for it. At the end of the grace period, a rank
-    that is gone may have given up like this one, so it is asked when the signal arrives.
+    the scheduler then ended the others, which wait for it. This is looked up when the signal
+    arrives: at the end of the grace period, a rank that is gone may have given up like this one.
 
     Args:
         grace: the grace period in seconds.
