@@ -3334,8 +3334,8 @@ FAULTS = (
     Fault(
         "one that died between the groups ends the others with an error of PyTorch",
         "helios/distributed/process_groups.py",
-        "    except RuntimeError as error:\n        raise RankError(\n            f\"Rank {info.rank} of {info.world_size} has waited at most",
-        "    except KeyError as error:\n        raise RankError(\n            f\"Rank {info.rank} of {info.world_size} has waited at most",
+        "timeout=wait)\n    except RuntimeError as error:",
+        "timeout=wait)\n    except KeyError as error:",
         "tests/distributed/test_collectives.py::test_a_rank_that_dies_while_the_groups_are_made_is_not_awaited_for_hours",
     ),
     Fault(
