@@ -379,17 +379,26 @@ FAULTS = (
     Fault(
         "processes that gather different units in backward wait for each other",
         "helios/sharding/unit_calls.py",
-        "            self._note(3 * len(self._names) + unit)",
-        "            pass",
+        "any(map(is_ahead, steps))",
+        "bool(steps)",
         "tests/sharding/test_unit_calls.py"
         "::test_results_that_not_all_use_are_named_before_units_are_gathered_in_backward",
+    ),
+    Fault(
+        "a turn without a backward is not compared with those in backward",
+        "helios/sharding/sharded_gradients.py",
+        "        self._calls.end_turn()\n",
+        "",
+        "tests/sharding/test_unit_calls.py"
+        "::test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward",
     ),
     Fault(
         "a comparison of all calls meets that of one call",
         "helios/sharding/unit_calls.py",
         "            self._compare_one(self._end)",
         "            pass",
-        "tests/sharding/test_unit_calls.py::test_one_that_has_ended_its_step_is_named",
+        "tests/sharding/test_unit_calls.py"
+        "::test_one_that_calls_a_network_again_while_the_other_is_in_backward_is_named",
     ),
     Fault(
         "units of one size are mixed where processes call different ones later",

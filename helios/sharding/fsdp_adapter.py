@@ -12,9 +12,11 @@ from typing import Any, Protocol, TypeAlias, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from helios.errors import UsageError
 
@@ -23,6 +25,10 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 except ImportError:  # an older PyTorch, which require_fsdp names
     DefaultAllGather = ReduceScatter = object  # type: ignore[assignment, misc]
+try:
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors as _find_results
+except ImportError:  # FSDP of an older PyTorch looks at leaves
+    _find_results = tree_leaves  # type: ignore[assignment]
 
 _NEEDED = (
     *("set_custom_all_gather", "set_custom_reduce_scatter", "set_force_sum_reduction_for_comms"),
@@ -122,8 +128,8 @@ class ShardedUnit:
         assert isinstance(self.module, nn.Module)
         self.module.register_forward_pre_hook(call, prepend=True)
 
-    def after_forward(self, call: Callable[..., None]) -> None:
-        """Call a function after each forward of the module."""
+    def after_forward(self, call: Callable[[nn.Module, Any, Any], None]) -> None:
+        """Call a function with module, inputs and result after each forward of the module."""
         assert isinstance(self.module, nn.Module)
         self.module.register_forward_hook(call)
 
@@ -178,6 +184,20 @@ def shard_unit(module: nn.Module, mesh: DeviceMesh) -> ShardedUnit:
     sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
     assert isinstance(sharded, FSDPModule)
     return ShardedUnit(sharded)
+
+
+def steps_to(result: Any) -> list[Node]:
+    """Return the last steps of autograd to the tensors of a forward's result.
+
+    FSDP gathers the unit in backward when this comes to one of them.
+    """
+    found = (each.grad_fn for each in _find_results(result) if isinstance(each, Tensor))
+    return [step for step in found if step is not None]
+
+
+def is_ahead(step: Node) -> bool:
+    """Return whether the backward that is running comes to a step, or has come to it."""
+    return bool(torch._C._will_engine_execute_node(step))  # noqa: SLF001
 
 
 def is_in_backward() -> bool:

@@ -52,7 +52,7 @@ class ShardedGradients(Gradients):
             self._connect(unit, self._units[name], names)
             unit.before_gather(partial(calls.note_gather, number))
             unit.before_forward(lambda *_, number=number: calls.note_forward(number))
-            unit.after_forward(lambda *_, number=number: calls.note_end(number))
+            unit.after_forward(lambda *given, number=number: calls.note_end(number, given[-1]))
             unit.watch_values(partial(_refuse_write, names))
 
     def _connect(self, unit: ShardedUnit, unit_sum: UnitSum, names: Mapping[int, str]) -> None:
@@ -106,6 +106,7 @@ class ShardedGradients(Gradients):
         waves = self._waves
         for unit in self._units.values():
             unit.add_late()
+        self._calls.end_turn()
         for name, parameter in self._parameters.items():
             gradient, parameter.grad = parameter.grad, None
             if gradient is None or not waves.is_last:

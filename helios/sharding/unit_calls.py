@@ -9,15 +9,24 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
+
+from torch.autograd.graph import Node
 
 from helios.errors import UsageError
 from helios.replicas.replicas import Replicas
-from helios.sharding.fsdp_adapter import is_in_backward
+from helios.sharding.fsdp_adapter import is_ahead, is_in_backward, steps_to
 
 _COMPARED_AT_ONCE = 1000
 _BITS = 64
-_KINDS = ("the forward of", "the end of the forward of", "the gradients of", "the backward of")
+_KINDS = (
+    "the forward of",
+    "the end of the forward of",
+    "the gradients of",
+    "the backward of",
+    "a loss with results of",
+    "a loss without those of",
+)
 
 
 @final
@@ -25,11 +34,11 @@ class UnitCalls:
     """What this process has called since the last comparison.
 
     The first calls are compared one by one, before anything is gathered or summed; later ones
-    together, before gradients are exchanged, and at the end of a step or of a pass without
-    gradients, so that nothing that was computed in between is used.
+    together, when backward begins, and at the end of a step or of a pass without gradients, so
+    that nothing that was computed in between is used.
 
     Which units are gathered in backward follows from which results the loss was made of, so that
-    is compared, too.
+    is compared with them.
 
     Args:
         replicas: the processes.
@@ -39,8 +48,9 @@ class UnitCalls:
     def __init__(self, replicas: Replicas, names: Sequence[str]) -> None:
         self._replicas = replicas
         self._names = names
-        self._end = 4 * len(names)
+        self._end = len(_KINDS) * len(names)
         self._calls = array("L")
+        self._results: list[tuple[int, list[Node]]] = []
         self._num_single = 0
         self._is_forward = False
 
@@ -50,15 +60,24 @@ class UnitCalls:
             self._is_forward = True
             self._note(unit)
 
-    def note_end(self, unit: int) -> None:
+    def note_end(self, unit: int, result: Any) -> None:
         """Note that the forward of a unit has ended, unless it is computed again."""
         if not is_in_backward():
             self._note(len(self._names) + unit)
+            self._results.append((unit, steps_to(result)))
 
     def note_gather(self, unit: int) -> None:
         """Note that a unit is gathered in backward; in forward, its call was noted."""
         if is_in_backward():
+            if self._is_forward:
+                self._note_results()
+                self.compare()
             self._note(3 * len(self._names) + unit)
+
+    def _note_results(self) -> None:
+        for unit, steps in self._results:
+            kind = 4 if any(map(is_ahead, steps)) else 5
+            self._calls.append(kind * len(self._names) + unit)
 
     def _note(self, call: int) -> None:
         self._calls.append(call)
@@ -82,6 +101,11 @@ class UnitCalls:
         if self._is_forward:
             self.compare()
 
+    def end_turn(self) -> None:
+        """Compare a forward without a backward, where another process may be in backward."""
+        if self._is_forward:
+            self.compare()
+
     def compare(self) -> None:
         """Compare the calls since the last comparison; all processes call this together.
 
@@ -91,7 +115,8 @@ class UnitCalls:
         if self._num_single < _COMPARED_AT_ONCE:
             # Another process may come to a single one now, with a message of another length.
             self._compare_one(self._end)
-        calls, self._calls, self._is_forward = self._calls, array("L"), False
+        calls, self._calls = self._calls, array("L")
+        self._results, self._is_forward = [], False
         digest = hashlib.blake2b(calls.tobytes(), digest_size=_BITS // 8).digest()
         number = int.from_bytes(digest, "big")
         bits = [bool(number >> place & 1) for place in range(_BITS)]
@@ -102,14 +127,14 @@ class UnitCalls:
     def _find_difference(self, calls: array[int]) -> list[str]:
         tables = self._replicas.gather_objects(calls.tolist())
         for place in range(max(map(len, tables))):
-            made = {table[place] if place < len(table) else None for table in tables}
+            made = {table[place] if place < len(table) else self._end for table in tables}
             if len(made) > 1:
-                return sorted("nothing" if call is None else self._describe(call) for call in made)
+                return sorted(map(self._describe, made))
         raise AssertionError("digests differ, and so do the calls")
 
     def _describe(self, call: int) -> str:
         if call == self._end:
-            return "the end of a step or validation"
+            return "the end of its calls"
         kind, unit = divmod(call, len(self._names))
         return f"{_KINDS[kind]} {self._names[unit]}"
 

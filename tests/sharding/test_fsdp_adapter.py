@@ -11,7 +11,7 @@ from helios.core.sharded_tensors import cut_like, is_sharded, local_of, whole_of
 from helios.core.wrappers import class_of
 from helios.errors import UsageError
 from helios.sharding import fsdp_adapter
-from helios.sharding.fsdp_adapter import make_mesh, require_fsdp, shard_unit
+from helios.sharding.fsdp_adapter import is_ahead, make_mesh, require_fsdp, shard_unit, steps_to
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -53,6 +53,18 @@ def use_everything(rank: int) -> None:
     assert forwards == [(True, "before"), (False, "after")]
     # Neither averaged nor divided.
     assert torch.equal(local_of(parameter.grad), torch.full_like(local_of(parameter.grad), 2.0))
+
+
+def test_a_backward_knows_which_results_it_comes_to() -> None:
+    start = torch.ones(2, requires_grad=True)
+    used, unused = start * 2, start * 3
+    steps = steps_to({"results": [used, (unused, used.detach())], "name": "x", "leaf": start})
+    assert steps == [used.grad_fn, unused.grad_fn]
+    seen: list[bool] = []
+    loss = used.sum()
+    loss.register_hook(lambda _: seen.extend(map(is_ahead, steps)))
+    loss.backward()
+    assert seen == [True, False]
 
 
 def test_units_are_cut_and_reduced_as_we_say() -> None:

@@ -33,7 +33,7 @@ class Routed(helios.Model):
     """Calls units by rank.
 
     Args:
-        trained: for each step, what each rank calls.
+        trained: for each step, what each rank calls, in several forwards where ``|`` separates.
         evaluated: the same for each batch of a validation.
     """
 
@@ -51,7 +51,9 @@ class Routed(helios.Model):
 
     def train_step(self, batch: Tensor, state: TrainingState) -> Tensor:
         self.num_updates = state.global_step
-        result = self.net(batch, self.trained[state.global_iteration - 1][self.global_rank])
+        result = batch
+        for names in self.trained[state.global_iteration - 1][self.global_rank].split("|"):
+            result = self.net(result, names)
         # What nothing is called for has a loss of its own.
         return result.sum() if result.requires_grad else torch.zeros((), requires_grad=True)
 
@@ -66,13 +68,19 @@ class Data(helios.DataModule):
         self._valid_dataset = self._create_dataset(rows, helios.DataLoaderParams())
 
 
-def train(rank: int, limit: int, trained: list[Any], evaluated: list[Any] | None = None) -> str:
+def train(
+    rank: int,
+    limit: int,
+    trained: list[Any],
+    evaluated: list[Any] | None = None,
+    num_replicas: int = 2,
+) -> str:
     """Train, or validate only; returns the error, and the updates before the last step."""
     unit_calls._COMPARED_AT_ONCE = limit
     trainer = helios.Trainer(
         train_unit="iteration",
         total_steps=max(1, len(trained)),
-        num_replicas=2,
+        num_replicas=num_replicas,
         sharding="full",
         valid_frequency=1 if evaluated else None,
         use_cpu=True,
@@ -99,27 +107,33 @@ def test_other_units_are_named_before_they_are_gathered(calls: tuple[str, str]) 
     assert "of net" in texts[0]
 
 
+@pytest.mark.parametrize("limit", [1000, 0])
 @pytest.mark.parametrize("unit", [A, LARGE])
 def test_results_that_not_all_use_are_named_before_units_are_gathered_in_backward(
-    unit: str,
+    unit: str, limit: int
 ) -> None:
     calls = (f"{unit} {B} {unit}", f"{unit} {B} ~ {unit}")
-    texts = run_ranks(train, 2, 1000, [(A, A), calls])
-    assert texts[0] == texts[1]
-    assert texts[0].endswith("after 1")
-    assert "the backward of net." in texts[0]
+    named = f"a loss with results of net.{unit} while another came to a loss without those of net."
+    texts = run_ranks(train, 2, limit, [(A, A), calls])
+    assert texts == [f"one came to {named}{unit} after 1"] * 2
 
 
-def test_one_that_has_ended_its_step_is_named() -> None:
-    """Its comparison of all calls meets that of one call."""
-    texts = run_ranks(train, 2, 1000, [(A, A), (A, f"{A} ~")])
+@pytest.mark.parametrize("limit", [1000, 0])
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward(
+    limit: int, num_replicas: int
+) -> None:
+    texts = run_ranks(train, 2, limit, [(A, A), (A, f"{A} ~")], None, num_replicas)
+    named = "a loss with results of net.first while another came to the end of its calls"
+    assert texts == [f"one came to {named} after 1"] * 2
+
+
+def test_one_that_calls_a_network_again_while_the_other_is_in_backward_is_named() -> None:
+    """Its single call meets the comparison of all calls."""
+    texts = run_ranks(train, 2, 1000, [(A, A), (A, f"{A} | {A}")])
     assert (
         texts
-        == [
-            "one came to the backward of net.first while another came to the end of a step or "
-            "validation after 1"
-        ]
-        * 2
+        == ["one came to the forward of net while another came to the end of its calls after 1"] * 2
     )
 
 
