@@ -393,6 +393,13 @@ FAULTS = (
         "::test_a_loss_that_uses_no_unit_is_named_while_others_are_in_backward",
     ),
     Fault(
+        "a unit returns a view, whose hook is lost when it is changed in place",
+        "helios/sharding/fsdp_adapter.py",
+        "is_view = tensor.requires_grad and",
+        "is_view = False and",
+        "tests/sharding/test_steps_of_users.py::test_calls_of_networks_have_equal_bits",
+    ),
+    Fault(
         "a comparison of all calls meets that of one call",
         "helios/sharding/unit_calls.py",
         "            self._compare_one(self._end)",

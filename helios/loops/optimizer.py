@@ -234,7 +234,8 @@ class OptimizerLoop(Loop):
             raise UsageError(
                 "When train_step returns a loss, the model must have exactly one optimizer as an "
                 f"attribute, found {sorted(optimizers) or 'none'}. For several, call backward and "
-                "step them in train_step and return None, or use a YieldLoop."
+                "step them in train_step and return None, or use a YieldLoop, both with "
+                'sharding="none".'
             )
         path, optimizer = next(iter(optimizers.items()))
         refuse_closures(optimizer)

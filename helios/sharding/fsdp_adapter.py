@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from helios.errors import UsageError
 
@@ -180,10 +180,38 @@ class ShardedUnit:
 
 
 def shard_unit(module: nn.Module, mesh: DeviceMesh) -> ShardedUnit:
-    """Shard the parameters of a module that inner units do not have."""
+    """Shard the parameters of a module that inner units do not have.
+
+    FSDP hangs a hook on each tensor that a forward returns. One that is a view, as ``nn.Linear``
+    returns for three dimensions, would lose it when it is changed in place.
+    """
+    module.register_forward_hook(_return_no_views)
     sharded = fully_shard(module, mesh=mesh, reshard_after_forward=True)
     assert isinstance(sharded, FSDPModule)
     return ShardedUnit(sharded)
+
+
+def _return_no_views(module: nn.Module, inputs: Any, result: Any) -> Any:
+    return tree_map_only(Tensor, _without_base, result)
+
+
+def _without_base(tensor: Tensor) -> Tensor:
+    is_view = tensor.requires_grad and tensor._is_view()  # noqa: SLF001 - no public name
+    same: Tensor = _Same.apply(tensor) if is_view else tensor  # type: ignore[no-untyped-call]
+    return same
+
+
+@final
+class _Same(torch.autograd.Function):
+    """Returns a tensor with the same memory that is no view."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def steps_to(result: Any) -> list[Node]:

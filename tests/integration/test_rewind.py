@@ -263,7 +263,7 @@ def test_a_rewind_is_recorded(again: tuple[Path, Outcome]) -> None:
     assert newest is not None
     assert newest.rewinds == [own]
     assert helios.load_checkpoint(folder / "small_epoch_3_iter_14.pth")["rewinds"] == [own]
-    text = "rewound to iteration 4, without the batches of the iterations 6, 7, 12"
+    text = "rewound to iteration 4, without the batches of iterations 6, 7, 12"
     assert newest.changes == [text]
     assert text in {each["cause"] for each in _events(again[0], "change")}
 

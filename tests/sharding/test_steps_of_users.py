@@ -86,8 +86,11 @@ class Steps(helios.Model):
         if self._kind == "hook":
             self.net.embedding.weight.register_hook(torch.neg)
 
-    def shard(self) -> list[nn.Module]:
-        return [*self.net.layers]
+    def shard(self) -> list[nn.Module | helios.Unit]:
+        layers = [*self.net.layers]
+        if self._kind == "recompute":
+            return [helios.Unit(layer, checkpoint=True) for layer in layers]
+        return layers
 
     def train_step(self, batch: Any, state: helios.TrainingState) -> Tensor:
         if self._kind == "penalty":
@@ -128,9 +131,17 @@ def call_layers(net: Net, words: Tensor, following: Tensor) -> Tensor:
     return (layer(layer(x / WORDS)) + layer(x)).square().mean() + loss
 
 
+def change_in_place(net: Net, words: Tensor, following: Tensor) -> Tensor:
+    x = net(torch.stack([words, following], 1))
+    x += 0.5
+    x[..., 0] = 0.0
+    x.view(-1, WIDTH).mul_(1.5)
+    return x.square().mean()
+
+
 STEPS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
-    step.__name__: step for step in (call_twice, detach, detach_later, call_layers)
-}
+    step.__name__: step for step in (call_twice, detach, detach_later, call_layers, change_in_place)
+} | {"recompute": change_in_place}
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "minus_zero": Cancelling,
     "attributes": partial(Noting, WIDTH),

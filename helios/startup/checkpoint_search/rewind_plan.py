@@ -54,8 +54,9 @@ class Rewind:
 
     def __str__(self) -> str:
         """Return it in words."""
+        noun = "iteration" if len(self.skip) == 1 else "iterations"
         skipped = ", ".join(map(str, self.skip))
-        without = f", without the batches of the iterations {skipped}" if skipped else ""
+        without = f", without the batches of {noun} {skipped}" if skipped else ""
         return f"rewound to iteration {self.after}{without}"
 
 
