@@ -55,6 +55,7 @@ def test_the_code_of_a_page_runs(
     script = _write_script(page, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_BARS, 0)
+    monkeypatch.setattr(sys, "argv", [str(script)])
     codes = []
     with collect_warnings() as warnings:
         try:
