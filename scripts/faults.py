@@ -556,6 +556,21 @@ FAULTS = (
         "tests/data/test_mixture.py::test_each_source_is_used_up_before_it_begins_again",
     ),
     Fault(
+        "a single sample that is enciphered again is of another source",
+        "helios/data/permutation.py",
+        "else _pick(self._parts, place)",
+        "else _pick(self._parts, 0)",
+        "tests/data/test_mixture.py::test_each_source_is_used_up_before_it_begins_again",
+    ),
+    Fault(
+        "a single sample is enciphered again in other rounds than many",
+        "helios/data/permutation.py",
+        "+ second) * _FACTORS[1] & _WORD",
+        "+ second * _FACTORS[1]) & _WORD",
+        "tests/data/test_permutation.py"
+        "::test_single_positions_have_the_samples_that_they_have_among_many",
+    ),
+    Fault(
         "a mixture's sources of one length share their order",
         "helios/data/permutation.py",
         "places = orders.searchsorted(rows[here])",

@@ -25,17 +25,19 @@ _BLOCK = 65_536
 _NUM_ROUNDS = 12
 _MIN_BITS = 4
 _MAX_LENGTH = (1 << 63) - 1
+# Below this number of elements, Python's integers are faster than calls of NumPy.
+_FEW = 4
 
 _ONE = np.uint64(1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
+_FACTORS = (0x7FEB352D, 0x846CA68B, 0x9E3779B1)
+_SHIFTS = (15, 16)
+_WORD = 0xFFFFFFFF
 # Arrays without dimensions: with scalars, operations on short arrays take twice as long.
-_ROUND_A = np.array(0x7FEB352D, dtype=np.uint32)
-_ROUND_B = np.array(0x846CA68B, dtype=np.uint32)
-_ROUND_C = np.array(0x9E3779B1, dtype=np.uint32)
-_SHIFT_A = np.array(15, dtype=np.uint32)
-_SHIFT_B = np.array(16, dtype=np.uint32)
+_FACTOR_A, _FACTOR_B, _FACTOR_C = (np.array(factor, dtype=np.uint32) for factor in _FACTORS)
+_SHIFT_A, _SHIFT_B = (np.array(shift, dtype=np.uint32) for shift in _SHIFTS)
 
 _Ints = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
@@ -148,11 +150,14 @@ class _Network:
     def _walk(self, values: _Ints, rounds: range) -> _Ints:
         found = _cross(values.astype(np.uint64), self._parts, rounds)
         stray = np.flatnonzero(found >= self._parts[0])
-        while stray.size:
+        while stray.size > _FEW:
             parts = self._parts if self._is_single else _pick(self._parts, stray)
             moved = _cross(found[stray], parts, rounds)
             found[stray] = moved
             stray = stray[moved >= parts[0]]
+        for place in stray.tolist():
+            parts = self._parts if self._is_single else _pick(self._parts, place)
+            found[place] = _walk_one(int(found[place]), parts, rounds)
         return found.astype(np.int64)
 
 
@@ -181,14 +186,35 @@ def _cross(words: _Words, parts: _Parts, rounds: range) -> _Words:
 def _round(half: _Halves, first: _Halves, second: _Halves, shift: _Halves) -> _Halves:
     """Hash one half with two words; the result is the top bits, which depend on all others."""
     mixed: _Halves = half ^ first
-    mixed *= _ROUND_A
+    mixed *= _FACTOR_A
     mixed ^= mixed >> _SHIFT_A
     mixed += second
-    mixed *= _ROUND_B
+    mixed *= _FACTOR_B
     mixed ^= mixed >> _SHIFT_B
-    mixed *= _ROUND_C
+    mixed *= _FACTOR_C
     mixed >>= shift
     return mixed
+
+
+def _walk_one(word: int, parts: _Parts, rounds: range) -> int:
+    """Apply :func:`_cross` to one word until it is inside its range."""
+    length, low_bits, (high_shift, low_shift), keys = (part.tolist() for part in parts)
+    mask = (1 << low_bits) - 1
+    while word >= length:
+        high, low = word >> low_bits, word & mask
+        for number in rounds:
+            if number % 2:
+                low ^= _round_one(high, *keys[number], low_shift)
+            else:
+                high ^= _round_one(low, *keys[number], high_shift)
+        word = high << low_bits | low
+    return word
+
+
+def _round_one(half: int, first: int, second: int, shift: int) -> int:
+    mixed = (half ^ first) * _FACTORS[0] & _WORD
+    mixed = ((mixed ^ mixed >> _SHIFTS[0]) + second) * _FACTORS[1] & _WORD
+    return ((mixed ^ mixed >> _SHIFTS[1]) * _FACTORS[2] & _WORD) >> shift
 
 
 @final

@@ -101,6 +101,16 @@ def test_network_is_a_bijection_at_powers_of_two_and_their_neighbours(exponent):
         assert_bijection(length, seed=exponent)
 
 
+@pytest.mark.parametrize("length", [3, 5, 521, 65_537, 2**31 + 1, 2**32 + 1, 2**33 + 1, 2**62 + 1])
+def test_single_positions_have_the_samples_that_they_have_among_many(length):
+    positions = np.arange(min(length, 300))
+    tested = network(length, seed=length)
+    samples = tested.encipher(positions)
+    for each in range(positions.size):
+        assert tested.encipher(positions[each : each + 1]) == samples[each]
+        assert tested.decipher(samples[each : each + 1]) == positions[each]
+
+
 @pytest.mark.parametrize("length", [10**12, 2**40, 2**40 + 1, 2**62 + 1, 2**63 - 1])
 def test_inverse_finds_the_positions_of_samples_in_very_long_ranges(length):
     order = Permutation(length, key=7)
