@@ -19,14 +19,15 @@ from helios.sharding.fsdp_adapter import is_ahead, is_in_backward, steps_to
 
 _COMPARED_AT_ONCE = 1000
 _BITS = 64
-_KINDS = (
-    "the forward of",
-    "the end of the forward of",
-    "the gradients of",
-    "the backward of",
-    "a loss with results of",
-    "a loss without those of",
-)
+_FORWARD, _END_OF_FORWARD, _GRADIENTS, _BACKWARD, _USED, _UNUSED = range(6)
+_WORDS = {
+    _FORWARD: "the forward of",
+    _END_OF_FORWARD: "the end of the forward of",
+    _GRADIENTS: "the gradients of",
+    _BACKWARD: "the backward of",
+    _USED: "a loss with results of",
+    _UNUSED: "a loss without those of",
+}
 
 
 @final
@@ -48,7 +49,7 @@ class UnitCalls:
     def __init__(self, replicas: Replicas, names: Sequence[str]) -> None:
         self._replicas = replicas
         self._names = names
-        self._end = len(_KINDS) * len(names)
+        self._end = len(_WORDS) * len(names)
         self._calls = array("L")
         self._results: list[tuple[int, list[Node]]] = []
         self._num_single = 0
@@ -58,12 +59,12 @@ class UnitCalls:
         """Note that the forward of a unit begins, unless it is computed again."""
         if not is_in_backward():
             self._is_forward = True
-            self._note(unit)
+            self._note(_FORWARD, unit)
 
     def note_end(self, unit: int, result: Any) -> None:
         """Note that the forward of a unit has ended, unless it is computed again."""
         if not is_in_backward():
-            self._note(len(self._names) + unit)
+            self._note(_END_OF_FORWARD, unit)
             self._results.append((unit, steps_to(result)))
 
     def note_gather(self, unit: int) -> None:
@@ -72,14 +73,18 @@ class UnitCalls:
             if self._is_forward:
                 self._note_results()
                 self.compare()
-            self._note(3 * len(self._names) + unit)
+            self._note(_BACKWARD, unit)
 
     def _note_results(self) -> None:
         for unit, steps in self._results:
-            kind = 4 if any(map(is_ahead, steps)) else 5
-            self._calls.append(kind * len(self._names) + unit)
+            kind = _USED if any(map(is_ahead, steps)) else _UNUSED
+            self._calls.append(self._number(kind, unit))
 
-    def _note(self, call: int) -> None:
+    def _number(self, kind: int, unit: int) -> int:
+        return kind * len(self._names) + unit
+
+    def _note(self, kind: int, unit: int) -> None:
+        call = self._number(kind, unit)
         self._calls.append(call)
         if self._num_single < _COMPARED_AT_ONCE:
             self._num_single += 1
@@ -97,7 +102,7 @@ class UnitCalls:
         Compares before the first one after a forward: after different calls, processes would wait
         for sums that others do not make.
         """
-        self._note(2 * len(self._names) + unit)
+        self._note(_GRADIENTS, unit)
         if self._is_forward:
             self.compare()
 
@@ -136,7 +141,7 @@ class UnitCalls:
         if call == self._end:
             return "the end of its calls"
         kind, unit = divmod(call, len(self._names))
-        return f"{_KINDS[kind]} {self._names[unit]}"
+        return f"{_WORDS[kind]} {self._names[unit]}"
 
 
 def _make_error(found: Sequence[str]) -> UsageError:
