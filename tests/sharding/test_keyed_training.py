@@ -244,7 +244,7 @@ class Large(KeyedModel):
         self.optimizer = make(self.net.parameters(), lr=0.01)
 
 
-WIDTH, DEPTH = 64, 4
+WIDTH, DEPTH = 64, 6
 METHODS: tuple[tuple[Any, str, str], ...] = (
     (fit_run.FitRun, "_load", "load"),
     (run_outputs.FitRecorder, "prepare", "begin"),
