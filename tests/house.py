@@ -153,6 +153,12 @@ def parse(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@functools.cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file."""
+    return tuple(ast.walk(parse(text)))
+
+
 def source_files() -> dict[str, str]:
     """Return the text of every module of the package by its path below ``helios/``."""
     files = sorted(PACKAGE.rglob("*.py"))
@@ -191,14 +197,16 @@ def _targets(node: ast.AST, path: str) -> Iterator[str]:
             yield room if room in ROOMS else FACADE
 
 
-def imports(path: str, text: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield line, room and "only for annotations" of each import inside the package."""
-    tree = parse(text)
-    guarded = [node for node in ast.walk(tree) if _is_type_checking(node)]
+@functools.cache
+def imports(path: str, text: str) -> list[tuple[int, str, bool]]:
+    """Return line, room and "only for annotations" of each import inside the package."""
+    guarded = [node for node in nodes(text) if _is_type_checking(node)]
     lines = {inner.lineno for g in guarded for inner in ast.walk(g) if isinstance(inner, ast.stmt)}
-    for node in ast.walk(tree):
-        for room in _targets(node, path):
-            yield node.lineno, room, node.lineno in lines
+    return [
+        (node.lineno, room, node.lineno in lines)
+        for node in nodes(text)
+        for room in _targets(node, path)
+    ]
 
 
 def _may_import(path: str, other: str, *, is_type_only: bool) -> bool:
@@ -318,7 +326,7 @@ def spread_faults(found: list[Function]) -> list[str]:
 def ban_faults(path: str, text: str) -> list[str]:
     """Probing and intercepting of attributes, ``global``, and reads of ``.trainer``."""
     faults = []
-    for node in ast.walk(parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Name) and node.id == "hasattr":
             faults.append(f"{path}:{node.lineno}: hasattr probes; ask for a type or a protocol.")
         elif name := _intercepts(node, path):
@@ -389,7 +397,7 @@ def global_faults(path: str, text: str) -> list[str]:
             containers |= {name} if _is_mutable(value) else set()
         elif not re.fullmatch(r"_?[A-Z]\w*", name) or _is_mutable(value):
             faults.append(f"{path}:{node.lineno}: {name} is a module-level variable.")
-    for node in ast.walk(tree):
+    for node in nodes(text):
         if name := _is_mutation(node, containers):
             faults.append(f"{path}:{getattr(node, 'lineno', 0)}: {name} is changed in place.")
     return faults
@@ -400,7 +408,7 @@ def number_faults(path: str, text: str) -> list[str]:
     if room_of(path) not in ONE_PATH:
         return []
     faults = []
-    for node in ast.walk(parse(text)):
+    for node in nodes(text):
         operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         found = [one.attr for one in operands if isinstance(one, ast.Attribute)]
         if isinstance(node, ast.Attribute) and node.attr in QUESTIONS:
@@ -417,7 +425,7 @@ def getter_faults(path: str, text: str) -> list[str]:
     Methods of the same class that they call are looked into, too.
     """
     faults = []
-    for kind in ast.walk(parse(text)):
+    for kind in nodes(text):
         if isinstance(kind, ast.ClassDef):
             methods = {node.name: node for node in kind.body if isinstance(node, ast.FunctionDef)}
             for name, method in methods.items():

@@ -1,4 +1,4 @@
-"""Kills exports between file operations; run as a script by ``test_export_kills.py``."""
+"""Kills exports between file operations; called as a script by ``test_export_kills.py``."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def play(root: Path) -> dict[str, Any]:
     return {scene: kill_child.play(scene, root / scene) for scene in kill_child.SCENES}
 
 
-if __name__ == "__main__":
+def main() -> None:
     sys.stdout.write(json.dumps(play(Path(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Kills forked copies of itself between file operations; run as a script by ``test_kills.py``.
+"""Kills forked copies of itself between file operations; called as a script by ``test_kills.py``.
 
 One warm process forks a child for each point, because an import of torch takes longer than all
 kills together. Prints one JSON object: the names of the operations, and what each child did.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -32,6 +33,8 @@ OPERATIONS = (
     "write_text_durably",
     "remove_empty_folder",
 )
+
+_PREPARED = "prepared"
 
 
 class Executioner:
@@ -129,17 +132,18 @@ SCENES: dict[str, tuple[Scene, Scene]] = {
 def run_child(
     scene: str, root: Path, number: int | None, *, is_before: bool
 ) -> tuple[int, list[str]]:
-    """Fork, play the scene in the child, and return its status and the operations, if it lived."""
-    root.mkdir(parents=True)
+    """Fork, play the scene in the child, and return its status and the operations, if it lived.
+
+    What precedes the scene is a copy of what lies beside the root.
+    """
+    shutil.copytree(root.with_name(_PREPARED), root)
     names = root / "names.json"
     child = os.fork()
     if child == 0:
-        prepare, act = SCENES[scene]
-        prepare(root)
         executioner = Executioner(number, is_before=is_before)
         for name in OPERATIONS:
             executioner.wrap(name)
-        act(root)
+        SCENES[scene][1](root)
         names.write_text(json.dumps(executioner.names))
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -159,6 +163,8 @@ def choose_points(names: list[str]) -> list[int]:
 
 def play(scene: str, root: Path) -> dict[str, Any]:
     """Play a scene once as a whole, and once for each point and each side of it."""
+    (root / _PREPARED).mkdir(parents=True)
+    SCENES[scene][0](root / _PREPARED)
     status, names = run_child(scene, root / "whole", None, is_before=False)
     points = choose_points(names)
     codes = {
@@ -171,9 +177,6 @@ def play(scene: str, root: Path) -> dict[str, Any]:
     return {"status": status, "hit": sorted({names[n] for n in points}), "codes": codes}
 
 
-def main(root: Path) -> None:
+def main() -> None:
+    root = Path(sys.argv[1])
     sys.stdout.write(json.dumps({scene: play(scene, root / scene) for scene in SCENES}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

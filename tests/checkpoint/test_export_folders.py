@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
 import warnings
 import weakref
@@ -39,6 +38,7 @@ from helios.storage import files
 from helios.storage.folder_lock import FolderLock
 from tests.checkpoint.helpers import make_payload, make_sidecar, names, save_payload
 from tests.checkpoint.sharded_helpers import save_network
+from tests.support.scripts import call
 
 State = dict[str, torch.Tensor]
 LAYOUTS: dict[str, FolderFormat] = {
@@ -415,59 +415,46 @@ def test_a_damaged_folder_is_refused_by_name_and_nothing_is_written(
     assert not mark.exists()
 
 
-_TRANSFORMERS = """
-import json, sys
-from pathlib import Path
+def load_by_transformers() -> None:
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-import torch
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-
-from helios.checkpoint.store import RunFolder
-from tests.checkpoint.test_export_folders import SAVES, bytes_of, run
-
-root = Path(sys.argv[1])
-sizes = {"vocab_size": 64, "num_attention_heads": 2}
-networks = [
-    GPT2LMHeadModel(GPT2Config(**sizes, n_positions=16, n_embd=32, n_layer=2, bos_token_id=0)),
-    BertForMaskedLM(BertConfig(**sizes, hidden_size=32, num_hidden_layers=1, intermediate_size=32)),
-]
-tokens, report = torch.arange(16)[None], []
-for network in networks:
-    kind = type(network)
-    for form, save in SAVES.items():
-        folder = root / kind.__name__ / form[1:]
-        path = save(RunFolder(folder), network.state_dict())
-        network.config.save_pretrained(folder)
-        for size in ("5GB", "20KB"):
-            out = folder / size
-            words = ("--config", folder / "config.json", "--max-shard-size", size, "--out", out)
-            assert run(path, "huggingface", *words) == 0
-            loaded, facts = kind.from_pretrained(out, output_loading_info=True)
-            own, other = network.state_dict(), loaded.state_dict()
-            ends = loaded.get_output_embeddings(), loaded.get_input_embeddings()
-            report.append({
-                "files": len(list(out.glob("*.safetensors"))),
-                "odd": [str(part) for part in facts.values() if part],
-                "bytes": all(bytes_of(own[name]) == bytes_of(other[name]) for name in own),
-                "names": list(own) == list(other),
-                "tied": ends[0].weight is ends[1].weight,
-                "logits": bytes_of(network.eval()(tokens).logits)
-                == bytes_of(loaded.eval()(tokens).logits),
-            })
-print(json.dumps(report))
-"""
+    root = Path(sys.argv[1])
+    sizes = {"vocab_size": 64, "num_attention_heads": 2}
+    gpt = GPT2Config(**sizes, n_positions=16, n_embd=32, n_layer=2, bos_token_id=0)
+    bert = BertConfig(**sizes, hidden_size=32, num_hidden_layers=1, intermediate_size=32)
+    tokens, report = torch.arange(16)[None], []
+    for network in (GPT2LMHeadModel(gpt), BertForMaskedLM(bert)):
+        kind = type(network)
+        for form, save in SAVES.items():
+            folder = root / kind.__name__ / form[1:]
+            path = save(RunFolder(folder), network.state_dict())
+            network.config.save_pretrained(folder)
+            for size in ("5GB", "20KB"):
+                out = folder / size
+                words = ("--config", folder / "config.json", "--max-shard-size", size, "--out", out)
+                assert run(path, "huggingface", *words) == 0
+                loaded, facts = kind.from_pretrained(out, output_loading_info=True)
+                own, other = network.state_dict(), loaded.state_dict()
+                ends = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+                found = {
+                    "files": len(list(out.glob("*.safetensors"))),
+                    "odd": [str(part) for part in facts.values() if part],
+                    "bytes": all(bytes_of(own[name]) == bytes_of(other[name]) for name in own),
+                    "names": list(own) == list(other),
+                    "tied": ends[0].weight is ends[1].weight,
+                    "logits": bytes_of(network.eval()(tokens).logits)
+                    == bytes_of(loaded.eval()(tokens).logits),
+                }
+                report.append(found)
+    print(json.dumps(report))
 
 
-def test_transformers_loads_the_folder_with_every_byte_and_tie(tmp_path: Path) -> None:
+def test_transformers_loads_the_folder_with_every_byte_and_tie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # In a process of its own, since transformers leaves a thread.
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", _TRANSFORMERS, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = call(load_by_transformers, tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert len(report) == 8

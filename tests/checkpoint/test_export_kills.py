@@ -16,7 +16,7 @@ from tests.support.killed_scenes import Scene, play
 
 @pytest.fixture(scope="module")
 def scenes() -> Iterator[dict[str, Scene]]:
-    with play(export_kill_child) as (root, results):
+    with play(export_kill_child.main) as (root, results):
         yield {
             name: Scene(root / name, set(result["hit"]), result["codes"])
             for name, result in results.items()

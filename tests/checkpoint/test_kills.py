@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL"
 
 @pytest.fixture(scope="module")
 def scenes() -> Iterator[dict[str, Scene]]:
-    with play(kill_child) as (root, results):
+    with play(kill_child.main) as (root, results):
         assert all(result["status"] == 0 for result in results.values()), results
         yield {
             name: Scene(root / name, set(result["hit"]), result["codes"])

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
+
+from tests.support.scripts import call
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs fork and SIGKILL")
 
 _SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_test.py"
 
 
+def _run_script() -> None:
+    runpy.run_path(str(_SCRIPT), run_name="__main__")
+
+
 def try_kills(kills: int, *options: str) -> None:
     """Run the script, whose report must be clean."""
-    done = subprocess.run(
-        [sys.executable, str(_SCRIPT), "--kills", str(kills), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = call(_run_script, "--kills", kills, *options, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{kills} of {kills} kills")
     places = [line.split() for line in done.stdout.splitlines()[1:]]

@@ -1,6 +1,6 @@
 """Kills forked copies of itself between the file operations of a migration.
 
-Run as a script by ``test_migration_kills.py``; prints one JSON object, as ``kill_child`` does.
+Called as a script by ``test_migration_kills.py``; prints one JSON object, as ``kill_child`` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def migrate(root: Path) -> None:
         Migration().migrate(path)
 
 
-def main(root: Path) -> None:
+def main() -> None:
+    root = Path(sys.argv[1])
     template = root / "template"
     make_template(template)
 
@@ -38,7 +39,3 @@ def main(root: Path) -> None:
 
     kill_child.SCENES["migrate"] = (prepare, migrate)
     sys.stdout.write(json.dumps(kill_child.play("migrate", root)))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -24,7 +24,7 @@ _SOURCES = {name.split("/")[1]: old.GOLDEN / name for name in migration_child.NA
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    with play(migration_child) as (root, result):
+    with play(migration_child.main) as (root, result):
         assert result["status"] == 0, result
         yield Scene(root, set(result["hit"]), result["codes"])
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,13 @@ def _die(rank: int) -> None:
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
+
+
+def _die_before_a_child(rank: int, until: Path) -> None:
+    if os.fork() == 0:
+        until.read_text()
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(rank: int) -> None:
@@ -74,6 +82,13 @@ def test_an_error_comes_with_the_rank_and_its_traceback() -> None:
 def test_a_rank_that_dies_is_named_and_the_others_are_ended() -> None:
     with pytest.raises(RankError, match="Rank 2 failed: it ended with code -9"):
         run_ranks(_die, 3)
+
+
+def test_a_rank_that_dies_is_noticed_while_its_children_live_on(tmp_path: Path) -> None:
+    os.mkfifo(until := tmp_path / "until")
+    with pytest.raises(RankError, match="Rank 0 failed: it ended with code -9"):
+        run_ranks(_die_before_a_child, 1, until, timeout=60)
+    until.write_text("")  # The child reads this, and so it was there.
 
 
 def test_a_rank_that_hangs_is_ended_in_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         train_keyed(folder, 1, replace(WHOLE, network=network))
         found[network] = read_bits(folder)
     return found
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step on two processes."""
+    folder = tmp_path_factory.mktemp("begun")
+    train_keyed(folder, 2, Keyed(network="gpt", total_steps=1))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -175,9 +184,9 @@ def fit_warm(rank: int, folder: Path, sharding: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("sharding", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_weights_that_setup_loads_are_loaded_when_there_is_memory(
-    tmp_path: Path, sharding: str
+    begun: Path, tmp_path: Path, sharding: str
 ) -> None:
-    train_keyed(tmp_path, 2, Keyed(network="gpt", total_steps=1))
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     last = (tmp_path / "last.txt").read_text().splitlines()
     found = run_ranks(fit_warm, 3, tmp_path, sharding)
     assert found[0] == found[1] == found[2]
@@ -195,8 +204,8 @@ def fit_warm_alone(rank: int, folder: Path) -> None:
     trainer.fit(WarmAlone(folder, Keyed(network="gpt")), KeyedData())
 
 
-def test_weights_that_one_process_loads_are_an_error(tmp_path: Path) -> None:
-    train_keyed(tmp_path, 2, Keyed(network="gpt", total_steps=1))
+def test_weights_that_one_process_loads_are_an_error(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     with pytest.raises(RankError, match=r"same weights, but load_weights of keyed_epoch_1_iter_1"):
         run_ranks(fit_warm_alone, 2, tmp_path)
 
@@ -210,8 +219,8 @@ def evaluate(rank: int, folder: Path, options: dict[str, Any]) -> dict[str, floa
     return dict(model.metrics)
 
 
-def test_an_evaluation_needs_no_whole_model_either(tmp_path: Path) -> None:
-    train_keyed(tmp_path, 2, Keyed(network="gpt", total_steps=1))
+def test_an_evaluation_needs_no_whole_model_either(begun: Path, tmp_path: Path) -> None:
+    shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     (whole,) = run_ranks(evaluate_alone, 1, tmp_path, {})
     assert whole["loss"] > 0
     keyed = {"init": "keyed"}
@@ -235,7 +244,7 @@ class Large(KeyedModel):
         self.optimizer = make(self.net.parameters(), lr=0.01)
 
 
-WIDTH, DEPTH = 64, 8
+WIDTH, DEPTH = 64, 6
 METHODS: tuple[tuple[Any, str, str], ...] = (
     (fit_run.FitRun, "_load", "load"),
     (run_outputs.FitRecorder, "prepare", "begin"),

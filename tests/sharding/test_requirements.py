@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,7 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.sharding import requirements, units
 from helios.sharding.requirements import check_shardable
 from helios.sharding.units import find_units
+from tests.support.scripts import call
 
 OPTIMIZERS = [
     kind
@@ -208,11 +209,14 @@ def make_data() -> Callable[[], helios.DataModule]:
     return Data
 
 
+def require_fsdp() -> None:
+    adapter = "helios.sharding.fsdp_adapter"
+    assert adapter not in sys.modules
+    importlib.import_module(adapter).require_fsdp()
+
+
 def test_a_torch_without_such_an_fsdp_is_named() -> None:
     is_able = "set_reduce_scatter_unused_params" in dir(FSDPModule)
-    code = "import helios.sharding.fsdp_adapter as a; a.require_fsdp()"
-    found = subprocess.run(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False
-    )
+    found = call(require_fsdp)
     assert (found.returncode == 0) is is_able
     assert is_able or 'UsageError: Trainer(sharding="full") needs a' in found.stderr

@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import helios
-
-_ROOTS = (Path(helios.__file__ or "").parents[1], Path(__file__).parents[2])
+from tests.support.scripts import call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +23,13 @@ class Scene:
 
 
 @contextlib.contextmanager
-def play(script: ModuleType) -> Iterator[tuple[Path, dict[str, Any]]]:
+def play(main: Callable[[], None]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Run a script; yields the folder that it worked in and the document that it printed.
 
     The folder is in memory where the system has one there: a kill needs no disk.
     """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
-        done = subprocess.run(
-            [sys.executable, "-m", script.__name__, root],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, _ROOTS))},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+        done = call(main, root, timeout=120)
         assert done.returncode == 0, done.stderr
         yield Path(root), json.loads(done.stdout)

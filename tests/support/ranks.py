@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -123,11 +123,11 @@ def _collect(ranks: dict[Connection, Any], deadline: float) -> list[_Report]:
     reports: dict[Connection, _Report] = {}
     number_of = {receiver: number for number, receiver in enumerate(ranks)}
     while waiting := [receiver for receiver in ranks if receiver not in reports]:
-        ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+        ready = _wait(waiting, ranks, deadline)
         if not ready:
             numbers = [number_of[receiver] for receiver in waiting]
             raise RankError(f"Not done in time: ranks {numbers}.")
-        found = {r: _read(r, ranks[r]) for r in ready if isinstance(r, Connection)}
+        found = {receiver: _read(receiver, ranks[receiver]) for receiver in ready}
         failed = [(report.when, number_of[r], report) for r, report in found.items()]
         # Where one fails, others fail after it because their partner is gone.
         texts = [
@@ -142,6 +142,20 @@ def _collect(ranks: dict[Connection, Any], deadline: float) -> list[_Report]:
     return [reports[receiver] for receiver in ranks]
 
 
+def _wait(
+    waiting: Iterable[Connection], ranks: dict[Connection, Any], deadline: float
+) -> list[Connection]:
+    """Wait until there is something of at least one rank to read, or it has ended.
+
+    A rank that is killed leaves its end of the pipe to its loader workers, which live on for
+    seconds.
+    """
+    receivers = list(waiting)
+    ends = [ranks[receiver].sentinel for receiver in receivers]
+    ready = connection.wait([*receivers, *ends], max(0.0, deadline - time.monotonic()))
+    return [r for r, end in zip(receivers, ends, strict=True) if r in ready or end in ready]
+
+
 def _read_deaths(waiting: dict[Connection, int], ranks: dict[Connection, Any]) -> list[str]:
     """Say which of the other ranks died: their partners may notice it before we do.
 
@@ -149,23 +163,26 @@ def _read_deaths(waiting: dict[Connection, int], ranks: dict[Connection, Any]) -
     """
     deadline, texts = time.monotonic() + _DYING_SECONDS, []
     while waiting:
-        ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ready = _wait(waiting, ranks, deadline)
         if not ready:
             break
         for receiver in ready:
-            assert isinstance(receiver, Connection)
             error = _read(receiver, ranks[receiver]).error
             texts += [f"Rank {waiting.pop(receiver)} failed: {error}"]
     return texts
 
 
 def _read(receiver: Connection, process: Any) -> _Report:
+    """Return the report of a rank that has sent one, or has ended."""
     try:
-        report: _Report = pickle.loads(receiver.recv_bytes())
+        # What was sent before the end is there to be read.
+        if receiver.poll():
+            report: _Report = pickle.loads(receiver.recv_bytes())
+            return report
     except EOFError:
-        process.join()  # It has closed its end, so it is about to be gone.
-        return _Report(time.monotonic(), error=f"it ended with code {process.exitcode}.")
-    return report
+        pass
+    process.join()  # Where it has closed its end, it is about to be gone.
+    return _Report(time.monotonic(), error=f"it ended with code {process.exitcode}.")
 
 
 def _serve(seat: _Seat, work: bytes, environment: dict[str, str], sender: Connection) -> None:
