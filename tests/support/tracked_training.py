@@ -41,7 +41,7 @@ class Pace(Plugin):
     def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
         threading.Event().wait(self.seconds)
         if state.global_iteration % 10 == 0:
-            shade = np.full((1, 4, 4), state.global_iteration / 1000)
+            shade = np.full((1, 4, 4), state.global_iteration / 2000)
             self.tracker.add_image("shade", shade)
 
 

@@ -24,7 +24,9 @@ from typing import Any
 
 import pytest
 
+from helios.errors import FolderInUseError
 from helios.plugins import WandB
+from helios.storage.inherited_lock import InheritedLock
 from helios.tracking.tracker_folder import TrackerFolder
 from tests.support import tracked
 from tests.support.tracked_training import end_tracked, free_port, start_tracked
@@ -210,3 +212,28 @@ def _check_rest(
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert not any(_KEY.encode() in path.read_bytes() for path in files)
     assert list((folder / "tracker" / "wandb").glob("run-*")) == []
+
+
+def test_the_library_is_waited_for_after_a_kill(tmp_path: Path, server: Server) -> None:
+    """Its process inherits the lock of the sender, and ends with it, unless it is stopped."""
+    server.start()
+    training = start_tracked(tmp_path / "run", _TARGET, _STEPS, 0.25)
+    wait_for(lambda: server.steps(tmp_path / "run"))
+    sender, library = find_senders(training)
+    os.kill(library, signal.SIGSTOP)
+    training.kill()
+    assert end_tracked(training) == -9
+    wait_for(lambda: not Path(f"/proc/{sender}").exists())
+    lock = InheritedLock(tmp_path / "run" / "tracker" / ".helios-wandb-lock")
+    with pytest.raises(FolderInUseError):
+        lock.acquire()
+    os.kill(library, signal.SIGCONT)
+    wait_for(lambda: _is_acquired(lock))
+    lock.release()
+
+
+def _is_acquired(lock: InheritedLock) -> bool:
+    with suppress(FolderInUseError):
+        lock.acquire()
+        return True
+    return False
