@@ -65,6 +65,7 @@ SHARDED_SAVES = "tests/sharding/test_sharded_checkpoints.py"
 SHARDED_FOLDERS = "tests/checkpoint/test_sharded_folders.py"
 REWINDS = "tests/integration/test_rewind.py"
 TRACKERS = "tests/plugins/test_tracker.py"
+ONLINE = "tests/tracking/test_online_runs.py"
 SENDERS = "tests/tracking/test_sender.py"
 POINTS = "tests/tracking/test_point_store.py"
 EXPORTS = "tests/checkpoint/test_export_folders.py"
@@ -611,6 +612,34 @@ FAULTS = (
         "        session.context.went_back = self._start.is_branch or bool(self._start.plans)",
         "        session.context.went_back = False",
         f"{TRACKERS}::test_going_back_on_purpose_is_another_run",
+    ),
+    Fault(
+        "an online run of W&B gets the last iteration before it is complete",
+        "helios/tracking/tracker_folder.py",
+        "            if not (is_end and with_last):",
+        "            if not is_end:",
+        f"{ONLINE}::test_an_iteration_is_one_line_and_is_sent_when_it_is_complete",
+    ),
+    Fault(
+        "an online run of W&B begins after what was noted, not after what the server has",
+        "helios/tracking/sender.py",
+        "        if destination.delivery is not Delivery.ACKNOWLEDGED:",
+        "        if destination.delivery is Delivery.AT_ONCE:",
+        f"{ONLINE}::test_a_start_sends_what_the_server_lacks_whatever_was_noted",
+    ),
+    Fault(
+        "a picture that did not arrive with its line stays away",
+        "helios/tracking/wandb_online.py",
+        "                    image.bind_to_run(self._run, name, iteration)",
+        "                    continue",
+        f"{ONLINE}::test_a_picture_that_did_not_arrive_with_its_line_is_sent_by_the_next_start",
+    ),
+    Fault(
+        "what is added to an iteration that was sent is left out",
+        "helios/tracking/point_store.py",
+        'row["iteration"] == self._sealed',
+        "False",
+        f"{ONLINE}::test_what_is_added_to_an_iteration_that_was_sent_begins_a_new_run",
     ),
     Fault(
         "a sender looks for the run before it has read the points",

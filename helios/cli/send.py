@@ -10,9 +10,9 @@ from helios.tracking import following
 
 DESCRIPTION = """\
 Send what the plugin Tracker has stored in its folder and not sent yet: to its
-server of MLflow, or into an offline run of Weights & Biases, which contains
-all points of the run, and replaces an earlier one. Upload that with
-`wandb sync`.
+server of MLflow or Weights & Biases, or into an offline run of the latter,
+which contains all points of the run, and replaces an earlier one. Upload that
+with `wandb sync`.
 
 Call it after a training that was killed, that could not reach its server, or
 that ran with Tracker(sends=False). Points that were sent before are not stored

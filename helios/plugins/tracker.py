@@ -25,7 +25,7 @@ from helios.state import TrainingState
 from helios.tracking import pictures
 from helios.tracking.point_store import PointStore
 from helios.tracking.sender_process import SenderProcess, start_sender
-from helios.tracking.targets import MLflow, Target, WandB, to_plain
+from helios.tracking.targets import Delivery, MLflow, Target, WandB, to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 
 _PATIENCE = 60.0
@@ -38,7 +38,7 @@ def _now() -> float:
 
 @PLUGIN_REGISTRY.register
 class Tracker(Plugin):
-    """Send what is logged to MLflow, or write it as an offline run of Weights & Biases.
+    """Send what is logged to MLflow or Weights & Biases, or write an offline run of the latter.
 
     A run on the server has every logged number, pictures, hyper-parameters, the options of the
     trainer, the manifest of the run and a summary. Another process sends them, so no step waits for
@@ -134,8 +134,7 @@ class Tracker(Plugin):
             self._add(row)
 
     def _start_sender(self) -> None:
-        # An offline run is written in one go, when training has ended.
-        if self._sends and isinstance(self._target, MLflow):
+        if self._sends and self._target.delivery is not Delivery.AT_ONCE:
             self._process = start_sender(TrackerFolder(self._folder))
 
     @asks_nothing

@@ -23,6 +23,8 @@ from helios.tracking.tracker_folder import TrackerFolder
 _EVERY, _LONGEST, _SOON = 2.0, 60.0, 0.2
 _LINE = 64
 _NICENESS = 10
+FINISHED = "finished"
+"""The outcome of a training that came to its end."""
 
 
 class _Orders:
@@ -73,7 +75,7 @@ def follow(folder: TrackerFolder, source: int, report: Callable[[str], None]) ->
         outcome = orders.outcome
         try:
             sender = sender or _make_sender(folder)
-            sender.flush()
+            sender.flush(is_finished=outcome == FINISHED)
             pause, has_failed = _EVERY, False
             if outcome:
                 sender.finish(outcome)
@@ -127,7 +129,7 @@ def send(path: Path) -> tuple[int, str]:
         with FolderLock(path):
             destination = connect(folder, run)
             sender = Sender(folder, run, destination)
-            sender.flush()
+            sender.flush(is_finished=run.outcome == FINISHED)
             sender.finish(run.outcome or "killed")
     except FolderInUseError as error:
         raise UsageError(
@@ -143,10 +145,16 @@ def main(path: str) -> int:
     """
     if sys.platform != "win32":
         os.nice(_NICENESS)
+    # Standard input is of use for what a library starts, and that must not read the orders.
+    source = os.dup(0)
     reports: BinaryIO = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
 
     def report(text: str) -> None:
         reports.write(text.replace("\n", " ").encode() + b"\n")
 
-    return follow(TrackerFolder(Path(path)), 0, report)
+    code = follow(TrackerFolder(Path(path)), source, report)
+    if code:
+        # At a regular exit, a library would end a run that is not at its end.
+        os._exit(code)
+    return code

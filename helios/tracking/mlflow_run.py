@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from helios.tracking.sender import SUMMARY, Rows
-from helios.tracking.targets import MLflow
+from helios.tracking.targets import Delivery, MLflow
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from helios.version import __version__
 
@@ -53,7 +53,7 @@ class MLflowRun:
         target: the server.
     """
 
-    is_resumable = True
+    delivery = Delivery.ACKNOWLEDGED
 
     def __init__(self, folder: TrackerFolder, run: TrackedRun, target: MLflow) -> None:
         from mlflow import MlflowClient, entities, environment_variables
@@ -109,11 +109,11 @@ class MLflowRun:
             part = new[start : start + _MOST_PARAMS]
             self._client.log_batch(self._id, params=part, synchronous=True)
 
-    def channels(self) -> Mapping[str, Callable[[Rows], None]]:
+    def channels(self) -> Mapping[str, Callable[[Rows], int]]:
         """Return what sends numbers, and what sends pictures, which another server may store."""
         return {"numbers": self._send_numbers, "pictures": self._send_pictures}
 
-    def _send_numbers(self, rows: Rows) -> None:
+    def _send_numbers(self, rows: Rows) -> int:
         points = [
             self._make_point(clean(name), float(value), row["time"], row["iteration"])
             for row in rows
@@ -122,13 +122,18 @@ class MLflowRun:
         for start in range(0, len(points), _MOST_POINTS):
             part = points[start : start + _MOST_POINTS]
             self._client.log_batch(self._id, metrics=part, synchronous=True)
+        return len(rows)
 
-    def _send_pictures(self, rows: Rows) -> None:
+    def confirm(self) -> None:
+        """Do nothing: every request is acknowledged."""
+
+    def _send_pictures(self, rows: Rows) -> int:
         for row in rows:
             if "picture" in row:
                 folder = f"pictures/{clean(row['picture'])}/{row['iteration']:08d}"
                 path = self._folder.pictures / row["file"]
                 self._client.log_artifact(self._id, str(path), folder)
+        return len(rows)
 
     def add_document(self, path: Path) -> None:
         """Store a file as an artifact of the run."""

@@ -21,7 +21,7 @@ from typing import Any
 from helios.storage import files
 from helios.storage.folder_lock import LOCK_NAME, FolderLock
 from helios.storage.row_file import RowFile
-from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
+from helios.tracking.tracker_folder import SEALED, TrackedRun, TrackerFolder
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -63,6 +63,13 @@ class PointFile(RowFile):
     def size(self) -> int:
         """Bytes of the rows that training has logged, or repeated."""
         return self._size
+
+    @property
+    def last_iteration(self) -> int | None:
+        """Iteration of the last stored row; ``None`` without rows."""
+        with self.path.open("rb") as handle:
+            last = deque(handle, maxlen=1)
+        return json.loads(last[0])["iteration"] if last else None
 
     @property
     def next_iteration(self) -> int | None:
@@ -123,6 +130,7 @@ class PointStore:
             folder.path, name=WRITER_LOCK_NAME, remedy="give each Tracker a folder of its own"
         )
         self._has_warned = False
+        self._sealed: int | None = None
 
     def open(self, mark: Mapping[str, Any] | None) -> None:
         """Open the points where a checkpoint has them; ``None`` without a checkpoint.
@@ -157,6 +165,9 @@ class PointStore:
         self._file.restore(mark)
         self.run = self._continue(found, mark)
         self.folder.write_run(self.run)
+        sealed = self.folder.read_progress(self.run.key).sent.get(SEALED)
+        if sealed and sealed == self.folder.size:
+            self._sealed = self._file.last_iteration
 
     def _is_alike(self, found: TrackedRun) -> bool:
         return (found.target, found.params) == (self.run.target, self.run.params)
@@ -196,7 +207,8 @@ class PointStore:
             Whether training has taken another course, so that a new run begins on the server.
         """
         repeat = self._file.compare(row)
-        if repeat is Repeat.OTHER_ROW or (repeat is Repeat.OTHER_VALUES and self._forks):
+        is_late = repeat is Repeat.NEW and row["iteration"] == self._sealed
+        if is_late or repeat is Repeat.OTHER_ROW or (repeat is Repeat.OTHER_VALUES and self._forks):
             self._fork(row["iteration"])
             self._append(row)
             return True
@@ -251,6 +263,7 @@ class PointStore:
             aside,
         )
         self.run = replace(self.run, key=uuid.uuid4().hex, cut=size)
+        self._sealed = None
         self.folder.write_run(self.run)
         self._file.cut()
         self._forget_cut()

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from helios.errors import LedgerError
 from helios.ledger.manifest import manifest_file
 from helios.ledger.manifest.manifest_file import Manifest, read_manifest
-from helios.tracking.targets import MLflow, from_plain
-from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
+from helios.tracking.targets import Delivery, MLflow, from_plain
+from helios.tracking.tracker_folder import SEALED, TrackedRun, TrackerFolder
 
 SUMMARY = "summary.json"
 _TOPICS = ("options", "seeds", "parameters")
@@ -28,8 +28,10 @@ class SupersededError(Exception):
 class Destination(Protocol):
     """A run of a server, or in files of its library."""
 
-    is_resumable: bool
-    """Whether it has what it was sent before, by an earlier sender."""
+    @property
+    def delivery(self) -> Delivery:
+        """How it gets its points."""
+        ...
 
     @property
     def place(self) -> str:
@@ -44,8 +46,19 @@ class Destination(Protocol):
         """
         ...
 
-    def channels(self) -> Mapping[str, Callable[[Rows], None]]:
-        """Return what sends rows, by name; each returns once all of them are acknowledged."""
+    def channels(self) -> Mapping[str, Callable[[Rows], int]]:
+        """Return what sends rows, by name; each returns how many the run did not have.
+
+        With ``ACKNOWLEDGED``, that is once all of them are acknowledged.
+        """
+        ...
+
+    def confirm(self) -> None:
+        """Check now and then that what was sent without an acknowledgment arrives.
+
+        Raises:
+            Exception: if it does not, or the server cannot be reached.
+        """
         ...
 
     def add_params(self, params: Mapping[str, Any]) -> None:
@@ -57,7 +70,7 @@ class Destination(Protocol):
         ...
 
     def finish(self, outcome: str, summary: Mapping[str, Any]) -> None:
-        """Note how the run has ended: finished, failed or killed."""
+        """Note how the run has ended: finished, failed or killed; returns when it has all rows."""
         ...
 
 
@@ -72,6 +85,10 @@ def connect(folder: TrackerFolder, run: TrackedRun) -> Destination:
         from helios.tracking.mlflow_run import MLflowRun
 
         return MLflowRun(folder, run, target)
+    if target.delivery is Delivery.CONTINUED:
+        from helios.tracking.wandb_online import WandBOnlineRun
+
+        return WandBOnlineRun(folder, run, target)
     from helios.tracking.wandb_run import WandBRun
 
     return WandBRun(folder, run, target)
@@ -92,8 +109,11 @@ class Sender:
         self._run = run
         self._destination = destination
         self._progress = folder.read_progress(run.key)
-        if not destination.is_resumable:
+        sent = self._progress.sent
+        if destination.delivery is not Delivery.ACKNOWLEDGED:
             self._progress.sent, self._progress.documents = {}, {}
+        if destination.delivery is Delivery.CONTINUED:
+            self._progress.sent[SEALED] = sent.get(SEALED, 0)
         self._is_open = False
         self._has_params = False
         self._manifest: Manifest | None = None
@@ -104,8 +124,11 @@ class Sender:
         """How many rows were acknowledged since this sender was made."""
         return max(self._num_sent.values(), default=0)
 
-    def flush(self) -> None:
+    def flush(self, *, is_finished: bool = False) -> None:
         """Send all rows that are stored, and the manifest; a failure can be repeated.
+
+        Args:
+            is_finished: whether training is finished, so that its last iteration is complete.
 
         Raises:
             SupersededError: if the points belong to another run now.
@@ -117,24 +140,34 @@ class Sender:
             self._is_open = True
             self._has_params = manifest is not None
         for name, send in self._destination.channels().items():
-            self._drain(name, send)
+            self._drain(name, send, is_finished=is_finished)
+        self._destination.confirm()
         if manifest is not None:
             if not self._has_params:
                 self._destination.add_params(_flatten(manifest))
                 self._has_params = True
             self._add_document(Path(self._run.run_folder) / manifest_file.FILE_NAME)
 
-    def _drain(self, name: str, send: Callable[[Rows], None]) -> None:
+    def _drain(self, name: str, send: Callable[[Rows], int], *, is_finished: bool) -> None:
         progress = self._progress
         while True:
-            rows, end = self._folder.read_points(progress.sent.get(name, 0))
+            rows, end = self._read(progress.sent.get(name, 0), is_finished)
             if not rows:
                 return
             self._check_key()
-            send(rows)
-            self._num_sent[name] = self._num_sent.get(name, 0) + len(rows)
+            self._num_sent[name] = self._num_sent.get(name, 0) + send(rows)
             progress.sent[name] = end
             self._folder.write_progress(progress)
+
+    def _read(self, start: int, is_finished: bool) -> tuple[Rows, int]:
+        if self._destination.delivery is not Delivery.CONTINUED:
+            return self._folder.read_points(start)
+        rows, end = self._folder.read_iterations(start, with_last=is_finished)
+        if rows and is_finished and end > self._progress.sent[SEALED]:
+            # Before it is sent: a longer training must know that nothing can be added to it.
+            self._progress.sent[SEALED] = end
+            self._folder.write_progress(self._progress)
+        return rows, end
 
     def _check_key(self) -> None:
         """Check, once rows are read, that they belong to this run: its key is changed first."""

@@ -5,14 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 _CREDENTIALS = re.compile(r"://[^/@\s]+@")
 _WITHOUT_SCHEME = re.compile(r"[\w.-]+:\d+(/.*)?")
 _ADDRESS = 'an address, such as "http://localhost:5000"'
+_MODES = ("offline", "online")
+
+
+class Delivery(Enum):
+    """How a run gets its points, and what decides which of them are sent."""
+
+    ACKNOWLEDGED = "while training runs; the server acknowledges them, which is noted here"
+    CONTINUED = "while training runs, in whole iterations, from where the server says it stands"
+    AT_ONCE = "all of them, when training has ended"
 
 
 def _check_texts(target: object, texts: Mapping[str, object], *required: str) -> None:
@@ -49,6 +59,11 @@ class MLflow:
     experiment: str = "Default"
     run_name: str = ""
 
+    @property
+    def delivery(self) -> Delivery:
+        """How points are sent."""
+        return Delivery.ACKNOWLEDGED
+
     def __post_init__(self) -> None:
         _check_texts(self, asdict(self), "uri", "experiment")
         if _WITHOUT_SCHEME.fullmatch(self.uri):
@@ -65,17 +80,21 @@ class MLflow:
 
 @dataclass(frozen=True)
 class WandB:
-    """An offline run of Weights & Biases, which ``wandb sync`` uploads.
+    """A run of Weights & Biases: an offline one, which ``wandb sync`` uploads, or an online one.
+
+    An online run receives points while training runs. Its server and credentials come from the
+    environment, as W&B documents it: ``WANDB_BASE_URL``, and ``WANDB_API_KEY`` or ``wandb login``.
 
     Args:
         project: name of the project.
         entity: user or team; that of your account by default.
         run_name: name of the run; that of the model by default.
-        folder: where the folder ``wandb`` with the offline run is created; the tracker's by
-            default.
+        folder: where the library creates its folder ``wandb``, which has the offline run; that of
+            the tracker by default.
+        mode: ``"offline"`` or ``"online"``.
 
     Raises:
-        ArgumentError: for a project that is empty.
+        ArgumentError: for a project that is empty, or another mode.
         ArgumentTypeError: for a value of the wrong type.
     """
 
@@ -83,11 +102,22 @@ class WandB:
     entity: str = ""
     run_name: str = ""
     folder: str | Path = ""
+    mode: Literal["offline", "online"] = "offline"
+
+    @property
+    def delivery(self) -> Delivery:
+        """How points are sent."""
+        return Delivery.CONTINUED if self.mode == "online" else Delivery.AT_ONCE
 
     def __post_init__(self) -> None:
         folder = str(self.folder) if isinstance(self.folder, Path) else self.folder
         object.__setattr__(self, "folder", folder)
         _check_texts(self, asdict(self), "project")
+        if self.mode not in _MODES:
+            raise ArgumentError(
+                f'WandB(mode=...) must be "offline" or "online", got {self.mode!r}. Pass "online" '
+                "to send points while training runs."
+            )
         object.__setattr__(self, "folder", str(Path(folder).absolute()) if folder else "")
 
 
@@ -96,7 +126,11 @@ Target: TypeAlias = MLflow | WandB
 
 def to_plain(target: Target) -> dict[str, Any]:
     """Return a target as JSON has it."""
-    return {"kind": type(target).__name__, **asdict(target)}
+    plain = {"kind": type(target).__name__, **asdict(target)}
+    if plain.get("mode") == "offline":
+        # Earlier versions wrote offline runs only, and no mode.
+        del plain["mode"]
+    return plain
 
 
 def from_plain(plain: Mapping[str, Any]) -> Target:

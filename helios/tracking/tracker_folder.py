@@ -16,6 +16,9 @@ from typing import Any
 from helios.errors import UsageError
 from helios.storage import files
 
+SEALED = "sealed"
+"""In ``sent.json``, where a run gets whole iterations: how many bytes it has of complete ones."""
+
 _READ_AT_ONCE = 1 << 20
 
 
@@ -52,7 +55,7 @@ class Progress:
 
     Attributes:
         key: the run.
-        sent: bytes of ``points.jsonl``, by channel.
+        sent: bytes of ``points.jsonl``, by channel, and ``SEALED``.
         documents: digests of other files, by name.
     """
 
@@ -127,17 +130,44 @@ class TrackerFolder:
         Returns:
             The rows, and the position after them.
         """
+        lines, _ = self._read_lines(start, _READ_AT_ONCE)
+        return [json.loads(line) for line in lines], start + sum(map(len, lines))
+
+    def read_iterations(self, start: int, *, with_last: bool) -> tuple[list[dict[str, Any]], int]:
+        """Return rows as :meth:`read_points` does, and all rows of an iteration together.
+
+        Args:
+            start: position in bytes.
+            with_last: whether the last iteration is complete. If not, it is left out: it may get
+                more rows.
+
+        Returns:
+            The rows, and the position after them.
+        """
+        size = _READ_AT_ONCE
+        while True:
+            lines, is_end = self._read_lines(start, size)
+            rows = [json.loads(line) for line in lines]
+            number = len(rows)
+            if not (is_end and with_last):
+                while number and rows[number - 1]["iteration"] == rows[-1]["iteration"]:
+                    number -= 1
+            if number or is_end:
+                return rows[:number], start + sum(map(len, lines[:number]))
+            size *= 2
+
+    def _read_lines(self, start: int, size: int) -> tuple[list[bytes], bool]:
+        """Return complete lines from a position on, and whether no other line follows."""
         try:
             with self.points.open("rb") as handle:
                 files.fsync(handle)
                 handle.seek(start)
-                text = handle.read(_READ_AT_ONCE)
-                if len(text) == _READ_AT_ONCE:
-                    text += handle.readline()
+                text = handle.read(size)
+                is_end = len(text) < size
+                text += b"" if is_end else handle.readline()
         except FileNotFoundError:
-            return [], start
-        text = text[: text.rfind(b"\n") + 1]
-        return [json.loads(line) for line in text.splitlines()], start + len(text)
+            return [], True
+        return text[: text.rfind(b"\n") + 1].splitlines(keepends=True), is_end
 
     @property
     def size(self) -> int:

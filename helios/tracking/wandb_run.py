@@ -7,15 +7,60 @@ synchronized. So no parts are written while training runs; the whole run is writ
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, final
 
 from helios.tracking.sender import Rows
-from helios.tracking.targets import WandB
+from helios.tracking.targets import Delivery, WandB
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 
 _MILLI = 1e-3
+
+# The process that sends is not the one that trains: what it prints, runs and uses is of no
+# interest.
+SETTINGS = {
+    "console": "off",
+    "silent": True,
+    "disable_git": True,
+    "disable_code": True,
+    "x_disable_stats": True,
+    "x_disable_meta": True,
+}
+"""Settings of the library."""
+
+
+def merge(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each iteration with what its rows say, as the library logs it.
+
+    A picture is the name of its file, as ``Path``. If a name occurs twice, the later one stays.
+    """
+    for iteration, group in groupby(rows, itemgetter("iteration")):
+        values: dict[str, Any] = {}
+        for row in group:
+            values |= {"epoch": row["epoch"], "_timestamp": row["time"] * _MILLI}
+            values |= {name: float(value) for name, value in row.get("values", {}).items()}
+            if "picture" in row:
+                values[row["picture"]] = Path(row["file"])
+        yield iteration, values
+
+
+def write_summary(run: Any, outcome: str, summary: Mapping[str, Any]) -> None:
+    """Write the least and greatest value of each name, and how training has ended."""
+    for name, entry in summary["numbers"].items():
+        for key in ("min", "max"):
+            if key in entry:
+                run.summary[f"{name}.{key}"] = float(entry[key])
+    run.summary["outcome"] = outcome
+
+
+def add_document(run: Any, path: Path) -> None:
+    """Add a copy of a file to a run."""
+    copied = Path(run.dir) / path.name
+    shutil.copyfile(path, copied)
+    run.save(str(copied), base_path=run.dir, policy="now")
 
 
 @final
@@ -28,7 +73,7 @@ class WandBRun:
         target: the project.
     """
 
-    is_resumable = False
+    delivery = Delivery.AT_ONCE
 
     def __init__(self, folder: TrackerFolder, run: TrackedRun, target: WandB) -> None:
         self._folder = folder
@@ -58,50 +103,36 @@ class WandBRun:
             name=self._target.run_name or self._tracked.name,
             dir=str(self._root),
             config=dict(params),
-            # The process that sends is not the one that trains: what it prints, runs and uses is
-            # of no interest.
-            settings=self._library.Settings(
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                x_disable_stats=True,
-                x_disable_meta=True,
-            ),
+            settings=self._library.Settings(**SETTINGS),
         )
 
     def add_params(self, params: Mapping[str, Any]) -> None:
         """Add options."""
         self._run.config.update(dict(params))
 
-    def channels(self) -> Mapping[str, Callable[[Rows], None]]:
+    def channels(self) -> Mapping[str, Callable[[Rows], int]]:
         """Return what writes rows: one record of the history per iteration."""
         return {"points": self._send}
 
-    def _send(self, rows: Rows) -> None:
-        for row in rows:
+    def _send(self, rows: Rows) -> int:
+        for iteration, values in merge(rows):
+            for name, value in values.items():
+                if isinstance(value, Path):
+                    values[name] = self._library.Image(str(self._folder.pictures / value))
             # The library merges what several calls give of one step.
-            self._run.log(self._read(row), step=row["iteration"])
+            self._run.log(values, step=iteration)
+        return len(rows)
 
-    def _read(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        values = {name: float(value) for name, value in row.get("values", {}).items()}
-        if "picture" in row:
-            values[row["picture"]] = self._library.Image(str(self._folder.pictures / row["file"]))
-        return {"epoch": row["epoch"], "_timestamp": row["time"] * _MILLI, **values}
+    def confirm(self) -> None:
+        """Do nothing: no server is asked."""
 
     def add_document(self, path: Path) -> None:
         """Add a copy of a file to the run."""
-        copied = Path(self._run.dir) / path.name
-        shutil.copyfile(path, copied)
-        self._run.save(str(copied), base_path=self._run.dir, policy="now")
+        add_document(self._run, path)
 
     def finish(self, outcome: str, summary: Mapping[str, Any]) -> None:
         """Write the summary, end the run, and remove what an earlier call has written of it."""
-        for name, entry in summary["numbers"].items():
-            for key in ("min", "max"):
-                if key in entry:
-                    self._run.summary[f"{name}.{key}"] = float(entry[key])
-        self._run.summary["outcome"] = outcome
+        write_summary(self._run, outcome, summary)
         self._run.finish(exit_code=0 if outcome == "finished" else 1)
         for folder in self._earlier:
             shutil.rmtree(folder)

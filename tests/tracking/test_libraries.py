@@ -7,11 +7,9 @@ cannot be reached from a test.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +18,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,7 @@ import numpy as np
 import pytest
 
 from helios import cli
-from helios.plugins import MLflow, Plugin, Tracker, WandB
-from helios.state import TrainingState
+from helios.plugins import MLflow, WandB
 from helios.tracking import pictures
 from helios.tracking.mlflow_run import clean
 from helios.tracking.point_store import PointStore
@@ -37,7 +33,13 @@ from helios.tracking.sender import Sender, connect
 from helios.tracking.targets import to_plain
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from tests.support import tracked
-from tests.support.runs import Setting, train
+from tests.support.tracked_training import (
+    SECONDS,
+    end_tracked,
+    free_port,
+    start_tracked,
+    train_tracked,
+)
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3000)]
 needs_mlflow = pytest.mark.skipif(
@@ -48,7 +50,6 @@ needs_wandb = pytest.mark.skipif(
     find_spec("wandb") is None, reason="needs W&B: pip install helios-trainer[wandb]"
 )
 _KILLS = 20
-_SECONDS = 300.0
 
 
 @contextmanager
@@ -71,58 +72,12 @@ def serve(folder: Path, port: int) -> Iterator[str]:
 
 
 def _wait(uri: str) -> str:
-    end = time.monotonic() + _SECONDS
+    end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         with suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=5):
             return uri
         threading.Event().wait(0.2)
     raise TimeoutError(uri)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-class Pace(Plugin):
-    """Takes its time, so that kills meet a sender at work; logs a picture now and then."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__("pace")
-        self.seconds = seconds
-        self.tracker: Any = None
-
-    unsaved = ("tracker",)
-
-    def setup(self) -> None:
-        self.tracker = self.trainer.plugins["tracker"]
-
-    def on_training_batch_end(self, state: TrainingState, should_log: bool) -> None:
-        threading.Event().wait(self.seconds)
-        if state.global_iteration % 10 == 0:
-            shade = np.full((1, 4, 4), state.global_iteration / 1000)
-            self.tracker.add_image("shade", shade)
-
-
-def _train(folder: Path, target: Any, steps: int, seconds: float, **options: Any) -> None:
-    setting = Setting(total_steps=steps, chkpt_frequency=7, print_frequency=1)
-    tracker = Tracker(folder / "tracker", target, params={"lr": 0.05}, patience=_SECONDS, **options)
-    train(folder, setting, tracker, Pace(seconds))
-
-
-def _start(folder: Path, target: Any, steps: int, seconds: float) -> BaseProcess:
-    context = multiprocessing.get_context("fork")
-    training = context.Process(target=_train, args=(folder, target, steps, seconds))
-    training.start()
-    return training
-
-
-def _end(training: BaseProcess) -> int | None:
-    training.join()
-    code = training.exitcode
-    training.close()
-    return code
 
 
 def _kill_at_random(
@@ -140,13 +95,13 @@ def _kill_at_random(
     path = folder / "tracker" / "points.jsonl"
     before, sent = _size(path), _read_sent(folder)
     wanted = before + draws.randrange(1, 2500)
-    training = _start(folder, target, steps, 0.5 if sends else 0.05)
+    training = start_tracked(folder, target, steps, 0.5 if sends else 0.05)
     while training.is_alive() and (
         _size(path) < wanted or (sends and _read_sent(folder) <= max(sent, before))
     ):
         threading.Event().wait(0.01 * draws.random())
     training.kill()
-    assert _end(training) == -9, "The training came to its end before it was killed."
+    assert end_tracked(training) == -9, "The training came to its end before it was killed."
 
 
 def _size(path: Path) -> int:
@@ -168,8 +123,8 @@ def _stored(folder: Path) -> dict[str, list[tuple[int, str]]]:
 def test_a_server_of_mlflow_shows_the_undisturbed_run_after_many_kills(tmp_path: Path) -> None:
     """At one kill the server is down; at half of the others, points of that start were sent."""
     whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 800
-    _train(whole, MLflow("http://127.0.0.1:1"), steps, 0.0, sends=False)
-    draws, port = random.Random(3), _free_port()
+    train_tracked(whole, MLflow("http://127.0.0.1:1"), steps, 0.0, sends=False)
+    draws, port = random.Random(3), free_port()
     target = MLflow(f"http://127.0.0.1:{port}", "kills")
     with serve(tmp_path, port):
         for number in range(_KILLS // 2):
@@ -178,7 +133,7 @@ def test_a_server_of_mlflow_shows_the_undisturbed_run_after_many_kills(tmp_path:
     with serve(tmp_path, port) as uri:
         for number in range(_KILLS - _KILLS // 2 - 1):
             _kill_at_random(killed, target, steps, draws, sends=number % 2 == 0)
-        assert _end(_start(killed, target, steps, 0.0)) == 0
+        assert end_tracked(start_tracked(killed, target, steps, 0.0)) == 0
         (run,) = tracked.find_runs(uri, "kills")
         stored = tracked.stored_curves(killed / "tracker")
         read = tracked.read_mlflow(uri, run.info.run_id, [*stored])
@@ -205,14 +160,14 @@ def _check_artifacts(uri: str, run_id: str, steps: int) -> None:
 @needs_wandb
 def test_an_offline_run_of_wandb_is_the_undisturbed_one_after_many_kills(tmp_path: Path) -> None:
     whole, killed, steps = tmp_path / "whole", tmp_path / "killed", 400
-    _train(whole, WandB("p"), steps, 0.0)
+    train_tracked(whole, WandB("p"), steps, 0.0)
     draws = random.Random(4)
     for number in range(_KILLS):
         _kill_at_random(killed, WandB("p"), steps, draws)
         if number == _KILLS // 2:
             # What is written in between is replaced later.
             _check_in_child(f"_send(Path({str(killed / 'tracker')!r}))")
-    assert _end(_start(killed, WandB("p"), steps, 0.0)) == 0
+    assert end_tracked(start_tracked(killed, WandB("p"), steps, 0.0)) == 0
     curves = []
     for folder in (whole, killed):
         (run,) = (folder / "tracker" / "wandb").glob("offline-run-*")
@@ -233,7 +188,7 @@ def test_the_stand_in_of_mlflow_is_faithful(
 ) -> None:
     """The same points, names and refusals, sent twice, give the same on both."""
     if kind == "library":
-        with serve(tmp_path, _free_port()) as uri:
+        with serve(tmp_path, free_port()) as uri:
             _check_in_child(f"_check_mlflow(Path({str(tmp_path)!r}), {uri!r})")
     else:
         with tracked.stand_ins(monkeypatch):

@@ -112,14 +112,15 @@ def test_a_server_that_fails_in_between_gets_the_rest_later(
     down.unlink()
     send, calls = sender._destination._send_numbers, []
 
-    def fail(rows: Any) -> None:
+    def fail(rows: Any) -> int:
         calls.append(rows)
         if len(calls) == 3:
             raise ConnectionError
-        send(rows)
+        number = int(send(rows))
         if len(calls) == 5:
             # Sent, but the answer is lost.
             raise ConnectionError
+        return number
 
     sender._destination._send_numbers = fail  # type: ignore[method-assign]
     for _ in range(2):
