@@ -686,8 +686,8 @@ FAULTS = (
     Fault(
         "points count as sent before the server has acknowledged them",
         "helios/tracking/sender.py",
-        "            send(rows)\n",
-        "            progress.sent[name] = end\n            send(rows)\n",
+        "            self._num_sent[name] = self._num_sent.get(name, 0) + send(rows)\n",
+        "            progress.sent[name] = end\n            self._num_sent[name] = send(rows)\n",
         f"{SENDERS}::test_a_server_that_fails_in_between_gets_the_rest_later",
     ),
     Fault(

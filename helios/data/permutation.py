@@ -203,10 +203,11 @@ def _walk_one(word: int, parts: _Parts, rounds: range) -> int:
     while word >= length:
         high, low = word >> low_bits, word & mask
         for number in rounds:
+            first, second = keys[number]
             if number % 2:
-                low ^= _round_one(high, *keys[number], low_shift)
+                low ^= _round_one(high, first, second, low_shift)
             else:
-                high ^= _round_one(low, *keys[number], high_shift)
+                high ^= _round_one(low, first, second, high_shift)
         word = high << low_bits | low
     return word
 
