@@ -16,7 +16,7 @@ import pytest
 
 from helios import cli
 from helios.errors import ArgumentError, FolderInUseError
-from helios.plugins import Tracker, WandB
+from helios.plugins import Plugin, Tracker, WandB
 from helios.storage.inherited_lock import InheritedLock
 from helios.tracking import pictures, wandb_online
 from helios.tracking.point_store import PointStore
@@ -217,18 +217,22 @@ def test_a_killed_training_goes_on_with_the_same_run(tmp_path: Path, server: Pat
     def tracker() -> Tracker:
         return Tracker(tmp_path / "tracker", _ONLINE)
 
-    class Wait(KillAt):
-        """Kills once iterations have arrived."""
+    class Wait(Plugin):
+        """Waits until iterations have arrived."""
+
+        def setup(self) -> None:
+            """Nothing to prepare."""
 
         def on_training_batch_end(self, state: Any, should_log: bool) -> None:
             pause = threading.Event()
             while state.global_iteration == 7 and not (server.exists() and _history(server)):
                 pause.wait(0.05)
-            super().on_training_batch_end(state, should_log)
 
-    assert train_in_child(tmp_path, setting, tracker(), Wait("on_training_batch_end", 8)) == -9
+    plugins = (tracker(), Wait("wait"), KillAt("on_training_batch_end", 8))
+    assert train_in_child(tmp_path, setting, *plugins) == -9
     (run,) = _runs(server)
     assert run["state"] == "running"
+    assert 0 < len(run["history"]) < 8
     train(tmp_path, setting, tracker())
     (run,) = _runs(server)
     assert run["state"] == "finished"

@@ -105,7 +105,9 @@ class OnlineRun(Run):
         self.write()
 
     def write(self) -> None:
-        _server_path().write_text(json.dumps(self.server))
+        partial = _server_path().with_suffix(".partial")
+        partial.write_text(json.dumps(self.server))
+        partial.replace(_server_path())
 
     def log(self, values: dict, step: int, commit: bool) -> None:
         assert commit
