@@ -38,10 +38,11 @@ def hash_sources(
     """
     found: dict[str, dict[str, str]] = {}
     paths = dict(sorted(_list_sources(modules)))
+    roots = str(find_script_folder()), str(Path.home())
     for name, path in paths.items():
         text = _hash_present(path)
         if text is not None:
-            found[name] = {"file": _shorten(path), "text": text}
+            found[name] = {"file": _shorten(path, *roots), "text": text}
     wait()
     for name, entry in found.items():
         begin = time.perf_counter()
@@ -113,10 +114,11 @@ def _find_source(module: Any) -> str | None:
     return path if isinstance(path, str) and path.endswith(".py") else None
 
 
-def _shorten(path: str) -> str:
+@functools.lru_cache(maxsize=4096)
+def _shorten(path: str, script_folder: str, home: str) -> str:
     """Return a path below the script's folder or the home folder without that folder."""
     whole = Path(path).absolute()
-    for root, mark in ((find_script_folder(), ""), (Path.home(), "~")):
+    for root, mark in ((script_folder, ""), (home, "~")):
         if whole.is_relative_to(root):
             return Path(mark, whole.relative_to(root)).as_posix()
     return whole.as_posix()
