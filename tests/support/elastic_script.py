@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ class KillAgent(Quiet):
         has_come = self.context.state.global_iteration >= self.iteration
         if is_it and has_come and os.getppid() == self.agent > 1:
             os.kill(self.agent, signal.SIGKILL)
+            # Helios ends the ranks of a killed agent. Until then, they must not finish the run.
+            threading.Event().wait()
 
 
 def main() -> None:
