@@ -17,8 +17,9 @@ from typing import BinaryIO
 
 from helios.errors import FolderInUseError, UsageError
 from helios.storage.folder_lock import FolderLock
-from helios.tracking.sender import Sender, SupersededError, connect
-from helios.tracking.tracker_folder import TrackerFolder
+from helios.tracking.sender import Sender, SupersededError
+from helios.tracking.targets import Delivery, Destination, MLflow, from_plain
+from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 
 _EVERY, _LONGEST, _SOON = 2.0, 60.0, 0.2
 _LINE = 64
@@ -136,6 +137,26 @@ def send(path: Path) -> tuple[int, str]:
             f"What {path} contains is being sent by a training that runs. Wait for its end."
         ) from error
     return sender.num_sent, destination.place
+
+
+def connect(folder: TrackerFolder, run: TrackedRun) -> Destination:
+    """Return the destination of a run, whose library is imported here.
+
+    Raises:
+        ImportError: if the library is not installed.
+    """
+    target = from_plain(run.target)
+    if isinstance(target, MLflow):
+        from helios.tracking.mlflow_run import MLflowRun
+
+        return MLflowRun(folder, run, target)
+    if target.delivery is Delivery.CONTINUED:
+        from helios.tracking.wandb_online import WandBOnlineRun
+
+        return WandBOnlineRun(folder, run, target)
+    from helios.tracking.wandb_run import WandBRun
+
+    return WandBRun(folder, run, target)
 
 
 def main(path: str) -> int:

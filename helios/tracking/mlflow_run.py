@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from helios.tracking.sender import SUMMARY, Rows
-from helios.tracking.targets import Delivery, MLflow
+from helios.tracking.targets import Delivery, MLflow, Rows
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from helios.version import __version__
 
@@ -141,5 +140,5 @@ class MLflowRun:
 
     def finish(self, outcome: str, summary: Mapping[str, Any]) -> None:
         """Store the summary as an artifact, and set the status of the run."""
-        self._client.log_text(self._id, json.dumps(summary, indent=1), SUMMARY)
+        self._client.log_text(self._id, json.dumps(summary, indent=1), "summary.json")
         self._client.set_terminated(self._id, _OUTCOMES[outcome])

@@ -5,93 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from helios.errors import LedgerError
 from helios.ledger.manifest import manifest_file
 from helios.ledger.manifest.manifest_file import Manifest, read_manifest
-from helios.tracking.targets import Delivery, MLflow, from_plain
+from helios.tracking.targets import Delivery, Destination, Rows
 from helios.tracking.tracker_folder import SEALED, TrackedRun, TrackerFolder
 
-SUMMARY = "summary.json"
 _TOPICS = ("options", "seeds", "parameters")
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 class SupersededError(Exception):
     """The stored points belong to another run now, which another sender sends."""
-
-
-class Destination(Protocol):
-    """A run of a server, or in files of its library."""
-
-    @property
-    def delivery(self) -> Delivery:
-        """How it gets its points."""
-        ...
-
-    @property
-    def place(self) -> str:
-        """Where the run is, for messages."""
-        ...
-
-    def open(self, params: Mapping[str, Any]) -> None:
-        """Find the run, or create it.
-
-        Args:
-            params: hyper-parameters and options.
-        """
-        ...
-
-    def channels(self) -> Mapping[str, Callable[[Rows], int]]:
-        """Return what sends rows, by name; each returns how many the run did not have.
-
-        With ``ACKNOWLEDGED``, that is once all of them are acknowledged.
-        """
-        ...
-
-    def confirm(self) -> None:
-        """Check now and then that what was sent without an acknowledgment arrives.
-
-        Raises:
-            Exception: if it does not, or the server cannot be reached.
-        """
-        ...
-
-    def add_params(self, params: Mapping[str, Any]) -> None:
-        """Add options that were not known when the run was opened."""
-        ...
-
-    def add_document(self, path: Path) -> None:
-        """Send a file, or replace the earlier one of its name."""
-        ...
-
-    def finish(self, outcome: str, summary: Mapping[str, Any]) -> None:
-        """Note how the run has ended: finished, failed or killed; returns when it has all rows."""
-        ...
-
-
-def connect(folder: TrackerFolder, run: TrackedRun) -> Destination:
-    """Return the destination of a run, whose library is imported here.
-
-    Raises:
-        ImportError: if the library is not installed.
-    """
-    target = from_plain(run.target)
-    if isinstance(target, MLflow):
-        from helios.tracking.mlflow_run import MLflowRun
-
-        return MLflowRun(folder, run, target)
-    if target.delivery is Delivery.CONTINUED:
-        from helios.tracking.wandb_online import WandBOnlineRun
-
-        return WandBOnlineRun(folder, run, target)
-    from helios.tracking.wandb_run import WandBRun
-
-    return WandBRun(folder, run, target)
 
 
 class Sender:

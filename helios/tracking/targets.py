@@ -1,13 +1,13 @@
-"""Where a tracker sends a run to: options of the two libraries, as plain values."""
+"""Where a tracker sends a run to: options of the two libraries, and what a run of theirs can do."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
@@ -15,6 +15,8 @@ _CREDENTIALS = re.compile(r"://[^/@\s]+@")
 _WITHOUT_SCHEME = re.compile(r"[\w.-]+:\d+(/.*)?")
 _ADDRESS = 'an address, such as "http://localhost:5000"'
 _MODES = ("offline", "online")
+
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class Delivery(Enum):
@@ -148,3 +150,52 @@ def from_plain(plain: Mapping[str, Any]) -> Target:
             f"{dict(plain)!r} is no target of a tracker that this version of Helios knows. Use the "
             "version that wrote it."
         ) from error
+
+
+class Destination(Protocol):
+    """A run of a server, or in files of its library."""
+
+    @property
+    def delivery(self) -> Delivery:
+        """How it gets its points."""
+        ...
+
+    @property
+    def place(self) -> str:
+        """Where the run is, for messages."""
+        ...
+
+    def open(self, params: Mapping[str, Any]) -> None:
+        """Find the run, or create it.
+
+        Args:
+            params: hyper-parameters and options.
+        """
+        ...
+
+    def channels(self) -> Mapping[str, Callable[[Rows], int]]:
+        """Return what sends rows, by name; each returns how many the run did not have.
+
+        With ``ACKNOWLEDGED``, that is once all of them are acknowledged.
+        """
+        ...
+
+    def confirm(self) -> None:
+        """Check now and then that what was sent without an acknowledgment arrives.
+
+        Raises:
+            Exception: if it does not, or the server cannot be reached.
+        """
+        ...
+
+    def add_params(self, params: Mapping[str, Any]) -> None:
+        """Add options that were not known when the run was opened."""
+        ...
+
+    def add_document(self, path: Path) -> None:
+        """Send a file, or replace the earlier one of its name."""
+        ...
+
+    def finish(self, outcome: str, summary: Mapping[str, Any]) -> None:
+        """Note how the run has ended: finished, failed or killed; returns when it has all rows."""
+        ...

@@ -16,8 +16,7 @@ from typing import Any, final
 
 from helios.errors import HeliosError, UsageError
 from helios.storage.inherited_lock import InheritedLock
-from helios.tracking.sender import Rows
-from helios.tracking.targets import Delivery, WandB
+from helios.tracking.targets import Delivery, Rows, WandB
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 from helios.tracking.wandb_run import SETTINGS, add_document, merge, write_summary
 

@@ -13,8 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, final
 
-from helios.tracking.sender import Rows
-from helios.tracking.targets import Delivery, WandB
+from helios.tracking.targets import Delivery, Rows, WandB
 from helios.tracking.tracker_folder import TrackedRun, TrackerFolder
 
 _MILLI = 1e-3
