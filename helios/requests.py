@@ -247,6 +247,6 @@ def make_agreement(
         look: as in :class:`Agreement`.
         take_skip: as in :class:`Agreement`.
     """
-    if replicas.is_lone:
+    if replicas.has_single_replica:
         return LoneAgreement(look, take_skip)
     return SharedAgreement(look, take_skip, replicas)

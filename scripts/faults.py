@@ -433,7 +433,7 @@ FAULTS = (
         "one process adds the micro-batches of each replica first, where several cannot",
         "helios/replicas/gradients.py",
         "        if self._replicas.is_sharded:",
-        "        if self._replicas.is_spread:",
+        "        if self._replicas.is_sharded_over_processes:",
         f"{SHARDED}::test_accumulated_and_clipped_the_bits_are_those_of_one_process",
     ),
     Fault(
@@ -2446,8 +2446,8 @@ FAULTS = (
     Fault(
         "all replicas draw the same numbers in a step",
         "helios/replicas/replica_state.py",
-        "suffix=(r,)) for r in replicas.block}",
-        "suffix=(replicas.block.start,)) for r in replicas.block}",
+        "suffix=(r,)) for r in replicas.local_replicas}",
+        "suffix=(replicas.local_replicas.start,)) for r in replicas.local_replicas}",
         f"{SAME_BITS}[4-2-2]",
     ),
     Fault(
@@ -2476,7 +2476,7 @@ FAULTS = (
         "the losses of a process are taken for the mean of all",
         "helios/replicas/window_exchange.py",
         "        self._tables.append(kept)",
-        "        self._tables = [kept] * len(self._replicas.block)",
+        "        self._tables = [kept] * len(self._replicas.local_replicas)",
         f"{SAME_BITS}[4-2-2]",
     ),
     Fault(
@@ -2580,7 +2580,7 @@ FAULTS = (
     Fault(
         "what one process asks for is not told to the others",
         "helios/requests.py",
-        "    if replicas.is_lone:",
+        "    if replicas.has_single_replica:",
         "    if True:",
         "tests/loops/test_replicas.py::test_what_one_process_asks_for_ends_the_run_on_all",
     ),

@@ -107,7 +107,7 @@ INTERCEPTORS = {
 }
 # One replica goes the way of many: what differs is chosen at the start of a run, in engines/.
 ONE_PATH = {"loops", "session", "model", "plugins"}
-QUESTIONS = {"is_lone", "is_whole", "has_one_each"}
+QUESTIONS = {"has_single_replica", "has_single_process", "has_one_per_process"}
 NUMBERS = {"num_replicas", "num_processes", "world_size"}
 GETTERS = {"state_dict", "get_extra_state", "capture", "collect_states", "snapshot"}
 PROPERTIES = {"property", "cached_property", "functools.cached_property"}

@@ -201,7 +201,7 @@ _BAD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
     "a loop asks whether there is one replica": (
         house.number_faults,
         "loops/x.py",
-        "if session.replicas.is_lone:\n    pass",
+        "if session.replicas.has_single_replica:\n    pass",
     ),
     "a plugin counts the replicas": (
         house.number_faults,
@@ -282,7 +282,11 @@ _GOOD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
         "_LOGGER = logging.getLogger(__name__)\nNAMES = ('a',)\n_BY = {}\nBatch = list[int]\n"
         "P, D = 1, 2\n__all__ = ['x']\nx = _BY['a'] if 0 else 1\n".replace("x = ", "X = "),
     ),
-    "an engine asks, at the start": (house.number_faults, "engines/x.py", "x = replicas.is_lone"),
+    "an engine asks, at the start": (
+        house.number_faults,
+        "engines/x.py",
+        "x = replicas.has_single_replica",
+    ),
     "a loop reads the number": (house.number_faults, "loops/x.py", "x = replicas.num_replicas"),
     "a state that is built and a setter": (
         house.getter_faults,

@@ -219,7 +219,7 @@ class StepAudit:
         session = self._session
         if self._count_writes() != own.num_writes:
             own.reason = own.reason or "a hook changes the weights before the update"
-        if own.inputs and not own.reason and not session.replicas.is_whole:
+        if own.inputs and not own.reason and not session.replicas.has_single_process:
             self._parcel = own.pack()
         sizes = tuple(part.numel() for part in self._parcel or ())
         is_kept, device = own.before is not None, str(session.engine.device)

@@ -72,7 +72,7 @@ def _capture_data(run: LiveRun) -> dict[str, Any]:
     """Return the state of the data; it is the same for any number of processes."""
     source = run.training_source
     state = source.state_dict()
-    if run.replicas.is_whole or not source.state_is_per_replica:
+    if run.replicas.has_single_process or not source.state_is_per_replica:
         return state
     return source.join_states(run.replicas.gather_objects(state))
 
@@ -202,7 +202,7 @@ def _gather_own_parts(
 ) -> list[dict[str, Any]]:
     """Return what differs between processes of the same run, by rank; empty for one process."""
     source = run.training_source
-    if run.replicas.is_whole:
+    if run.replicas.has_single_process:
         return []
     owners = refer_to_sharded(owners, root="owners")
     differing = _find_differing(run, owners)

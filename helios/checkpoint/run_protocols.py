@@ -204,7 +204,7 @@ class Team(Protocol):
     rank: int
 
     @property
-    def is_whole(self) -> bool:
+    def has_single_process(self) -> bool:
         """Whether there is only one process."""
         ...
 

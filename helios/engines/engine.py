@@ -105,7 +105,11 @@ class Engine(ShardingEngine):
         is_own = redefines(self, Engine, "clip_gradients")
         self.clips = bool(self._clipping.set_options) or self._is_scaled or is_own
         is_own = redefines(self, Engine, "collect_gradients")
-        is_late = self._bucket_bytes is None or replicas.is_whole or replicas.is_spread
+        is_late = (
+            self._bucket_bytes is None
+            or replicas.has_single_process
+            or replicas.is_sharded_over_processes
+        )
         self.sends_early = not (is_late or is_own)
 
     @property

@@ -40,7 +40,7 @@ class ShardingEngine(ComponentState):
         Raises:
             UsageError: if this PyTorch cannot do it.
         """
-        if self._replicas.is_spread:
+        if self._replicas.is_sharded_over_processes:
             # Imported here because it takes long, and only such runs need it.
             from helios.sharding.networks import shard_networks
 

@@ -129,7 +129,7 @@ class Context:
 
     def choose(self, lone: Any, shared: Any) -> Any:
         """Return one of two values, for one replica or for several; call it once, at the start."""
-        return lone if self._run.replicas.is_lone else shared
+        return lone if self._run.replicas.has_single_replica else shared
 
     @property
     def num_processes(self) -> int:

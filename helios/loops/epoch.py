@@ -125,7 +125,7 @@ class EpochLoop(Loop):
         opens_window = self._begin_iteration(found[0], is_last=batches.is_last)
         train = (self.batch_loop or require(self.batch_loop)).enter
         try:
-            for replica, batch in zip(session.replicas.block, found, strict=True):
+            for replica, batch in zip(session.replicas.local_replicas, found, strict=True):
                 turns.begin(replica, opens_window=opens_window)
                 if not turns.is_first:
                     context.batch = context.raw_batch = batch

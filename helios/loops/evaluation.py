@@ -164,7 +164,7 @@ class EvaluationLoop(Loop):
 
     def _pair(self, batches: Sequence[Any]) -> list[tuple[int, Any]]:
         """Return the replicas of this process that have a batch, with it."""
-        pairs = zip(self._session.replicas.block, batches, strict=True)
+        pairs = zip(self._session.replicas.local_replicas, batches, strict=True)
         return [(replica, batch) for replica, batch in pairs if batch is not NO_BATCH]
 
     def _process(self, shares: Sequence[tuple[int, Any]], step: int, *which: int) -> None:
@@ -304,7 +304,7 @@ class ScoringLoop(EvaluationLoop):
     def reset(self) -> None:
         """Begin a pass with empty totals."""
         super().reset()
-        block = self._session.replicas.block
+        block = self._session.replicas.local_replicas
         self._totals = {replica: Totals(self.step_name) for replica in block}
 
     @property

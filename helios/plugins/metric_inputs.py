@@ -123,7 +123,9 @@ class SharedIntake(Intake):
     def __init__(self, whole: Tally, context: Context) -> None:
         with aside():
             whole.prepare_to_join()
-            super().__init__(whole, {r: whole.copy() for r in context.engine.replicas.block})
+            super().__init__(
+                whole, {r: whole.copy() for r in context.engine.replicas.local_replicas}
+            )
             self._spare = whole.copy()
         self._context = context
         self._forget_turns()

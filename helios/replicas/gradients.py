@@ -155,7 +155,7 @@ class SharedGradients(Gradients):
 
 def make_gradients(replicas: Replicas) -> Gradients:
     """Return the gradients of a run, chosen once, when it starts."""
-    return Gradients() if replicas.is_lone else SharedGradients(replicas)
+    return Gradients() if replicas.has_single_replica else SharedGradients(replicas)
 
 
 @final
@@ -187,7 +187,7 @@ class GradientSum:
             for place, parameter in enumerate(self.parameters)
         )
         self._leaves: dict[int, FlatBuffer] = {}
-        self._stack = TreeStack(replicas.block, replicas.num_replicas, self._flat.add)
+        self._stack = TreeStack(replicas.local_replicas, replicas.num_replicas, self._flat.add)
         self.is_open = False
         self._sending: GradientBuckets | None = None
         self._total: FlatBuffer | None = None
@@ -207,7 +207,7 @@ class GradientSum:
         leaf = self._flat.collect(self._leaves.pop(replica, None))
         if self._replicas.is_sharded:
             self._stack.push(leaf)
-            if replica == self._replicas.block[-1]:
+            if replica == self._replicas.local_replicas[-1]:
                 self._add_micro_batch()
         elif ends_window:
             self._stack.push(leaf)

@@ -80,7 +80,7 @@ class ReplicaBuffers:
     def find(self, networks: Iterable[nn.Module]) -> None:
         """Find the buffers of networks, including those that are not saved."""
         self._places = BufferPlaces(networks)
-        self.is_exchanged = len(self._replicas.block) > 1 and bool(self._places)
+        self.is_exchanged = len(self._replicas.local_replicas) > 1 and bool(self._places)
 
     def begin_window(self) -> None:
         """Copy the committed buffers, before the first replica's first micro-batch."""
@@ -107,7 +107,7 @@ class ReplicaBuffers:
 
     def exchange(self) -> None:
         """Receive the buffers of rank 0 in a separate message, after :meth:`commit`."""
-        if self._replicas.is_whole:
+        if self._replicas.has_single_process:
             return
         has_changed, content = self.write()
         self._replicas.send((has_changed,), None, content)

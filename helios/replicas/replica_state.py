@@ -208,7 +208,7 @@ class SharedTurns(Turns):
         announcer: Announcer,
     ) -> None:
         self._replicas = replicas
-        self._first, self._last = replicas.block[0], replicas.block[-1]
+        self._first, self._last = replicas.local_replicas[0], replicas.local_replicas[-1]
         self._model = model
         self._find_networks = model.discovery.modules
         self._watch = watch
@@ -219,10 +219,10 @@ class SharedTurns(Turns):
         self._iteration = 0
         self._num_reopened = 0
         self._has_stepped = False
-        self.keeps_batches = replicas.is_spread
+        self.keeps_batches = replicas.is_sharded_over_processes
         self._before = rng.KeySeries(seed, "train", suffix=("before",))
         self._after = rng.KeySeries(seed, "train", suffix=("after",))
-        self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.block}
+        self._own = {r: rng.KeySeries(seed, "train", suffix=(r,)) for r in replicas.local_replicas}
         self._turn_to(self._first)
 
     def _turn_to(self, replica: int) -> None:
@@ -264,8 +264,9 @@ class SharedTurns(Turns):
         if self._has_stepped and self._first != self._last:
             raise UsageError(
                 "A batch loop that runs its optimizer loop several times per batch needs one "
-                f"process per replica, but this one runs {len(self._replicas.block)}. Start "
-                f"{self._replicas.num_replicas} processes."
+                f"process per replica, but this one runs "
+                f"{len(self._replicas.local_replicas)}. Start {self._replicas.num_replicas} "
+                "processes."
             )
         self._has_stepped = True
         if self.is_over:
@@ -347,7 +348,7 @@ class SharedTurns(Turns):
 
     def check_stop(self, error: StopIteration) -> str:
         """Refuse it with several processes, because the others do not know of it."""
-        if self._replicas.is_whole:
+        if self._replicas.has_single_process:
             return "a hook ends epochs by StopIteration"
         raise UsageError(
             "A hook must not raise StopIteration when several processes train: the others would "
@@ -383,6 +384,6 @@ def make_turns(
         watch: watches what steps change apart from the state that each replica has of its own.
         announcer: provides and receives the flags of the window's message.
     """
-    if replicas.is_lone:
+    if replicas.has_single_replica:
         return LoneTurns(seed)
     return SharedTurns(replicas, seed, model, watch, announcer)

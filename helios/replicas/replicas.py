@@ -57,13 +57,13 @@ class Replicas:
     Attributes:
         num_replicas: as given.
         num_processes: P.
-        is_lone: whether there is one replica, so that nothing is shared or summed.
-        is_whole: whether this process runs all replicas.
-        has_one_each: whether each process runs one replica.
+        has_single_replica: whether there is one replica, so that nothing is shared or summed.
+        has_single_process: whether this process runs all replicas.
+        has_one_per_process: whether each process runs one replica.
         rank: number of this process, from 0.
         is_sharded: as given. Replicas are then assigned in waves instead of blocks.
-        is_spread: whether models are sharded, and there are several processes.
-        block: the replicas of this process.
+        is_sharded_over_processes: whether models are sharded, and there are several processes.
+        local_replicas: the replicas of this process, in order.
         reducer: adds gradients over replicas.
         device: as given.
 
@@ -82,15 +82,15 @@ class Replicas:
         count, rank = info.world_size, info.rank
         self.num_replicas = num_replicas
         self.num_processes = count
-        self.is_lone = num_replicas == 1
-        self.is_whole = count == 1
-        self.has_one_each = count == num_replicas
+        self.has_single_replica = num_replicas == 1
+        self.has_single_process = count == 1
+        self.has_one_per_process = count == num_replicas
         self.rank = rank
         self.is_sharded = is_sharded
-        self.is_spread = is_sharded and count > 1
-        self.block = assign(count, num_replicas, in_waves=is_sharded)[rank]
+        self.is_sharded_over_processes = is_sharded and count > 1
+        self.local_replicas = assign(count, num_replicas, in_waves=is_sharded)[rank]
         self.reducer = TreeReducer(num_replicas, num_processes=count, rank=rank)
-        group = None if self.is_whole else control_group()
+        group = None if self.has_single_process else control_group()
         self._losses, self._scores = (
             NumberReducer(
                 num_replicas, num_processes=count, rank=rank, group=group, in_waves=is_sharded
@@ -104,7 +104,7 @@ class Replicas:
 
     def agree(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether any process raises it; a collective call."""
-        if self.is_whole:
+        if self.has_single_process:
             return flags
         raised = torch.tensor(flags, dtype=torch.uint8)
         with collective("Replicas.agree"):
@@ -129,7 +129,7 @@ class Replicas:
             content: the bytes of rank 0; on other ranks the buffer for them.
         """
         self._sent = (flags, losses)
-        if self.is_whole:
+        if self.has_single_process:
             return
         row = torch.tensor(flags, dtype=torch.float64)
         if losses is not None:
@@ -155,7 +155,7 @@ class Replicas:
 
         Values that share memory share it afterwards too; tensors of other processes are on the CPU.
         """
-        if self.is_whole:
+        if self.has_single_process:
             return [value]
         found = [b""] * self.num_processes
         with collective("Replicas.gather_objects"):
@@ -165,7 +165,7 @@ class Replicas:
     @property
     def share(self) -> RowShare | None:
         """Which rows of sharded tensors this process holds; ``None`` if it holds all of them."""
-        return RowShare(self.rank, self.num_processes) if self.is_spread else None
+        return RowShare(self.rank, self.num_processes) if self.is_sharded_over_processes else None
 
     def gather_replicas(self, values: Sequence[Any]) -> list[Any]:
         """Return a small value of every replica, in their order.
@@ -173,7 +173,7 @@ class Replicas:
         Args:
             values: one for each replica of this process, in order.
         """
-        found = self.gather_objects(dict(zip(self.block, values, strict=True)))
+        found = self.gather_objects(dict(zip(self.local_replicas, values, strict=True)))
         by_replica = {replica: value for part in found for replica, value in part.items()}
         return [by_replica[replica] for replica in range(self.num_replicas)]
 
@@ -182,7 +182,7 @@ class Replicas:
 
         A collective call, if models are sharded over several processes.
         """
-        return join_shards(tree, keeps=self.rank == 0) if self.is_spread else tree
+        return join_shards(tree, keeps=self.rank == 0) if self.is_sharded_over_processes else tree
 
     def hand_over(self, content: Tensor, source: int, target: int) -> None:
         """Send bytes from one process to another; only these two take part.
@@ -203,7 +203,7 @@ class Replicas:
         Args:
             check: is called with :meth:`gather_objects`.
         """
-        if not self.is_whole:
+        if not self.has_single_process:
             check(self.gather_objects)
 
     def require_one_each(self, who: str, *, why: str = "", remedy: str = "") -> None:
@@ -222,7 +222,7 @@ class Replicas:
                 f"{who} needs whole models, because gradients of sharded ones are summed by "
                 f'Helios only. Use sharding="none"{remedy}.'
             )
-        if not self.has_one_each:
+        if not self.has_one_per_process:
             raise UsageError(
                 f"{who} needs one process per replica{why}, but num_replicas is "
                 f"{self.num_replicas} and the number of processes is {self.num_processes}. Start "
@@ -231,7 +231,7 @@ class Replicas:
 
     def barrier(self) -> None:
         """Wait until all processes have reached this call."""
-        if not self.is_whole:
+        if not self.has_single_process:
             with collective("Replicas.barrier"):
                 dist.barrier(group=control_group())
 
@@ -254,7 +254,7 @@ class Replicas:
         Args:
             tables: the losses of each replica of this process.
         """
-        if self.is_whole:
+        if self.has_single_process:
             return self._losses.mean_losses(tables)
         with collective("Replicas.mean_losses"):
             return self._losses.mean_losses(tables)
@@ -267,9 +267,9 @@ class Replicas:
         Args:
             tables: ``{name: (sum, weight)}`` of each replica of this process.
         """
-        if self.is_lone:
+        if self.has_single_replica:
             return dict(tables[0])
-        if self.is_whole:
+        if self.has_single_process:
             return self._scores.sum_scores(tables)
         with collective("Replicas.sum_scores"):
             return self._scores.sum_scores(tables)
@@ -289,7 +289,7 @@ class Replicas:
         Args:
             tensors: the same number of tensors, of the same shapes and types, on all processes.
         """
-        if self.is_whole or not tensors:
+        if self.has_single_process or not tensors:
             return
         with torch.no_grad(), collective("Replicas.copy_from_first"):
             whole = join_bytes(tensor.to(self.device) for tensor in tensors)

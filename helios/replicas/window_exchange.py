@@ -73,7 +73,7 @@ class WindowExchange:
 
     def reopen(self) -> None:
         """Begin the last turn of an iteration again: its losses differ from those sent."""
-        del self._tables[len(self._replicas.block) - 1 :]
+        del self._tables[len(self._replicas.local_replicas) - 1 :]
         self._means = None
 
     def send(self, table: Mapping[str, Any], *, is_before_update: bool) -> None:
@@ -90,8 +90,8 @@ class WindowExchange:
             self.keep_losses(table)
             self._is_final, self._shown = not is_before_update, dict(table)
         self.buffers.commit()
-        is_whole = self._replicas.is_whole
-        has_changed, content = (False, NOTHING) if is_whole else self.buffers.write()
+        is_alone = self._replicas.has_single_process
+        has_changed, content = (False, NOTHING) if is_alone else self.buffers.write()
         flags = self._announcer.announce(is_before_update=is_before_update)
         losses = self._tables if has_losses and is_near else None
         self._replicas.send((has_changed, *flags), losses, content)
@@ -100,7 +100,7 @@ class WindowExchange:
         """Receive the messages of all processes and put the buffers of replica 0 in place."""
         received = self._replicas.receive()
         has_changed, *flags = received.flags
-        if not self._replicas.is_whole:
+        if not self._replicas.has_single_process:
             self.buffers.read(received.content, has_changed=has_changed)
         self._announcer.listen(flags)
         self._means = received.means
@@ -128,7 +128,7 @@ class WindowExchange:
             if not is_same or [*table] != [*shown]:
                 raise _make_change_error(table, shown)
         else:
-            if len(self._tables) < len(self._replicas.block):
+            if len(self._tables) < len(self._replicas.local_replicas):
                 self.keep_losses(table)
             means = self._replicas.mean_losses(self._tables)
         self._tables, self._means = [], None

@@ -84,7 +84,7 @@ class Team:
     rank: int = 0
 
     @property
-    def is_whole(self) -> bool:
+    def has_single_process(self) -> bool:
         return self.num_processes == 1
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -117,7 +117,7 @@ def source_of(
     """Return the part of the data that the replicas of this process evaluate on."""
     data = [100.0 * number + index for index in range(length)]
     loader, sampler = create_dataloader(data, batch_size=batch_size)
-    share = Shard(replicas.num_replicas, replicas.block, pads=False)
+    share = Shard(replicas.num_replicas, replicas.local_replicas, pads=False)
     source = open_source(loader, sampler, run_seed=0, purpose=f"valid-{number}", share=share)
     source.name = name
     return source

@@ -159,7 +159,7 @@ def train(rank: int, num_processes: int, num_replicas: int, unit: Any, accumulat
             unit=unit,
             accumulation=accumulation,
             replicas=here,
-            sources={Phase.TRAINING: [shared_data(here.block, num_replicas)]},
+            sources={Phase.TRAINING: [shared_data(here.local_replicas, num_replicas)]},
             total_steps=2 if unit is EPOCH else 9 // accumulation,
         )
         assert fit(session) == "total_steps reached"
@@ -261,7 +261,7 @@ def run_sums(
     """Train on rows of numbers: one row an iteration, one number for each replica."""
     rows = rows or [[1.0, 2.0, 4.0]]
     replicas = replicas or Replicas(len(rows[0]))
-    items = [[row[replica] for replica in replicas.block] for row in rows]
+    items = [[row[replica] for replica in replicas.local_replicas] for row in rows]
     session = make_session(
         model,
         *plugins,

@@ -115,7 +115,7 @@ def rows_of(block: range, num_rows: int) -> list[Any]:
 def make(replicas: Replicas, *plugins: Plugin, num_rows: int = 4) -> Session:
     """Return a session before its training."""
     rng.seed_rngs(1)
-    rows = rows_of(replicas.block, num_rows)
+    rows = rows_of(replicas.local_replicas, num_rows)
     train = [[part + 0.5 for part in row] for row in rows]
     return make_session(
         Touchy(),
@@ -229,8 +229,8 @@ def _try_on_rank(rank: int) -> tuple[Any, ...]:
         before = session.model.bits()
         try_out(session)
         # The exchanges behind the trial are as they were before it, on all processes.
-        sums = here.sum_scores([{"other": (replica, 1)} for replica in here.block])
-        return session.model.bits() == before, sums, here.agree(rank == 1), here.block
+        sums = here.sum_scores([{"other": (replica, 1)} for replica in here.local_replicas])
+        return session.model.bits() == before, sums, here.agree(rank == 1), here.local_replicas
 
 
 def test_processes_can_exchange_numbers_behind_a_trial() -> None:

@@ -270,7 +270,7 @@ class _View:
 
     def __init__(self) -> None:
         self.engine, self.replicas = self, self
-        self.block = range(2)
+        self.local_replicas = range(2)
 
     def show(self, replica: int, number: int) -> _View:
         self.replica = replica

@@ -105,7 +105,7 @@ def sum_up(replicas: Replicas, num_micro: int, num_windows: int = 1) -> list[Fou
     summed = GradientSum(optimizer, replicas, {"net": model})
     found = []
     for _ in range(num_windows):
-        collect_window(model, summed, replicas.block, num_micro)
+        collect_window(model, summed, replicas.local_replicas, num_micro)
         summed.finish()
         found.append(read(model))
     return found
@@ -176,7 +176,7 @@ class Engines:
 
     def iterate(self, *, ends_window: bool = True, names: tuple[str, ...] | None = None) -> None:
         self.engine.count_micro_batch()
-        for replica in self.engine.replicas.block:
+        for replica in self.engine.replicas.local_replicas:
             backward(self.model, replica, *(names or self.names))
             self.engine.collect_gradients(
                 self.optimizer,

@@ -82,7 +82,7 @@ def exchange(
     for iteration in range(num_iterations):
         if iteration % window == 0:
             buffers.begin_window()
-        for replica in replicas.block:
+        for replica in replicas.local_replicas:
             buffers.enter(replica)
             networks.step(replica, iteration)
             seen(replica, iteration, networks.contents())
@@ -91,7 +91,7 @@ def exchange(
             buffers.commit()
             buffers.exchange()
         else:
-            buffers.enter(replicas.block.start)
+            buffers.enter(replicas.local_replicas.start)
         seen(-1, iteration, networks.contents())
     return networks.contents()
 
@@ -293,7 +293,7 @@ def _grow(rank: int, num_processes: int) -> list[Any]:
             if iteration % 3 == 0:
                 buffers.find([network])
             buffers.begin_window()
-            for replica in here.block:
+            for replica in here.local_replicas:
                 buffers.enter(replica)
                 network.step(replica, iteration)
                 buffers.leave(replica)

@@ -153,7 +153,7 @@ def _draw_on_rank(rank: int, num_processes: int, num_replicas: int) -> list[list
     with replicas_on(rank, num_processes, num_replicas) as here:
         turns = turns_of(here, 3, nn.BatchNorm1d(2))
         return [
-            go_through(turns, here.block, iteration, ends_window=iteration != 2)
+            go_through(turns, here.local_replicas, iteration, ends_window=iteration != 2)
             for iteration in (1, 2, 3)
         ]
 
@@ -205,7 +205,7 @@ def _see_turns(rank: int) -> list[tuple[int, bool, bool]]:
     with replicas_on(rank, 2, 5) as here:
         turns = turns_of(here, 0)
         seen = [(turns.replica, turns.is_first, turns.is_last)]
-        for replica in here.block:
+        for replica in here.local_replicas:
             turns.begin(replica, opens_window=False)
             seen.append((turns.replica, turns.is_first, turns.is_last))
     return seen
@@ -309,7 +309,7 @@ def _drop(rank: int, num_processes: int) -> list[float]:
     with replicas_on(rank, num_processes, 3) as here:
         turns = turns_of(here, 0, network)
         turns.begin_iteration(1)
-        for replica in here.block:
+        for replica in here.local_replicas:
             turns.begin(replica, opens_window=True)
             network.total += 10.0**replica
             turns.end(ends_window=False)

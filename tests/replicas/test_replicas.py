@@ -23,15 +23,20 @@ _PROCESSES = (1, 2, 3)
 
 def test_a_run_has_one_replica_and_one_process_by_default() -> None:
     lone = Replicas()
-    assert (lone.num_replicas, lone.num_processes, lone.rank, lone.block) == (1, 1, 0, range(1))
-    assert (lone.is_lone, lone.is_whole, lone.has_one_each) == (True, True, True)
+    assert (lone.num_replicas, lone.num_processes, lone.rank) == (1, 1, 0)
+    assert lone.local_replicas == range(1)
+    assert lone.has_single_replica
+    assert lone.has_single_process
+    assert lone.has_one_per_process
 
 
 def test_one_process_may_carry_all_replicas() -> None:
     whole = Replicas(5)
-    assert (whole.num_replicas, whole.num_processes, whole.block) == (5, 1, range(5))
-    assert (whole.is_lone, whole.is_whole, whole.has_one_each) == (False, True, False)
-    assert whole.reducer.block == whole.block
+    assert (whole.num_replicas, whole.num_processes, whole.local_replicas) == (5, 1, range(5))
+    assert whole.has_single_process
+    assert not whole.has_single_replica
+    assert not whole.has_one_per_process
+    assert whole.reducer.block == whole.local_replicas
 
 
 @pytest.mark.parametrize("number", [0, -1])
@@ -64,19 +69,25 @@ def test_a_process_without_others_agrees_with_itself() -> None:
 
 def _place(rank: int, num_processes: int, num_replicas: int) -> tuple[Any, ...]:
     with replicas_on(rank, num_processes, num_replicas) as here:
-        places = here.gather_objects((here.rank, here.block))
+        places = here.gather_objects((here.rank, here.local_replicas))
         here.barrier()
-        return here.block, here.is_lone, here.is_whole, here.has_one_each, places
+        return (
+            here.local_replicas,
+            here.has_single_replica,
+            here.has_single_process,
+            here.has_one_per_process,
+            places,
+        )
 
 
 @pytest.mark.parametrize(("num_processes", "num_replicas"), [(2, 2), (2, 5), (3, 4)])
 def test_processes_carry_all_replicas(num_processes: int, num_replicas: int) -> None:
     expected = blocks(num_processes, num_replicas)
-    has_one_each = num_processes == num_replicas
+    has_one_per_process = num_processes == num_replicas
     for rank, found in enumerate(run_ranks(_place, num_processes, num_processes, num_replicas)):
         block, *facts, places = found
         assert block == expected[rank]
-        assert facts == [False, False, has_one_each]
+        assert facts == [False, False, has_one_per_process]
         assert places == list(enumerate(expected)), "in the order of ranks"
 
 
@@ -110,14 +121,14 @@ def make_losses(replica: int, step: int) -> dict[str, Any]:
 def _table_numbers(rank: int, num_processes: int, num_replicas: int) -> list[Any]:
     with replicas_on(rank, num_processes, num_replicas) as here:
         means = [
-            here.mean_losses([make_losses(replica, step) for replica in here.block])
+            here.mean_losses([make_losses(replica, step) for replica in here.local_replicas])
             for step in (0, 1, 0)
         ]
         scores = [
             here.sum_scores(
                 [
                     {name: (loss, replica + 1) for name, loss in make_losses(replica, step).items()}
-                    for replica in here.block
+                    for replica in here.local_replicas
                 ]
             )
             for step in (0, 1)

@@ -95,13 +95,13 @@ def _initialize(
     modules = modules_of_units(units)
 
     def mark(tensors: Mapping[str, Tensor]) -> None:
-        if not engine.replicas.is_whole:
+        if not engine.replicas.has_single_process:
             marks.update({name: int(bit_sum(tensor)) for name, tensor in tensors.items()})
 
     def prepare(name: str) -> None:
         mark(init.initialize(modules[name]))
 
-    if engine.replicas.is_spread:
+    if engine.replicas.is_sharded_over_processes:
         engine.shard(networks, optimizers, units, prepare)
     else:
         for name in reversed([*units]):

@@ -132,7 +132,7 @@ def make_writer(
         every: the number of steps between two hashes of the weights.
     """
     discovery, tensors = model.discovery, None
-    reads_weights = book is not None or replicas.is_spread
+    reads_weights = book is not None or replicas.is_sharded_over_processes
 
     def find_weights() -> dict[str, Tensor]:
         return name_weights(discovery.modules(), discovery.moved()[0])
@@ -146,7 +146,7 @@ def make_writer(
         )
     return LedgerWriter(
         book,
-        replicas.block,
+        replicas.local_replicas,
         weights=WeightDigests(
             find_weights,
             discovery.optimizers,

@@ -40,6 +40,6 @@ def find_cursor(record: Record, description: Mapping[str, Any], replicas: Replic
         cursor.batch + 1,
         cursor.epoch + 1,
         replicas.num_replicas,
-        "replica" if replicas.is_lone else "replicas",
+        "replica" if replicas.has_single_replica else "replicas",
     )
     return cursor

@@ -29,7 +29,7 @@ def on_each(team: Replicas, function: Callable[[], Result]) -> list[Result]:
         Exception: what the function raises; if another process fails, its error, whose cause is a
             ``RankError`` that names the process.
     """
-    if team.is_whole:
+    if team.has_single_process:
         return [function()]
     value: Result | None = None
     own: Exception | None = None

@@ -98,7 +98,7 @@ def require_alike(team: Replicas, own: Mapping[str, str]) -> None:
     Raises:
         UsageError: in all of them, if one differs from rank 0.
     """
-    if team.is_whole:
+    if team.has_single_process:
         return
     first, *others = team.gather_objects(dict(own))
     for rank, other in enumerate(others, start=1):

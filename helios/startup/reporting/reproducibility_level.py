@@ -111,7 +111,7 @@ def _find_level(
         return Level.ORDER, f"torch.compile with inductor ({', '.join(compiled)})"
     if source.level == "restart":
         return Level.RESTART, "the training loader has a state or a split of its own"
-    if engine.replicas.is_lone:
+    if engine.replicas.has_single_replica:
         return (
             Level.RESTART,
             "one replica: set num_replicas to change the number of processes later",
@@ -161,7 +161,7 @@ def _find_bound(
     replicas: Replicas, model: Model, loop: Loop, record: Record | None
 ) -> Iterator[str]:
     """Yield what binds a run of several replicas to its number of processes."""
-    if replicas.is_lone:
+    if replicas.has_single_replica:
         return
     if record is not None and record.is_manual:
         _check_one_each(replicas, f"{_MANUAL}, which", "Return the loss")
@@ -178,7 +178,7 @@ def _find_bound(
 
 
 def _check_one_each(replicas: Replicas, what: str, remedy: str) -> None:
-    if not replicas.has_one_each:
+    if not replicas.has_one_per_process:
         raise UsageError(
             f"{what} needs a process for each replica, but there are {replicas.num_processes} "
             f"for {replicas.num_replicas} replicas. Start {replicas.num_replicas} processes, with "

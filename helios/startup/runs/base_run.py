@@ -175,7 +175,7 @@ class Run(ABC):
             _LOGGER.warning("Interrupted. %s", self._describe_rescue())
         elif isinstance(error, self.call.passed_through):
             return
-        elif not self.team.is_whole and is_lost_peer(error):
+        elif not self.team.has_single_process and is_lost_peer(error):
             # The cause is in the log of another process.
             _LOGGER.error("%s ends because another process has ended.", self.verb)
             _LOGGER.debug("This process noticed it as follows.", exc_info=error)
@@ -297,7 +297,7 @@ class Run(ABC):
 
     def _set_places(self) -> None:
         """Set ranks and devices of the user's objects."""
-        is_distributed = not self.replicas.is_lone
+        is_distributed = not self.replicas.has_single_replica
         info = self.plan.info
         owners: list[Plugin | Model] = [*self.plugins.values(), self.model]
         for owner in owners:
@@ -366,6 +366,6 @@ class Run(ABC):
             fetch_seed=run.seed_of("augmentation") if trains else run.seed,
             purpose=_PURPOSES[phase],
             limit=self.options.trial.limit_of(phase, self.plugins),
-            share=Shard(replicas.num_replicas, replicas.block, pads=trains),
+            share=Shard(replicas.num_replicas, replicas.local_replicas, pads=trains),
         )
         return self.sources[phase][0]

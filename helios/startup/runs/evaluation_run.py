@@ -86,7 +86,7 @@ class EvaluationRun(Run):
 
     def _set_up_for(self, trained: Trained | None, *, is_handed: bool) -> None:
         if trained is None and self.call.is_trained:
-            if self.replicas.is_spread:
+            if self.replicas.is_sharded_over_processes:
                 raise UsageError(
                     f"{self.verb} of a sharded model needs a checkpoint, because its processes "
                     "have parted after the training, each with its shards. Pass chkpt_root."
