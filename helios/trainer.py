@@ -137,7 +137,7 @@ class Trainer:
     predict_loop = EvaluationRoot(Phase.PREDICTION)
     _exit_code = 0
 
-    def __init__(  # noqa: PLR0913 - the historical arguments keep their order
+    def __init__(
         self,
         run_name: str = "",
         train_unit: TrainingUnit | Literal["epoch", "iteration"] = TrainingUnit.EPOCH,

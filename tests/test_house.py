@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,10 +30,6 @@ def files_are_parsed_once() -> Iterator[None]:
     """Forget the parsed files at the end, which every garbage collection would visit."""
     yield
     house.parse.cache_clear()
-
-
-def _all_functions() -> list[house.Function]:
-    return [found for path, text in _FILES.items() for found in house.functions(path, text)]
 
 
 @pytest.mark.parametrize("rule", _RULES)
@@ -62,18 +60,9 @@ def test_no_name_means_two_things() -> None:
     assert len(house.same_name_faults({"a/x.py": "", "b/x.py": ""})) == 1
 
 
-def test_most_functions_are_short() -> None:
-    found = _all_functions()
-    by_size = sorted(((len(text.splitlines()), path) for path, text in _FILES.items()))
-    print(f"\n{len(_FILES)} files, {sum(size for size, _ in by_size)} lines; the longest:")
-    for size, path in by_size[:-6:-1]:
-        print(f"  {size:4} lines  {path}")
-    lengths = sorted(function.lines for function in found)
-    middle, tenth = lengths[len(found) // 2], lengths[int(len(found) * 0.9)]
-    print(f"{len(found)} functions, median {middle}, 90 % up to {tenth} lines; the longest:")
-    for function in sorted(found, key=lambda function: -function.lines)[:5]:
-        print(f"  {function.lines:4} lines  {function.place} {function.name}")
-    assert house.spread_faults(found) == []
+def test_every_long_function_and_signature_has_a_reason_and_is_long() -> None:
+    assert not (idle := house.idle_sizes(_FILES)), "\n".join(idle)
+    assert len(house.idle_sizes({})) == len(house.LONG_FUNCTIONS) + len(house.LONG_SIGNATURES)
 
 
 def test_texts_name_no_machine_and_keep_no_notes() -> None:
@@ -102,6 +91,55 @@ def test_every_public_name_exists_and_lists_are_sorted() -> None:
         exported = house.exported(text)
         orders = (sorted(exported), sorted(exported, key=str.lower))
         assert exported in orders, f"{path}: __all__ is not sorted."
+
+
+def test_what_users_reach_has_a_docstring() -> None:
+    names = [*house.public_names().splitlines(), *house.PUBLISHED_MODULES]
+    faults = []
+    for name in names:
+        faults += house.docstring_faults(name, pkgutil.resolve_name(name))
+    assert not faults, "\n".join(faults)
+
+
+class _Documented:
+    """A base that says what its method does."""
+
+    def run(self) -> None:
+        """Run."""
+
+
+class _Undocumented(_Documented):
+    def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    @classmethod
+    def make(cls) -> None: ...
+
+    @staticmethod
+    def check() -> None: ...
+
+    def _private(self) -> None: ...
+
+
+def test_a_public_name_and_each_of_its_members_without_a_docstring_are_seen() -> None:
+    assert house.docstring_faults("a", _Documented) == []
+    missing = ("a", "a.stop", "a.size", "a.make", "a.check")
+    assert house.docstring_faults("a", _Undocumented) == [
+        f"{name} has no docstring." for name in missing
+    ]
+    inherited = type("Inherited", (_Undocumented,), {"__doc__": "It does not say what it adds."})
+    assert len(house.docstring_faults("a", inherited)) == 4
+    module = types.ModuleType("m")
+    vars(module).update(bad=_undocumented, _hidden=_undocumented, torch=pytest.fail, number=1)
+    assert house.docstring_faults("m", module) == ["m.bad has no docstring."]
+
+
+def _undocumented() -> None: ...
 
 
 def test_the_facade_holds_no_logic() -> None:
@@ -172,7 +210,6 @@ _BAD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
     ),
     "a room imports the façade": (house.layer_faults, "loops/x.py", "from helios import Model"),
     "a room stands nowhere": (house.layer_faults, "attic/x.py", ""),
-    "a file is too long": (house.size_faults, "x.py", "x = 1\n" * 401),
     "a function is too long": (
         house.size_faults,
         "x.py",
@@ -182,6 +219,11 @@ _BAD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
         house.size_faults,
         "x.py",
         "def f(self, a, b, c, d, *, e, f, g, h): ...",
+    ),
+    "a method takes too much": (
+        house.size_faults,
+        "x.py",
+        "class A:\n    def f(self, a, b, c, d, *, e, f, g, h): ...",
     ),
     "attributes are intercepted by an assignment": (house.ban_faults, "x.py", "__getattr__ = f"),
     "an attribute is probed": (house.ban_faults, "x.py", "if hasattr(a, 'b'): ..."),
@@ -269,11 +311,13 @@ _GOOD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
         "x.py",
         'def f():\n    """' + "a\n" * 70 + '"""\n' + "    y = 1\n" * 60,
     ),
-    "the trainer's arguments": (
+    "a constructor takes what it needs": (
         house.size_faults,
         "x.py",
-        "class Trainer:\n    def __init__(self, a, b, c, d, e, f, g, h): ...",
+        "class A:\n    def __init__(self, a, b, c, d, e, f, g, h): ...",
     ),
+    "a long file": (house.size_faults, "x.py", "x = 1\n" * 4000),
+    "a private function without a docstring": (house.size_faults, "x.py", "def f(): ..."),
     "the house reads the trainer": (house.ban_faults, "startup/x.py", "model.trainer.fit()"),
     "a trainer is handed over": (house.ban_faults, "loops/x.py", "model.trainer = 1"),
     "constants, loggers, types": (
@@ -307,12 +351,3 @@ _GOOD: dict[str, tuple[Callable[[str, str], list[str]], str, str]] = {
 def test_what_keeps_the_rules_passes(case: str) -> None:
     rule, path, text = _GOOD[case]
     assert rule(path, text) == []
-
-
-def test_long_functions_are_seen_together() -> None:
-    def of(*lines: int) -> list[house.Function]:
-        return [house.Function("x.py:1", "f", count, 0) for count in lines]
-
-    assert house.spread_faults(of(*[8] * 9, 30)) == []
-    assert len(house.spread_faults(of(*[9] * 10))) == 1
-    assert len(house.spread_faults(of(*[2] * 8, 31, 31))) == 1

@@ -207,7 +207,7 @@ def _end_without_parent() -> None:
         os._exit(1)
 
 
-def create_dataloader(  # noqa: PLR0913 - the signature that existing users rely on
+def create_dataloader(
     dataset: Any,
     random_seed: int = rng.get_default_seed(),
     batch_size: int | None = 1,

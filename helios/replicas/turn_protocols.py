@@ -19,9 +19,9 @@ class TrainedModel(Protocol):
     """What turns read of a model: its losses of the current batch, and its networks, by name."""
 
     @property
-    def loss_items(self) -> dict[str, Any]: ...  # noqa: D102
+    def loss_items(self) -> dict[str, Any]: ...
     @property
-    def discovery(self) -> _Networks: ...  # noqa: D102
+    def discovery(self) -> _Networks: ...
 
 
 class StepWatcher(Protocol):

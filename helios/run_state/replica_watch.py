@@ -38,10 +38,10 @@ class WatchedRun(Protocol):
     unshared: list[str]
 
     @property
-    def model(self) -> _Model: ...  # noqa: D102
+    def model(self) -> _Model: ...
     @property
-    def owner_states(self) -> _Others: ...  # noqa: D102
-    def add_obstacle(self, text: str) -> bool: ...  # noqa: D102
+    def owner_states(self) -> _Others: ...
+    def add_obstacle(self, text: str) -> bool: ...
 
 
 @final
