@@ -32,14 +32,6 @@ class Clock(Protocol):
         ...
 
 
-class Meter(Protocol):
-    """Adds up how long something took."""
-
-    def __call__(self, seconds: float, /) -> None:
-        """Add seconds."""
-        ...
-
-
 class Ledger(Protocol):
     """Notes what each iteration was; see :mod:`helios.ledger.writer`."""
 
@@ -110,13 +102,8 @@ class Recorder(Protocol):
         """The ledger; ``None`` if the run has none."""
         ...
 
-    def save(self, snapshot: dict[str, Any], meters: Mapping[int, Meter]) -> None:
-        """Write a snapshot as a checkpoint, unless it is committed already.
-
-        Args:
-            snapshot: the content.
-            meters: receive how long values take to encode, by the ``id`` of the value.
-        """
+    def save(self, snapshot: dict[str, Any]) -> None:
+        """Write a snapshot as a checkpoint, unless it is committed already."""
         ...
 
     def has_saved(self, state: TrainingState) -> bool:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -41,7 +42,6 @@ from helios.state import Cursor, Phase, TrainingState
 from helios.terminal.progress import Display
 
 _LOGGER = logging.getLogger(__name__)
-_MODEL = "<model>"
 
 
 def _do_nothing() -> None:
@@ -343,8 +343,7 @@ class Session:
         self._check_complete(record)
         snapshot = record.snapshot()
         self.hooks.emit("on_save_checkpoint", snapshot)
-        meters = {**self.model.discovery.values.meters, **self.owner_states.meters}
-        self.recorder.save(snapshot, meters)
+        self.recorder.save(snapshot)
 
     def begin_training(self) -> None:
         """Mark the end of the start events: each start sets up again what they set up."""
@@ -356,19 +355,8 @@ class Session:
             self.owner_states.begin_training()
 
     def check_alike(self) -> None:
-        """Check that all processes have the same weights; raises ``UsageError`` if they differ.
-
-        In the same message, rank 0, which writes, names state that takes too long to save, so that
-        all processes leave out the same.
-        """
-        self.replicas.compare(self._check_alike)
-
-    def _check_alike(self, gather: Callable[[Any], list[Any]]) -> None:
-        costs, owners = self.model.discovery.values.costs, self.owner_states
-        too_slow = {_MODEL: costs.too_slow(), **owners.too_slow()}
-        agreed = check_alike(self.model.discovery, gather, ignored=self.unshared, too_slow=too_slow)
-        costs.agree(agreed[_MODEL])
-        owners.agree_on_costs(agreed)
+        """Check that all processes have the same weights; raises ``UsageError`` if they differ."""
+        self.replicas.compare(partial(check_alike, self.model.discovery, ignored=self.unshared))
 
     def _check_complete(self, record: Record) -> None:
         if self.refuses_incomplete and record.missing:

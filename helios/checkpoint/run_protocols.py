@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from helios.protocols import Meter, Stateful
+from helios.protocols import Stateful
 from helios.state import Cursor, TrainingState
 
 
@@ -47,19 +47,6 @@ class OwnerStates(Protocol):
         """Mark the end of the start events, which every start repeats."""
         ...
 
-    @property
-    def meters(self) -> Mapping[int, Meter]:
-        """Measure how long values of the last capture take to encode, by address."""
-        ...
-
-    def too_slow(self) -> Mapping[str, Mapping[str, float]]:
-        """Return what takes too long to save, and how many seconds, by owner and path."""
-        ...
-
-    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
-        """Leave paths out of the next capture, by owner, as all processes of the run do."""
-        ...
-
     def note_named(self, places: Iterable[str]) -> None:
         """Treat missing paths as already reported in this start."""
         ...
@@ -95,18 +82,6 @@ class NoOwners:
     """Nothing with attributes."""
 
     def begin_training(self) -> None:
-        """Do nothing."""
-
-    @property
-    def meters(self) -> Mapping[int, Meter]:
-        """Nothing."""
-        return {}
-
-    def too_slow(self) -> Mapping[str, Mapping[str, float]]:
-        """Return nothing."""
-        return {}
-
-    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
         """Do nothing."""
 
     def note_named(self, places: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ processes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,6 @@ from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import Draft, RunFolder
 from helios.checkpoint.writer_thread import WriterThread
 from helios.errors import SaveError
-from helios.protocols import Meter
 from helios.storage.staging import HostBuffers
 
 _LOGGER = logging.getLogger(__name__)
@@ -83,7 +82,6 @@ class Saver:
         stem: str,
         sidecar: Sidecar,
         safe_types: Iterable[Any] = (),
-        meters: Mapping[int, Meter] | None = None,
     ) -> Path:
         """Save a checkpoint; returns its file, which another thread may still be writing.
 
@@ -92,7 +90,6 @@ class Saver:
             stem: name of the file without suffix.
             sidecar: facts about it.
             safe_types: types that may be built when the file is loaded.
-            meters: measure how long values in the payload take to encode, by address.
 
         Raises:
             StateError: for a value that could not be loaded again.
@@ -101,9 +98,7 @@ class Saver:
         committed = self.begin(stem)
         if committed is not None:
             return committed
-        draft = self.draft(
-            payload, stem=stem, sidecar=sidecar, safe_types=safe_types, meters=meters
-        )
+        draft = self.draft(payload, stem=stem, sidecar=sidecar, safe_types=safe_types)
         self.write(draft, is_now=not draft.is_own)
         return draft.path
 
@@ -128,7 +123,6 @@ class Saver:
         stem: str,
         sidecar: Sidecar,
         safe_types: Iterable[Any] = (),
-        meters: Mapping[int, Meter] | None = None,
         parts: RankParts | None = None,
     ) -> Draft:
         """Encode a payload, and copy it if memory allows; see :meth:`RunFolder.draft`.
@@ -142,7 +136,6 @@ class Saver:
             stem=stem,
             sidecar=sidecar,
             safe_types=list(safe_types),
-            meters=meters,
             parts=parts,
         )
         try:

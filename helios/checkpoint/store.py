@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from helios.checkpoint.sharded_commit import RankParts, commit_folder, remove_ch
 from helios.checkpoint.sidecar import Sidecar
 from helios.core.sharded_tensors import RowShare
 from helios.errors import DamagedCheckpointError, StateError
-from helios.protocols import Meter
 from helios.storage import codec, files
 from helios.storage.staging import HostBuffers
 from helios.version import __version__
@@ -122,7 +121,6 @@ class RunFolder:
         sidecar: Sidecar,
         safe_types: Iterable[Any] = (),
         buffers: HostBuffers | None = None,
-        meters: Mapping[int, Meter] | None = None,
         parts: RankParts | None = None,
     ) -> Draft:
         """Prepare a checkpoint for :meth:`commit`; no file is touched.
@@ -132,7 +130,6 @@ class RunFolder:
             stem: name of the file without suffix.
             sidecar: facts about it; digest, schema and version are filled in later.
             safe_types: types that may be built when the file is loaded.
-            meters: measure how long values in it take to encode, by address.
             buffers: copy all tensors into these, so that training may continue before the commit.
             parts: what the processes write of it, if it is sharded; the payload has no more of the
                 sharded tensors than references.
@@ -144,9 +141,9 @@ class RunFolder:
         path = self.path_of(stem) if parts is None else parts.plan.path
         _check_consistency(path, payload, sidecar)
         if buffers is None:
-            code = codec.encode(payload, where="", safe_types=safe_types, meters=meters)
+            code = codec.encode(payload, where="", safe_types=safe_types)
             return Draft(path, code, sidecar, is_own=False, parts=parts)
-        captured = codec.capture(payload, safe_types=safe_types, buffers=buffers, meters=meters)
+        captured = codec.capture(payload, safe_types=safe_types, buffers=buffers)
         return Draft(path, captured.code, sidecar, is_own=captured.is_own, parts=parts)
 
     def commit(self, draft: Draft) -> Path:

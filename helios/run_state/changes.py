@@ -7,16 +7,15 @@ resume. Aliases of a saved value are therefore saved too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 from helios.core.sizes import size_text
-from helios.protocols import Clock, Meter
+from helios.protocols import Clock
 from helios.run_state import unsupported_values
 from helios.run_state.aliases import holds, put, remove
 from helios.run_state.plain_values import (
-    ATOMS,
     LIMIT,
     MEMBERS_OF,
     Identities,
@@ -24,7 +23,7 @@ from helios.run_state.plain_values import (
     tensors_in,
 )
 from helios.run_state.rebuild import Resolver, Values, rebuild, substitute
-from helios.run_state.save_costs import SHARE, Costs
+from helios.run_state.save_times import SaveTimes
 from helios.run_state.shared_containers import links_of
 from helios.run_state.value_hash import Digest, Look
 from helios.run_state.value_scan import look_at
@@ -51,7 +50,6 @@ class Changes:
             them unless all are on the CPU.
         missing: the reason why anything else that training has changed is not saved, by path.
         large: plain values beyond the limit.
-        costly: attributes and modules that take too long to compare.
         others: what no checkpoint can hold.
         reached: storages of which plain values see more than what is saved with a tensor, and
             the paths of these values.
@@ -61,7 +59,6 @@ class Changes:
     values: dict[str, Any]
     missing: dict[str, str] = field(default_factory=dict)
     large: list[Slot] = field(default_factory=list)
-    costly: list[str] = field(default_factory=list)
     others: list[Slot] = field(default_factory=list)
     reached: dict[int, list[Slot]] = field(default_factory=dict)
     room: int = 0
@@ -103,11 +100,10 @@ class PlainValues:
 
     Args:
         identities: numbers for values that cannot be pickled.
-        clock: returns the time in seconds, to measure costs.
+        clock: returns the time in seconds, to find what makes saves slow.
 
     Attributes:
-        costs: which paths take too long, and how long.
-        meters: the meters of the time that values of the last capture take to encode, by id.
+        times: how long saves inspect each attribute.
         limit: maximum bytes of plain values in a state.
         safe_types: types that loading may build besides those of the values that setup made.
     """
@@ -115,16 +111,14 @@ class PlainValues:
     def __init__(self, identities: Identities, *, clock: Clock = time.monotonic) -> None:
         self._identities = identities
         self._clock = clock
-        self.costs = Costs(clock)
+        self.times = SaveTimes(clock)
         self._made = _Made({}, {}, set())
         self._lost: dict[SlotKey, tuple[type, str]] = {}
-        self.meters: dict[int, Meter] = {}
         self.limit = LIMIT
         self.safe_types: tuple[Any, ...] = ()
 
     def remember(self, found: WalkResult, surroundings: Surroundings) -> set[int]:
         """Record the current values as made by setup; return the storages that values reach."""
-        self.costs = Costs(self._clock)
         self._lost = {}
         digests: dict[SlotKey, Digest] = {}
         shared: dict[SlotKey, Look] = {}
@@ -137,8 +131,8 @@ class PlainValues:
             if look.parts:
                 # Networks have thousands of numbers, of which nothing else is needed.
                 shared[where] = look
-        self.costs.end()
         self._made = _Made(digests, links_of(shared), types)
+        self.times = SaveTimes(self._clock)
         return reached
 
     def renew_unsaved(
@@ -173,33 +167,11 @@ class PlainValues:
             found: what the owner holds now.
             surroundings: what is saved elsewhere.
         """
-        left_out = self.costs.begin()
-        places = {place_of(slot) for slot in found.slots.values()} if left_out else set()
-        costly = {place: left_out[place] for place in sorted(places & left_out.keys())}
-        others = {
-            where: slot
-            for where, slot in found.slots.items()
-            # A value that is known to be lost need not be read again.
-            if self._is_lost(where, slot) and place_of(slot) not in costly
-        }
-        slots = {
-            where: slot
-            for where, slot in found.slots.items()
-            if where not in others and (not costly or place_of(slot) not in costly)
-        }
+        # A value that is known to be lost need not be read again.
+        others = {where: slot for where, slot in found.slots.items() if self._is_lost(where, slot)}
+        slots = {where: slot for where, slot in found.slots.items() if where not in others}
         looks = dict(self._look(slots, surroundings))
-        changes = self._compare(found, looks, others, costly)
-        self.costs.end()
-        self.meters = self._meters_of(changes)
-        return changes
-
-    def _meters_of(self, changes: Changes) -> dict[int, Meter]:
-        return {
-            id(value): self.costs.meter(_place_of(parent, key))
-            for parent, members in changes.values["changed"].items()
-            for key, value in members.items()
-            if type(value) not in ATOMS
-        }
+        return self._compare(found, looks, others)
 
     def restore(
         self,
@@ -239,19 +211,15 @@ class PlainValues:
         self, slots: dict[SlotKey, Slot], surroundings: Surroundings
     ) -> Iterator[tuple[SlotKey, Look]]:
         for where, slot in slots.items():
-            begin = self.costs.time()
+            begin = self.times.clock()
             look = look_at(slot.value, surroundings, self._identities)
-            self.costs.add(place_of(slot), self.costs.time() - begin)
+            self.times.add(place_of(slot), self.times.clock() - begin)
             if not slot.is_settable:
                 look.obstacle = look.obstacle or unsupported_values.IN_TUPLE
             yield where, look
 
     def _compare(
-        self,
-        found: WalkResult,
-        looks: dict[SlotKey, Look],
-        lost: dict[SlotKey, Slot],
-        costly: Mapping[str, float],
+        self, found: WalkResult, looks: dict[SlotKey, Look], lost: dict[SlotKey, Slot]
     ) -> Changes:
         before, links = self._made, links_of(looks)
         known = before.types | {kind for kind in self.safe_types if isinstance(kind, type)}
@@ -275,36 +243,21 @@ class PlainValues:
                 if look.obstacle and type(slot.value) not in MEMBERS_OF:
                     self._lost[where] = type(slot.value), missing[slot.path]
         kept, large, room = _within_limit(_with_aliases(changed, unchanged), self.limit)
-        missing |= {
-            place: unsupported_values.TOO_SLOW.format(seconds, SHARE)
-            for place, seconds in costly.items()
-        }
-        begin = self.costs.time()
         values = _payload(kept, _deleted(found, before.digests))
-        self._share_out(kept, self.costs.time() - begin)
         reached: dict[int, list[Slot]] = {}
         for where, look in looks.items():
             for storage in look.reached:
                 reached.setdefault(storage, []).append(found.slots[where])
-        changes = Changes(values, missing, [], list(costly), others, reached, room)
+        changes = Changes(values, missing, [], others, reached, room)
         changes.refuse(large, self.limit)
         return changes
 
-    def _share_out(self, kept: list[_Value], seconds: float) -> None:
-        """Distribute the time of copies, which are made together, over values by size."""
-        copied = [value for value in kept if value.look.records or value.look.aliases]
-        whole = sum(value.look.size for value in copied)
-        for value in copied if whole else ():
-            self.costs.add(place_of(value.slot), seconds * value.look.size / whole)
-
 
 def place_of(slot: Slot) -> str:
-    """Return the attribute or module of a slot, whose cost is measured as a whole."""
-    return _place_of(slot.parent, slot.key)
-
-
-def _place_of(parent: str, key: Any) -> str:
-    return parent.rstrip("/") if parent.endswith("/") else (parent or str(key)).partition(".")[0]
+    """Return the attribute or module of a slot, which is measured as a whole."""
+    if slot.parent.endswith("/"):
+        return slot.parent.rstrip("/")
+    return (slot.parent or str(slot.key)).partition(".")[0]
 
 
 def _unknown(kinds: set[type]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain, zip_longest
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -14,18 +14,14 @@ from helios.errors import UsageError
 from helios.run_state.discovery import Discovery
 from helios.storage.checksums import bit_sum
 
-Costs: TypeAlias = Mapping[str, Mapping[str, float]]
-"""Seconds by owner and path."""
-
 
 def check_alike(
     discovery: Discovery,
     gather: Callable[[Any], list[Any]],
     *,
-    too_slow: Costs,
     ignored: Collection[str] = (),
     marks: Mapping[str, Any] | None = None,
-) -> Costs:
+) -> None:
     """Check that weights, buffers, learning rates and orders are the same on all processes.
 
     Gradients are added by the position of their parameter in its optimizer.
@@ -33,12 +29,8 @@ def check_alike(
     Args:
         discovery: finds the networks, loose parameters and optimizers of the model.
         gather: returns the values of all processes, in the order of ranks.
-        too_slow: the seconds of what this process would leave out of a checkpoint, by owner.
         ignored: paths that are known to differ.
         marks: of tensors that are sharded by now, by name, from when they were whole.
-
-    Returns:
-        What rank 0 would leave out of a checkpoint.
 
     Raises:
         UsageError: on all processes, if something differs, or if a network has lazy layers.
@@ -47,13 +39,11 @@ def check_alike(
     loose, members = discovery.moved()
     orders = {path: list(chain.from_iterable(groups)) for path, groups in members.items()}
     own = {**(marks or {}), **_marks_of(discovery, loose)}
-    gathered = gather((orders, own, too_slow))
+    gathered = gather((orders, own))
     first, *others = gathered
     for rank, found in enumerate(others, 1):
         _compare_orders(rank, found[0], first[0])
         _compare_marks(rank, found[1], first[1], ignored)
-    agreed: Costs = first[2]
-    return agreed
 
 
 def find_lazy(discovery: Discovery) -> list[str]:

@@ -19,13 +19,11 @@ from torch.nn.parameter import is_lazy
 from helios.core.memory import storage_of
 from helios.core.wrappers import BareNames
 from helios.errors import StateError
-from helios.run_state import unsupported_values
-from helios.run_state.changes import PlainValues
 from helios.run_state.extra_states import has_extra_state
 from helios.run_state.module_state import is_loaded_by_torch, method_of, state_of
 from helios.run_state.plain_values import Identities
 from helios.run_state.registered_hooks import is_known
-from helios.run_state.save_costs import SHARE
+from helios.run_state.save_times import SaveTimes
 from helios.run_state.state_dict_coverage import EXTRA, parts_of
 from helios.run_state.tensor_formats import fill
 from helios.run_state.value_scan import mark_of_state
@@ -57,22 +55,17 @@ class Omissions:
 
     Args:
         identities: numbers for values that cannot be pickled.
-        values: plain values, whose costs are counted together with these.
     """
 
-    def __init__(self, identities: Identities, values: PlainValues) -> None:
+    def __init__(self, identities: Identities) -> None:
         self._identities = identities
-        self._values = values
         self._before: dict[str, dict[str, bytes]] = {}
 
     def remember(self, found: WalkResult) -> None:
         """Record the current values as those of setup."""
         for path, module in _odd_networks(found).items():
-            begin = self._values.costs.time()
             lacking, _ = _lacking(module, _early_state(module))
             self._before[path] = {name: self._mark(value) for name, value in lacking.items()}
-            self._values.costs.add(_place(path), self._values.costs.time() - begin)
-        self._values.costs.end()
 
     def forget(self, state: Mapping[str, Any]) -> None:
         """Treat restored values as changed: the next checkpoint needs them too."""
@@ -81,30 +74,23 @@ class Omissions:
                 self._before.get(path, {}).pop(name, None)
 
     def find(
-        self, found: WalkResult, states: Mapping[str, dict[str, Any]]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return what training has changed and the states of networks lack; before plain values.
+        self, found: WalkResult, states: Mapping[str, dict[str, Any]], times: SaveTimes
+    ) -> dict[str, Any]:
+        """Return what training has changed and the states of networks lack.
 
         Args:
             found: what the owner holds now.
             states: what objects returned, by path.
+            times: measures how long it takes.
 
         Returns:
             By path of the network: ``values``, what is missing by its name; ``absent`` and
-            ``unknown``, the names that torch's loading will miss and will not know. And networks
-            that take too long to compare, with the reason.
+            ``unknown``, the names that torch's loading will miss and will not know.
         """
-        left_out = self._values.costs.begin()
         omitted: dict[str, Any] = {}
-        costly: dict[str, str] = {}
         for path, module in _odd_networks(found).items():
-            begin = self._values.costs.time()
+            begin = times.clock()
             lacking, names = _lacking(module, states[path])
-            if _place(path) in left_out:
-                costly[_place(path)] = unsupported_values.TOO_SLOW.format(
-                    left_out[_place(path)], SHARE
-                )
-                lacking = {}
             before = self._before.get(path, {})
             values = {
                 name: value.detach() if isinstance(value, Tensor) else value
@@ -113,8 +99,8 @@ class Omissions:
             }
             if values or any(names.values()):
                 omitted[path] = {"values": values, **names}
-            self._values.costs.add(_place(path), self._values.costs.time() - begin)
-        return omitted, costly
+            times.add(path, times.clock() - begin)
+        return omitted
 
     def _mark(self, value: Any) -> bytes:
         return mark_of_state(value, self._identities)
@@ -143,10 +129,6 @@ def _put(name: str, piece: _Piece, saved: Any) -> None:
         piece.module.set_extra_state(copy.deepcopy(saved))
         return
     fill(name, piece.value, saved)
-
-
-def _place(path: str) -> str:
-    return f"{path} (beside its state_dict)"
 
 
 def _early_state(module: nn.Module) -> dict[str, Any]:

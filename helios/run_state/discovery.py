@@ -95,7 +95,7 @@ class Discovery:
         self._identities = Identities()
         self.values = PlainValues(self._identities)
         self._baseline: Baseline | None = None
-        self._omissions = Omissions(self._identities, self.values)
+        self._omissions = Omissions(self._identities)
         self._named: set[str] = set()
         self._grown = Grown()
 
@@ -135,7 +135,7 @@ class Discovery:
         identities = Identities()
         values = PlainValues(identities)
         values.limit, values.safe_types = self.values.limit, self.values.safe_types
-        renewed = {"values": values, "_omissions": Omissions(identities, values)}
+        renewed = {"values": values, "_omissions": Omissions(identities)}
         return vars(self) | renewed | {"_identities": identities, "_baseline": None}
 
     @collector_at_rest()
@@ -218,7 +218,7 @@ class Discovery:
         moved, misfits = changes_of_optimizers(baseline.roster, found, scene.parameters)
         objects = {path: read_state(path, part) for path, part in found.objects.items()}
         inner = {path: read_state(path, part) for path, part in found.inner.items()}
-        omitted, costly = self._omissions.find(found, objects | inner)
+        omitted = self._omissions.find(found, objects | inner, self.values.times)
         tables, odd = optimizer_tables(found, scene.parameters, objects | inner)
         covered = Coverages(found, objects | inner, own, self._mark)
         covered.leave_out()
@@ -243,7 +243,7 @@ class Discovery:
         loose = {name: part.detach() for name, part in scene.parameters.loose.items()}
         late = (inner,) if self._is_strict else (inner, objects, loose)
         generators, strays = self._generators(found, new)
-        lost |= costly | odd | self._leave_out_late(late, changes, scene) | strays
+        lost |= odd | self._leave_out_late(late, changes, scene) | strays
         for where in changes.leave_out(new):
             lost[found.slots[where].path] = IN_NEW
         losses = self._name_losses(changes, misfits, lost, scene)
@@ -397,4 +397,16 @@ class Discovery:
             _LOGGER.warning(
                 "The state of the %s is incomplete. %s", self._name, new.text(self._name)
             )
+        self._name_slow()
         return losses
+
+    def _name_slow(self) -> None:
+        for place, seconds in self.values.times.end().items():
+            _LOGGER.warning(
+                "Each save takes %.2g s to inspect %s of the %s. If a resumed run does not need "
+                'it, declare that: unsaved = ("%s",).',
+                seconds,
+                place,
+                self._name,
+                place,
+            )

@@ -38,7 +38,6 @@ def leave_to_extra_states(
         identities: numbers for values that cannot be pickled.
     """
     lacking = {slot.parent for slot in (*changes.others, *changes.large)}
-    lacking |= {f"{place}/" for place in changes.costly}
     if lacking.isdisjoint(before):
         return
     now = extra_marks(found, identities)
@@ -47,9 +46,6 @@ def leave_to_extra_states(
         for slot in [slot for slot in slots if slot.parent in telling]:
             slots.remove(slot)
             del changes.missing[slot.path]
-    for place in [place for place in changes.costly if f"{place}/" in telling]:
-        changes.costly.remove(place)
-        del changes.missing[place]
 
 
 def _modules_with_extra_state(found: WalkResult) -> Iterator[tuple[str, nn.Module]]:

@@ -32,7 +32,6 @@ class MissingState:
             changes.values,
             {path: text for path, text in changes.missing.items() if path not in known},
             [slot for slot in changes.large if slot.path not in known],
-            [path for path in changes.costly if path not in known],
             [slot for slot in changes.others if slot.path not in known],
         )
         misfits = {path: text for path, text in self.misfits.items() if path not in known}
@@ -77,12 +76,6 @@ class MissingState:
                 f"Training changed {_listed(changes.large)}, but "
                 f"{changes.missing[changes.large[0].path]}. A resumed run starts with what "
                 "setup() makes."
-            )
-        if changes.costly:
-            reasons = ", ".join(f"{path} ({changes.missing[path]})" for path in changes.costly)
-            yield (
-                f"It is not known whether training changed these: {reasons}. A resumed run "
-                "starts with what setup() makes."
             )
         if self.misfits:
             names = ", ".join(

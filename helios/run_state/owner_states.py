@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from helios.protocols import Meter
 from helios.run_state.discovery import Discovery
 from helios.run_state.plain_values import Identities
 from helios.run_state.step_effects import StepWatch
@@ -109,21 +108,6 @@ class Owners:
         self._shared = None
         for found in self._found.values():
             found.begin_training()
-
-    @property
-    def meters(self) -> dict[int, Meter]:
-        """Return the meters of the time that values of the last capture take to encode, by id."""
-        tables = [found.values.meters for found in self._found.values()]
-        return {address: meter for table in tables for address, meter in table.items()}
-
-    def too_slow(self) -> dict[str, dict[str, float]]:
-        """Return what takes too long to save, in seconds, by owner and path."""
-        return {name: found.values.costs.too_slow() for name, found in self._found.items()}
-
-    def agree_on_costs(self, left_out: Mapping[str, Mapping[str, float]]) -> None:
-        """Leave out of the next capture what all processes of the run leave out, by owner."""
-        for name, found in self._found.items():
-            found.values.costs.agree(left_out.get(name, {}))
 
     def note_named(self, places: Iterable[str]) -> None:
         """Treat paths, as named by :meth:`capture`, as already reported to the user."""

@@ -63,7 +63,7 @@ def find_blocks(
         scene: what the owner holds now.
         changes: of plain values, with the storages of which they see more than a tensor.
         before: what :func:`block_marks` returned after setup.
-        values: measures what reading memory costs, and limits how much of it is saved.
+        values: measures reading memory, and limits how much of it is saved.
 
     Returns:
         By the name of the tensor through which plain values find it: ``members``, the shape,
@@ -76,12 +76,12 @@ def find_blocks(
     shared = scene.ties.overlapping | changes.reached.keys()
     for anchor, members in _groups(scene, shared).items():
         slots = changes.reached.get(storage_of(next(iter(members.values()))), [])
-        begin = values.costs.time()
+        begin = values.times.clock()
         mark = before.get(anchor)
         is_changed = mark is None or mark != _mark(members, mark)
-        seconds = values.costs.time() - begin
+        seconds = values.times.clock() - begin
         for slot in slots:
-            values.costs.meter(place_of(slot))(seconds / len(slots))
+            values.times.add(place_of(slot), seconds / len(slots))
         memory = tail = None
         if is_changed:
             size = sum(piece.numel() for piece in _around(members)) if slots else 0

@@ -62,10 +62,6 @@ TOO_LARGE = (
     "give their owner state_dict() and load_state_dict(), or raise "
     "CheckpointStore(max_plain_bytes=...)"
 )
-TOO_SLOW = (
-    "saving it takes {:.2g} s, more than {:.0%} of the time between saves: save less often, or "
-    "give it state_dict() and load_state_dict()"
-)
 LATE = "created after setup(), so that a resumed run cannot find it: create it in setup()"
 HOOK = (
     "a hook registered or removed after the start: register it in setup(), or at each start in "

@@ -12,7 +12,7 @@ import io
 import pickle
 import warnings
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -20,7 +20,6 @@ import torch
 
 from helios.core.gc_pause import collector_at_rest
 from helios.errors import DamagedCheckpointError, IncompatibleCheckpointError
-from helios.protocols import Meter
 from helios.storage import archive_records, files
 from helios.storage.container_checks import check_directory, reason_of, reraise_os_error
 from helios.storage.decoding import Decoder, FindSharded, fill_sharded
@@ -58,7 +57,6 @@ def encode(
     *,
     where: str,
     safe_types: Iterable[Any] = (),
-    meters: Mapping[int, Meter] | None = None,
 ) -> Any:
     """Return a tree that ``weights_only`` loading accepts.
 
@@ -72,7 +70,6 @@ def encode(
         tree: the value.
         where: name of its root in messages, such as ``"model"`` in ``model.history[3]``.
         safe_types: the types that ``Model.types_for_safe_load`` returns.
-        meters: receive how long parts of the tree take to encode, by the ``id`` of the part.
 
     Raises:
         StateError: if a value could not be loaded again; the message has the path to it, its type
@@ -80,7 +77,7 @@ def encode(
     """
     types = list(safe_types)
     with collector_at_rest():
-        return Encoder(where, types, lambda value: _try_loading(value, types), meters).encode(tree)
+        return Encoder(where, types, lambda value: _try_loading(value, types)).encode(tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +98,6 @@ def capture(
     *,
     safe_types: Iterable[Any],
     buffers: HostBuffers,
-    meters: Mapping[int, Meter] | None = None,
 ) -> Captured:
     """Encode a tree, and copy its tensors to host memory.
 
@@ -112,14 +108,13 @@ def capture(
         tree: the value.
         safe_types: the types that ``Model.types_for_safe_load`` returns.
         buffers: hold the copies; those of the previous capture become invalid.
-        meters: as for :func:`encode`.
 
     Raises:
         StateError: as :func:`encode`.
         MemoryError: if there is not enough memory for the copies.
     """
     types = list(safe_types)
-    encoder = Encoder("", types, lambda value: _try_loading(value, types), meters)
+    encoder = Encoder("", types, lambda value: _try_loading(value, types))
     with collector_at_rest():
         code = encoder.encode(tree)
     if encoder.has_live_objects:

@@ -49,11 +49,6 @@ class SharedStorages:
         """The tensors of the tree, grouped by their storages."""
         return [[code for _, code in group] for group in self._storages.values()]
 
-    @property
-    def num_arrays(self) -> int:
-        """How many arrays were added."""
-        return len(self._arrays)
-
     def add_tensor(self, where: str, code: Tensor) -> None:
         """Add a detached tensor of the tree."""
         place = (str(code.device), code.untyped_storage().data_ptr())

@@ -17,9 +17,7 @@ import torch
 
 from helios.core.memory import has_plain_bytes
 from helios.errors import StateError
-from helios.protocols import Meter
 from helios.storage import type_converters
-from helios.storage.encoding_cost import Metering
 from helios.storage.shared_storages import SharedStorages
 from helios.storage.type_converters import is_native, is_native_key
 from helios.storage.user_types import (
@@ -52,7 +50,6 @@ class Encoder:
         where: name of the tree's root in messages.
         safe_types: users' types that loading may create.
         check_object: called with each object of such a type; raises if it could not be loaded.
-        meters: receive how long parts of the tree take to encode, by the ``id`` of the part.
 
     Attributes:
         has_live_objects: whether the code contains users' objects themselves, not copies.
@@ -63,7 +60,6 @@ class Encoder:
         where: str,
         safe_types: Iterable[Any],
         check_object: Callable[[Any], None],
-        meters: Mapping[int, Meter] | None = None,
     ) -> None:
         self._safe = frozenset(index_types(safe_types).values())
         self._check_object = check_object
@@ -72,7 +68,6 @@ class Encoder:
         self._memo: dict[int, tuple[Any, Any]] = {}
         self._open: set[int] = set()
         self._shared = SharedStorages(self._fill_array, self._fill_view)
-        self._metering = Metering(meters or {}, lambda: self._shared.num_arrays)
         self.has_live_objects = False
         self._handlers: dict[type, Callable[[Any], Any]] = {
             list: self._encode_list,
@@ -107,7 +102,7 @@ class Encoder:
                 f"{self._path[0]} cannot be saved: it is nested too deeply. Flatten it, or name "
                 "the attribute in `unsaved`."
             ) from None
-        self._metering.finish(self._shared.fit)
+        self._shared.fit()
         return code
 
     def _encode(self, value: Any) -> Any:
@@ -122,8 +117,6 @@ class Encoder:
                 "Break the cycle, or name the attribute in `unsaved`."
             )
         handler = self._handlers.get(type(value), self._encode_other)
-        if id(value) in self._metering.waiting:
-            return self._remember(value, self._metering.run(handler, value))
         return self._remember(value, handler(value))
 
     def _remember(self, value: Any, code: Any) -> Any:

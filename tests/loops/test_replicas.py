@@ -927,7 +927,7 @@ class Saver:
     def has_saved(self, state: TrainingState) -> bool:
         return state.global_iteration in self.saved
 
-    def save(self, snapshot: dict[str, Any], meters: Any) -> None:
+    def save(self, snapshot: dict[str, Any]) -> None:
         self.saved.append(snapshot["training_state"]["global_iteration"])
 
     def log_scalars(self, scalars: Any, state: TrainingState) -> None:

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from helios.errors import StateError
-from helios.run_state.changes import PlainValues
-from helios.run_state.custom_state_dicts import Omissions
 from helios.run_state.owner_states import Owner as Holder
 from helios.run_state.owner_states import Owners
-from helios.run_state.plain_values import Identities
 from tests.run_state.owners import Owner, bits, started, through_a_file
 
 
@@ -264,27 +261,3 @@ def test_weights_for_inference_are_whole_too() -> None:
     again = Owner(net=OnlyHead())
     started(again).restore(discovery.capture(), is_inference=True)
     assert bits(dict(again.net.named_parameters())) == bits(dict(owner.net.named_parameters()))
-
-
-def test_what_takes_too_long_to_compare_is_named() -> None:
-    """Two looks of ten seconds each, and no time between the saves."""
-
-    class Slow:
-        now = 0.0
-
-        def __call__(self) -> float:
-            self.now += 10
-            return self.now
-
-    owner = Owner(net=OnlyHead())
-    found = started(owner)._look().found
-    values = PlainValues(Identities(), clock=Slow())
-    omissions = Omissions(Identities(), values)
-    omissions.remember(found)
-    states = {"net": owner.net.state_dict()}
-    assert omissions.find(found, states)[1] == {}
-    values.costs.end()
-    _train(owner, 1)
-    omitted, costly = omissions.find(found, states)
-    assert list(costly) == ["net (beside its state_dict)"]
-    assert omitted["net"]["values"] == {}

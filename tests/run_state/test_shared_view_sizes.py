@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helios.run_state import shared_views
-from helios.run_state.save_costs import Costs
-from helios.storage.checksums import tensor_sum
 from tests.run_state.owners import Owner, bits, resumed, started, through_a_file
 
 LENGTH = 10_000
@@ -137,22 +134,3 @@ def test_memory_beyond_the_limit_is_named_and_tensors_resume(
     again = resumed(_make, state)
     assert bits(again.net.mean) == bits(owner.net.mean)
     assert again.table[-1] == 0
-
-
-def test_the_time_to_read_memory_counts_for_the_value_that_sees_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    owner = _make()
-    discovery = started(owner)
-    seconds: list[float] = []
-
-    def read_slowly(piece: Tensor) -> int:
-        seconds.append(0.1)
-        return tensor_sum(piece)
-
-    discovery.values.costs = Costs(lambda: sum(seconds))
-    monkeypatch.setattr(shared_views, "tensor_sum", read_slowly)
-    discovery.capture()
-    assert not discovery.values.costs.too_slow()
-    discovery.capture()
-    assert discovery.values.costs.too_slow() == {"table": pytest.approx(sum(seconds) / 2)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
@@ -14,7 +14,6 @@ from helios.engines.engine import Engine
 from helios.errors import UsageError
 from helios.model.model import Model
 from helios.run_state.consistency import check_alike
-from helios.run_state.discovery import Discovery
 from helios.run_state.owner_states import internals_of
 from helios.run_state.walk import walk_all
 from helios.run_state.walk_result import Rules
@@ -77,7 +76,7 @@ def set_up_keyed(
             load(replicas.share)
             # Shards are not compared; that all processes load is.
             marks[f"load_weights of {name}"] = 1
-        replicas.compare(partial(_check_weights, discovery, marks))
+        replicas.compare(partial(check_alike, discovery, marks=marks))
         return named
     finally:
         model.loads_after_setup = None
@@ -108,12 +107,6 @@ def _initialize(
             prepare(name)
     mark(init.initialize_rest())
     return marks
-
-
-def _check_weights(
-    discovery: Discovery, marks: Mapping[str, Any], gather: Callable[[Any], list[Any]]
-) -> None:
-    check_alike(discovery, gather, too_slow={}, marks=marks)
 
 
 def _check_loose(loose: Mapping[str, Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -18,7 +18,6 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.run_state.consistency import check_alike
-from helios.run_state.discovery import Discovery
 from helios.sharding.recomputation import recomputed
 from helios.sharding.requirements import check_checkpointable, check_shardable
 from helios.sharding.units import Unit, find_in_networks, find_units
@@ -153,9 +152,5 @@ def _shard_networks(model: Model, engine: Engine, named: Sequence[nn.Module | Un
     networks, optimizers = discovery.modules(), discovery.optimizers()
     check_shardable(networks, optimizers, discovery.moved()[0])
     units = find_units(networks, named)
-    engine.replicas.compare(partial(_check_weights, discovery))
+    engine.replicas.compare(partial(check_alike, discovery))
     engine.shard(networks, optimizers, units)
-
-
-def _check_weights(discovery: Discovery, gather: Callable[[Any], list[Any]]) -> None:
-    check_alike(discovery, gather, too_slow={})

@@ -23,7 +23,6 @@ from helios.errors import LedgerError, UsageError
 from helios.ledger.timing import read_timing
 from helios.ledger.writer import LedgerWriter
 from helios.model.model import Model
-from helios.protocols import Meter
 from helios.run_state.state_size import shard_sizes, storage_sizes
 from helios.schedule import Schedule, count_saves
 from helios.startup.building.run_evidence import RunEvidence
@@ -229,12 +228,11 @@ class FitRecorder:
             return self._newest
         return self._saves.settle()
 
-    def save(self, snapshot: dict[str, Any], meters: Mapping[int, Meter]) -> None:
+    def save(self, snapshot: dict[str, Any]) -> None:
         """Save a snapshot as a checkpoint of the run; all processes wait until it is copied.
 
         Args:
             snapshot: the content.
-            meters: on rank 0, measure how long values in it take to encode, by address.
 
         Raises:
             UsageError: after a collective has failed: the processes may be at different points.
@@ -249,7 +247,7 @@ class FitRecorder:
                 "may be at different points. Let the error end this process, and start the run "
                 "again: it resumes from the newest checkpoint."
             )
-        self._newest = saves.save(snapshot, self._describe, meters)
+        self._newest = saves.save(snapshot, self._describe)
 
     def _describe(self, record: Record) -> Description:
         if self._start.lock is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from helios.checkpoint.sharded_commit import RankParts
 from helios.checkpoint.sidecar import Sidecar
 from helios.checkpoint.store import CheckpointStore, Draft
 from helios.distributed.process_groups import has_failed
-from helios.protocols import Meter
 from helios.replicas.replicas import Replicas
 from helios.startup.launching.on_all_ranks import on_each, on_first
 
@@ -69,15 +68,12 @@ class RunSaves:
         if self._replicas.rank == 0:
             self._saver.prepare(sizes)
 
-    def save(
-        self, snapshot: dict[str, Any], describe: Describe, meters: Mapping[int, Meter]
-    ) -> Path:
+    def save(self, snapshot: dict[str, Any], describe: Describe) -> Path:
         """Save a snapshot; returns its path, which another thread may still be writing to.
 
         Args:
             snapshot: the content; may change after this returns.
             describe: called on rank 0.
-            meters: on rank 0, measure how long values in it take to encode, by address.
 
         Raises:
             Exception: on all processes, the failure of this save, or of the one before.
@@ -90,7 +86,6 @@ class RunSaves:
                 stem=told.path.stem,
                 sidecar=told.sidecar,
                 safe_types=told.safe_types,
-                meters=meters,
             )
 
         return on_first(self._replicas, write)
@@ -142,9 +137,7 @@ class ShardedSaves(RunSaves):
         """Allocate memory for copies of this process's shards."""
         self._parts.prepare(sizes)
 
-    def save(
-        self, snapshot: dict[str, Any], describe: Describe, meters: Mapping[int, Meter]
-    ) -> Path:
+    def save(self, snapshot: dict[str, Any], describe: Describe) -> Path:
         """Save a snapshot; see the base."""
         self.conclude_parts()
         payload, rows = split_sharded(snapshot)
@@ -166,20 +159,19 @@ class ShardedSaves(RunSaves):
             part, is_own = self._parts.draft(plan, rows)
             if self._replicas.rank == 0:
                 self._newest = RankParts(part, has_failed)
-                drafts.append(self._draft(described[0], self._newest, meters))
+                drafts.append(self._draft(described[0], self._newest))
                 is_own = is_own and drafts[0].is_own
             return part, is_own
 
         self._write(draft, drafts)
         return path
 
-    def _draft(self, told: Description, parts: RankParts, meters: Mapping[int, Meter]) -> Draft:
+    def _draft(self, told: Description, parts: RankParts) -> Draft:
         return self._saver.draft(
             told.payload,
             stem=told.path.stem,
             sidecar=told.sidecar,
             safe_types=told.safe_types,
-            meters=meters,
             parts=parts,
         )
 
