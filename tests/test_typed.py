@@ -1,18 +1,28 @@
-"""A user's script with types passes strict checkers, and does what it says."""
+"""Users' scripts with types pass strict checkers, and do what they say.
+
+``scripts/check`` runs the checkers on both scripts as they stand.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from helios import Model, Trainer
 from tests.house import ROOT
-from tests.typed import user_script
+from tests.typed import published_members, user_script
 
 SCRIPT = ROOT / "tests" / "typed" / "user_script.py"
+MEMBERS = ROOT / "tests" / "typed" / "published_members.py"
+# Assigned in the constructor of a trainer, and listed in its docstring.
+ATTRIBUTES = {"model", "datamodule", "plugins", "train_exceptions", "test_exceptions"}
+# Public for the house only.
+OF_THE_HOUSE = {"discovery", "enter_run", "tables"}
 WRONG = """
 from helios import Model, Plugin, Trainer, TrainingState
 
@@ -62,3 +72,17 @@ def test_the_script_runs(tmp_path: Path) -> None:
     assert watch.is_first
     assert model.metrics.keys() == {"error"}
     assert "clip_norm" in str(user_script.refuse())
+
+
+def test_the_script_of_published_members_names_all_of_them_and_runs(tmp_path: Path) -> None:
+    read = {
+        owner: set(re.findall(rf"\b{owner}\.(\w+)", MEMBERS.read_text("utf-8")))
+        for owner in ("model", "trainer")
+    }
+    published = {
+        owner: {name for name in dir(kind) if not name.startswith("_")}
+        for owner, kind in (("model", Model), ("trainer", Trainer))
+    }
+    assert published["trainer"] | ATTRIBUTES <= read["trainer"]
+    assert published["model"] - OF_THE_HOUSE <= read["model"]
+    assert published_members.read_all(tmp_path).is_equal
