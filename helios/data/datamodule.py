@@ -19,7 +19,7 @@ from helios.data.steps import Steps
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:
-    from helios.trainer import Trainer
+    from helios import Trainer
 
 __all__ = ["DataLoaderParams", "DataModule", "Dataset", "DatasetSplit"]
 

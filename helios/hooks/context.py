@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from helios.engines.engine import Engine
 from helios.errors import ArgumentTypeError, UsageError
 from helios.hooks.run_view import RunView
 from helios.state import Cursor, Phase, TrainingState, TrainingUnit
 
 if TYPE_CHECKING:
-    from helios.engines.engine import Engine
-    from helios.model.model import Model
-
+    from helios import Model
 
 Item = TypeVar("Item")
 

@@ -9,14 +9,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from helios.engines.engine import Engine
+from helios.replicas.replica_state import Turns
+from helios.replicas.replicas import Replicas
 from helios.schedule import Schedule
 from helios.state import Cursor, Phase, TrainingState
 
 if TYPE_CHECKING:
-    from helios.engines.engine import Engine
-    from helios.model.model import Model
-    from helios.replicas.replica_state import Turns
-    from helios.replicas.replicas import Replicas
+    from helios import Model
 
 
 class RunView(Protocol):

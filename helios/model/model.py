@@ -28,7 +28,7 @@ from helios.sharding.units import Unit
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:
-    from helios.trainer import Trainer
+    from helios import Trainer
 
 MODEL_REGISTRY = Registry("model")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from helios.errors import ArgumentTypeError, LossNotProvidedError, UsageError
 
 if TYPE_CHECKING:
-    from helios.model.model import Model
+    from helios import Model
 
 Transform = Callable[[Any], Any]
 Forward = Callable[["Model", Any], tuple[Any, Tensor | None]]

@@ -15,11 +15,11 @@ from helios.errors import ArgumentError, ArgumentTypeError, UsageError
 from helios.hooks.context import Context
 from helios.hooks.events import silent
 from helios.hooks.interface import Hooks
+from helios.model.model import Model
 from helios.state import Phase, TrainingState
 
 if TYPE_CHECKING:
-    from helios.model.model import Model
-    from helios.trainer import Trainer
+    from helios import Trainer
 
 PLUGIN_REGISTRY = Registry("plugin")
 
