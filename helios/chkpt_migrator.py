@@ -162,7 +162,7 @@ def _make_formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, width=_WIDTH)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_migrator_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m helios.chkpt_migrator",
@@ -176,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    namespace = build_parser().parse_args(argv)
+    namespace = build_migrator_parser().parse_args(argv)
     try:
         return run(namespace)
     except ArgumentError as error:

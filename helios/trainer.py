@@ -23,7 +23,7 @@ from helios.loops.fit import FitLoop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
 from helios.session import Session
-from helios.startup.launching.launch_call import carry_out
+from helios.startup.launching.launch_call import run_call
 from helios.startup.launching.trainer_call import Call, RuntimeState, only_call
 from helios.startup.options.audit_options import Audit, as_audit
 from helios.startup.options.checkpoint_choice import Choice
@@ -537,4 +537,4 @@ class Trainer:
             call = Call(phase, *own, passed, asked, checkpoint=checkpoint)
             for owner in call.owners:
                 owner.trainer = self
-            return carry_out(call)
+            return run_call(call)

@@ -41,7 +41,7 @@ MAKERS: dict[str, Callable[[], dict[Path, str]]] = {
     "events": lambda: _in(GOLDEN / "events", event_situations.golden_logs()),
     "replicas": lambda: _in(replica_logs.FOLDER, replica_logs.golden_logs()),
     "help": lambda: {
-        GOLDEN / "chkpt_migrator_help.txt": chkpt_migrator.build_parser().format_help(),
+        GOLDEN / "chkpt_migrator_help.txt": chkpt_migrator.build_migrator_parser().format_help(),
         **_in(GOLDEN / "help", helps.help_texts()),
     },
     "page": lambda: {ROOT / "docs" / "hooks.md": event_page.render()},

@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -99,7 +100,12 @@ SAME_FILE_NAME = {
     "__init__.py": "what a package exports",
     "exports.py": "names that a package defers: its own, and those of core/",
     "export.py": "cli/export is the command that calls checkpoint/export, and has its name",
-    "fit.py": "loops/fit is the loop of a fit, startup/fit what surrounds it",
+}
+# Public functions that share their name with another function or class, each with the reason.
+SAME_FUNCTION_NAME = {
+    "add_arguments": "each command of the command line has one; cli/commands calls it by this name",
+    "run": "each command of the command line has one; cli/commands calls it by this name",
+    "main": "where a program starts: the command line, the migrator, the process that sends",
 }
 # Packages that import their names when they are first used, so that commands that only read text
 # start without PyTorch.
@@ -267,20 +273,34 @@ def idle_exceptions(files: Mapping[str, str]) -> list[str]:
 
 
 def same_name_faults(files: Mapping[str, str]) -> list[str]:
-    """Files of one name in two packages, and public classes of one name in two modules."""
-    by_file: dict[str, list[str]] = {}
-    by_class: dict[str, list[str]] = {}
-    for path, text in files.items():
-        by_file.setdefault(path.split("/")[-1], []).append(path)
-        for node in parse(text).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                by_class.setdefault(node.name, []).append(path)
-    known = {name: paths for name, paths in by_file.items() if name not in SAME_FILE_NAME}
+    """Files of one name in two packages; classes and functions of one name in two modules."""
     return [
         f"{name} means several things: {', '.join(paths)}."
-        for name, paths in [*known.items(), *by_class.items()]
-        if len(paths) > 1
+        for name, paths in _places_by_name(files).items()
+        if len(paths) > 1 and name not in SAME_FILE_NAME and name not in SAME_FUNCTION_NAME
     ]
+
+
+def idle_names(files: Mapping[str, str]) -> list[str]:
+    """Entries of the tables of shared names that only one place, or none, has."""
+    found = _places_by_name(files)
+    names = [*SAME_FILE_NAME, *SAME_FUNCTION_NAME]
+    return [f"Nothing needs the exception {name}." for name in names if len(found[name]) < 2]
+
+
+def _places_by_name(files: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the paths of each name of a file, and of each name that its module level defines."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path, text in files.items():
+        found[path.split("/")[-1]].append(path)
+        # A name that is defined twice in one file has overloads.
+        for name in {node.name: None for node in parse(text).body if isinstance(node, _NAMED)}:
+            if not name.startswith("_"):
+                found[name].append(path)
+    return found
+
+
+_NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

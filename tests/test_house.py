@@ -53,11 +53,24 @@ def test_every_exception_of_the_table_is_needed() -> None:
 def test_no_name_means_two_things() -> None:
     faults = house.same_name_faults(_FILES)
     assert not faults, "\n".join(faults)
-    text = "class A: ...\nclass _B: ...\n"
+    text = "class A: ...\nclass _B: ...\ndef _c(): ...\n"
     assert house.same_name_faults({"a/x.py": text, "b/y.py": text}) == [
         "A means several things: a/x.py, b/y.py."
     ]
     assert len(house.same_name_faults({"a/x.py": "", "b/x.py": ""})) == 1
+    function = "def judge(): ..."
+    for other in (function, "async def judge(): ...", "class judge: ..."):
+        assert house.same_name_faults({"a/x.py": function, "b/y.py": other}) == [
+            "judge means several things: a/x.py, b/y.py."
+        ]
+    overloads = "@overload\ndef f(a: int): ...\n@overload\ndef f(a: str): ...\ndef f(a): ..."
+    method = "class A:\n    def f(self): ...\n    def run(self): ..."
+    assert house.same_name_faults({"a/x.py": overloads, "b/y.py": method}) == []
+
+
+def test_every_shared_name_is_shared() -> None:
+    assert not (idle := house.idle_names(_FILES)), "\n".join(idle)
+    assert len(house.idle_names({})) == len(house.SAME_FILE_NAME) + len(house.SAME_FUNCTION_NAME)
 
 
 def test_every_long_function_and_signature_has_a_reason_and_is_long() -> None:

@@ -30,7 +30,7 @@ class Finding:
         return cls(difference, "" if difference is None else second.digest(), left)
 
 
-def describe(
+def describe_mismatch(
     difference: GradientMismatch,
     turn: AuditTurn,
     *,
@@ -70,7 +70,7 @@ def _count(difference: GradientMismatch) -> str:
     return ", ".join(texts) or "the forms differ"
 
 
-def judge(
+def describe_verdict(
     turn: AuditTurn, digests: tuple[str, str], third: str | None, places: Sequence[str]
 ) -> str:
     """Return what a third computation says.

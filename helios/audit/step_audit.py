@@ -18,7 +18,7 @@ from torch import Tensor
 
 from helios.audit.audit_turns import AuditTurn, find_turn
 from helios.audit.gradient_copies import GradientCopy
-from helios.audit.mismatches import Finding, describe, judge
+from helios.audit.mismatches import Finding, describe_mismatch, describe_verdict
 from helios.audit.watched_turn import Parcel, TurnNote, WatchedTurn
 from helios.core.parameters import parameters_of
 from helios.distributed.process_groups import count_collectives
@@ -274,13 +274,13 @@ class StepAudit:
         if turn.third is not None:
             third = answers[turn.third][0].digest or first
         places = [note.place for note in notes]
-        text = describe(
+        text = describe_mismatch(
             found.difference,
             turn,
             iteration=self._session.state.global_iteration,
             step=self._session.state.global_step + 1,
             places=places,
-            verdict=judge(turn, (first, found.digest), third, places),
+            verdict=describe_verdict(turn, (first, found.digest), third, places),
         )
         ranks = (turn.owner, turn.auditor, turn.third)
         self._report(text, [notes[rank].host for rank in ranks if rank is not None])

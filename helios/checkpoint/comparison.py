@@ -40,7 +40,7 @@ class TensorDifference:
 
 @dataclass
 class CheckpointDifference:
-    """The result of :func:`compare`.
+    """The result of :func:`compare_checkpoints`.
 
     Attributes:
         first, second: the two files.
@@ -69,7 +69,7 @@ class CheckpointDifference:
         }
 
 
-def compare(first: Path, second: Path) -> CheckpointDifference:
+def compare_checkpoints(first: Path, second: Path) -> CheckpointDifference:
     """Compare all tensors of two checkpoints; nothing in the files is executed.
 
     Raises:

@@ -238,7 +238,7 @@ class ShardedFolder(Contents):
         """Return what stands for a sharded tensor until it is read."""
         import torch
 
-        from helios.core.sharded_tensors import defer
+        from helios.core.sharded_tensors import make_deferred_tensor
         from helios.storage.shard_file import dtype_of
 
         tensor = self.index.tensors.get(name)
@@ -247,7 +247,9 @@ class ShardedFolder(Contents):
                 f"{self.path} is damaged: its index lacks the tensor {name}. Remove the "
                 "checkpoint, or use another one."
             )
-        return defer(torch.Size(tensor.shape), dtype_of(tensor.code), _NamedRows(self.reader, name))
+        return make_deferred_tensor(
+            torch.Size(tensor.shape), dtype_of(tensor.code), _NamedRows(self.reader, name)
+        )
 
 
 @final
@@ -284,7 +286,7 @@ class _NamedRows:
         self._reader.read_rows(self.name, target, first)
 
 
-def contents_of(path: Path) -> Contents:
+def open_contents(path: Path) -> Contents:
     """Return the contents of a checkpoint, by its name.
 
     Raises:

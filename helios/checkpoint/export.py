@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from helios.checkpoint import file_names
-from helios.core.sharded_tensors import defer, is_deferred, value_of
+from helios.core.sharded_tensors import is_deferred, make_deferred_tensor, value_of
 from helios.core.wrappers import clean_names
 from helios.errors import ArgumentError, CheckpointError
 from helios.storage.weights_only import TAG
@@ -181,7 +181,11 @@ def _as_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor in another type; one with rows is converted when it is read."""
     if tensor.dtype == dtype:
         return tensor
-    return defer(tensor.shape, dtype, _Converted(tensor)) if tensor.dim() else tensor.to(dtype)
+    return (
+        make_deferred_tensor(tensor.shape, dtype, _Converted(tensor))
+        if tensor.dim()
+        else tensor.to(dtype)
+    )
 
 
 @final

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from helios.checkpoint import file_names, schema_upgrades
-from helios.checkpoint.contents import Contents, contents_of
+from helios.checkpoint.contents import Contents, open_contents
 from helios.checkpoint.record import Record
 from helios.checkpoint.sidecar import Sidecar, check_schema
 from helios.errors import (
@@ -136,7 +136,7 @@ def gone_text(path: Path) -> str:
 def _load(path: Path, safe_types: list[Any], *, maps: bool, share: RowShare | None) -> Loaded:
     try:
         sidecar = read_sidecar(path)
-        content = contents_of(path)
+        content = open_contents(path)
         is_verified = content.compare_bytes(sidecar, share)
         if sidecar is None:
             _LOGGER.warning(

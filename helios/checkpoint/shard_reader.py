@@ -67,13 +67,13 @@ class ShardReader:
         Raises:
             DamagedCheckpointError: if they are not those that were written.
         """
-        from helios.storage.shard_file import bytes_of
+        from helios.storage.shard_file import tensor_bytes
 
         tensor = self.index.tensors[name]
         rows = target.shape[0] if target.dim() else 1
         if not target.nbytes:
             return
-        into, size = bytes_of(target), _row_bytes(tensor)
+        into, size = tensor_bytes(target), _row_bytes(tensor)
         for piece, row, begin, count in _cover(tensor, first, first + rows):
             at, length = (row - first) * size, count * size
             self._open(piece.file).copy(begin, into[at : at + length])

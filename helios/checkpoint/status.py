@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names, loading, schema_upgrades
-from helios.checkpoint.contents import Contents, WholeFile, contents_of
+from helios.checkpoint.contents import Contents, WholeFile, open_contents
 from helios.checkpoint.sidecar import Sidecar, check_schema
 from helios.errors import (
     DamagedCheckpointError,
@@ -187,7 +187,7 @@ class _Look:
         self._fault = self._fault or (condition, reason)
 
     def measure(self) -> None:
-        self._contents = contents_of(self.path)
+        self._contents = open_contents(self.path)
         self._size = self._contents.size
 
     def read_sidecar(self) -> None:

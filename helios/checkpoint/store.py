@@ -143,7 +143,7 @@ class RunFolder:
         if buffers is None:
             code = codec.encode(payload, where="", safe_types=safe_types)
             return Draft(path, code, sidecar, is_own=False, parts=parts)
-        captured = codec.capture(payload, safe_types=safe_types, buffers=buffers)
+        captured = codec.encode_to_host(payload, safe_types=safe_types, buffers=buffers)
         return Draft(path, captured.code, sidecar, is_own=captured.is_own, parts=parts)
 
     def commit(self, draft: Draft) -> Path:

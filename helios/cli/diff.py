@@ -64,9 +64,9 @@ def run(namespace: argparse.Namespace) -> int:
 
 def _compare(paths: list[Path]) -> CheckpointDifference:
     # Ledgers are compared without PyTorch.
-    from helios.checkpoint.comparison import compare
+    from helios.checkpoint.comparison import compare_checkpoints
 
-    return compare(*(output.existing_checkpoint(str(path)) for path in paths))
+    return compare_checkpoints(*(output.existing_checkpoint(str(path)) for path in paths))
 
 
 def _tensors(found: CheckpointDifference) -> list[str]:

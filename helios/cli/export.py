@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from helios.checkpoint import file_names
-from helios.checkpoint.contents import contents_of
+from helios.checkpoint.contents import open_contents
 from helios.checkpoint.export import Weights, select_weights
 from helios.checkpoint.export_files import FILE_FORMATS, write_weights
 from helios.checkpoint.export_folders import (
@@ -162,7 +162,7 @@ def _metadata(status: Status, tree: Any, average: str | None) -> dict[str, str]:
         "epoch": str(state["global_epoch"]),
         "iteration": str(state["global_iteration"]),
         "source": status.path.name,
-        "source_digest": digest or contents_of(status.path).digest,
+        "source_digest": digest or open_contents(status.path).digest,
         "average": average or "",
     }
 

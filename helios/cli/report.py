@@ -46,7 +46,7 @@ def run(namespace: argparse.Namespace) -> int:
     """
     folder = find_run(namespace.folder)
     target = find_target(namespace.out, folder, "report", suffixes=_SUFFIXES[namespace.md])
-    found = report(folder, list_checkpoints(folder))
+    found = report(folder, list_checkpoint_facts(folder))
     files.write_text_durably(target, found.markdown if namespace.md else found.html)
     if namespace.json:
         output.print_json({"path": str(target), **found.as_dict()})
@@ -78,7 +78,7 @@ def find_target(given: str | None, folder: Path, stem: str, *, suffixes: tuple[s
     return target
 
 
-def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
+def list_checkpoint_facts(folder: Path) -> list[dict[str, Any]]:
     """Return facts about each checkpoint in the folder of a run."""
     found = examine_folder(folder).files
     return [_describe(status) for status in found if status.condition is not Condition.ASIDE]

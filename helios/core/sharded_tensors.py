@@ -129,7 +129,7 @@ class _Deferred(Tensor):
         name, getter = func.__name__, getattr(func, "__self__", func)
         if name == "__deepcopy__":
             own = args[0]
-            return defer(own.shape, own.dtype, vars(own)[_SOURCE])
+            return make_deferred_tensor(own.shape, own.dtype, vars(own)[_SOURCE])
         if name == "__repr__":
             return f"deferred({vars(args[0])[_SOURCE].name!r}, shape={tuple(args[0].shape)})"
         is_form = getter.__name__ not in _VALUES if name == "__get__" else name in _FORMS
@@ -149,7 +149,7 @@ def _unread_text(name: str, arguments: Sequence[Any]) -> str:
     )
 
 
-def defer(shape: torch.Size, dtype: torch.dtype, source: RowSource) -> Tensor:
+def make_deferred_tensor(shape: torch.Size, dtype: torch.dtype, source: RowSource) -> Tensor:
     """Return a tensor without values that stands for one whose rows can be read."""
     deferred = torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Deferred)
     vars(deferred)[_SOURCE] = source
@@ -157,7 +157,7 @@ def defer(shape: torch.Size, dtype: torch.dtype, source: RowSource) -> Tensor:
 
 
 def is_deferred(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a tensor of :func:`defer`."""
+    """Return whether a value is a tensor of :func:`make_deferred_tensor`."""
     return isinstance(value, _Deferred)
 
 

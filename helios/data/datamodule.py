@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from helios.data.loader import LoaderPair, build_loader
-from helios.data.multi_loader import check_names, check_some
+from helios.data.multi_loader import check_loader_names, check_some
 from helios.data.params import DataLoaderParams
 from helios.data.steps import Steps
 from helios.errors import ArgumentError, ArgumentTypeError, UsageError
@@ -229,7 +229,7 @@ class DataModule(ABC):
 def _open_all(module: DataModule, pairs: Datasets | None, name: str) -> LoaderPairs | None:
     if isinstance(pairs, Mapping):
         check_some(f"{name}s", pairs)
-        check_names(f"{name}s", pairs)
+        check_loader_names(f"{name}s", pairs)
         return {key: _open_one(module, pair, f"{name} {key!r}") for key, pair in pairs.items()}
     if isinstance(pairs, list | tuple):
         check_some(f"{name}s", pairs)

@@ -163,7 +163,7 @@ class KeyedBatchSampler(Sampler[Keyed]):
         blocks = self.order.blocks(position)
         if self.order.yields_batches or self._batch_size is None:
             return chain.from_iterable(blocks)
-        lists = chain.from_iterable(cut(blocks, self._batch_size))
+        lists = chain.from_iterable(split_into_batches(blocks, self._batch_size))
         least = self._batch_size if self._drop_last else 1
         return (indices for indices in lists if len(indices) >= least)
 
@@ -197,7 +197,7 @@ def ask_twice(position: Position, ask: Callable[[], _Found | None]) -> _Found | 
     return first if first == second else None
 
 
-def cut(blocks: Iterator[list[Any]], size: int) -> Iterator[list[list[Any]]]:
+def split_into_batches(blocks: Iterator[list[Any]], size: int) -> Iterator[list[list[Any]]]:
     """Split blocks into lists of equal size, several at once; the last one may be shorter."""
     rest: list[Any] = []
     for block in blocks:

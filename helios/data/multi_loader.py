@@ -16,7 +16,7 @@ from helios.data.truncated import TruncatedSource
 from helios.errors import ArgumentError, ArgumentTypeError
 
 
-def check_names(what: str, found: Mapping[Any, Any]) -> None:
+def check_loader_names(what: str, found: Mapping[Any, Any]) -> None:
     """Check the names of several data sets or loaders; scores are named ``<score>/<name>``.
 
     Raises:
@@ -102,7 +102,7 @@ def _of_each(share: Shard) -> str:
 def _entries(found: Any, what: str) -> list[tuple[str, Any, Any]]:
     """Return name, loader and sampler of each loader."""
     if isinstance(found, Mapping):
-        check_names(what, found)
+        check_loader_names(what, found)
         named = list(found.items())
     elif isinstance(found, list):
         named = [(str(number), item) for number, item in enumerate(found)]

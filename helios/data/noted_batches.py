@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
 from helios.data.keyed import KeyedDataset
-from helios.storage.content_hash import Content, bytes_of, look_safely
+from helios.storage.content_hash import Content, content_bytes, look_safely
 
 
 class NotedBatch(NamedTuple):
@@ -40,4 +40,4 @@ class NotingCollate:
         if not self._dataset.is_noted:
             return batch
         content = look_safely(batch)
-        return NotedBatch(batch, content._replace(data=bytes_of(content)))
+        return NotedBatch(batch, content._replace(data=content_bytes(content)))

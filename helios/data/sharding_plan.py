@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from helios.data.keyed import Keyed, ask_twice, cut
+from helios.data.keyed import Keyed, ask_twice, split_into_batches
 from helios.data.loader import KeyedLoader
 from helios.data.order import GlobalOrder, Order, Position
 from helios.data.replayed_sampler import samplers_in
@@ -201,7 +201,7 @@ class ShardingPlan:
         blocks, head = self.order.blocks_and_head(self._position_in_order(position), num_head)
         # With this many samples or fewer, even the first replica's batch is incomplete.
         too_few = width - self._stride if self._drop_last else 0
-        for windows in cut(blocks, width):
+        for windows in split_into_batches(blocks, width):
             if len(windows[0]) == width:
                 yield windows
             elif len(rest := self._even_out(windows[0], head)) > too_few:

@@ -15,7 +15,7 @@ import torch
 
 from helios.doctor.diagnosis import Diagnosis, Severity
 from helios.doctor.folder_checks import examine_run_folder
-from helios.doctor.hardware_checks import check_gpus, check_processor, check_shared_memory
+from helios.doctor.hardware_checks import check_cpu, check_gpus, check_shared_memory
 from helios.doctor.software_checks import check_variables, check_versions
 from helios.ledger.manifest.environment import (
     describe_environment,
@@ -74,7 +74,7 @@ def examine_machine(folder: Path) -> Examination:
     findings = [
         *check_versions(facts["versions"]),
         *check_variables(facts["environment"], has_gpu=bool(facts["gpu"])),
-        *check_processor(facts["system"], facts["switches"]),
+        *check_cpu(facts["system"], facts["switches"]),
         *check_gpus(facts["gpu"], facts["switches"], has_driver=_DRIVER.is_file(), failure=failure),
         *check_shared_memory(shared),
         *check_clock(now),

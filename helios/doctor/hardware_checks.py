@@ -17,7 +17,7 @@ _BUILD = (
 )
 
 
-def check_processor(system: Mapping[str, Any], switches: Mapping[str, Any]) -> Iterator[Diagnosis]:
+def check_cpu(system: Mapping[str, Any], switches: Mapping[str, Any]) -> Iterator[Diagnosis]:
     """Check the processor and the number of threads.
 
     Args:

@@ -45,7 +45,7 @@ def explain(name: str) -> str:
     )
 
 
-def refuse(name: str) -> NoReturn:
+def refuse_engine_name(name: str) -> NoReturn:
     """Refuse an attribute of ``helios.engines``, and name the replacement of an engine.
 
     Raises:

@@ -71,7 +71,7 @@ class LaunchQueue:
             queue.Empty: if there is no item, or none arrives in time.
         """
         is_packed, item = self._items.get(block, timeout)
-        return unpack(item) if is_packed else item
+        return unpickle_value(item) if is_packed else item
 
     def get_nowait(self) -> Any:
         """Remove and return the oldest item, or raise ``queue.Empty``."""
@@ -149,7 +149,7 @@ class RankQueue:
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Send an item to the launcher by value; blocks while the pipe is full."""
-        self._channel.send(self._kind, pack(item, "queue.put(item)", "item"))
+        self._channel.send(self._kind, pickle_value(item, "queue.put(item)", "item"))
 
     def put_nowait(self, item: Any) -> None:
         """Send an item, as :meth:`put` does."""
@@ -209,7 +209,7 @@ class _Unpacker(pickle.Unpickler):
         return self._own_queue
 
 
-def pack(value: Any, what: str, name: str, own_queue: LaunchQueue | None = None) -> bytes:
+def pickle_value(value: Any, what: str, name: str, own_queue: LaunchQueue | None = None) -> bytes:
     """Pickle a value, tensors by value.
 
     Args:
@@ -235,8 +235,8 @@ def pack(value: Any, what: str, name: str, own_queue: LaunchQueue | None = None)
     return file.getvalue()
 
 
-def unpack(data: bytes, own_queue: RankQueue | None = None) -> Any:
-    """Return the value that :func:`pack` pickled."""
+def unpickle_value(data: bytes, own_queue: RankQueue | None = None) -> Any:
+    """Return the value that :func:`pickle_value` pickled."""
     return _Unpacker(io.BytesIO(data), own_queue).load()
 
 

@@ -24,7 +24,7 @@ from helios.core.signal_watch import SignalReceiver
 from helios.distributed.collectives import TORCHRUN_VARIABLES, get_dist_info
 from helios.distributed.process_groups import DEFAULT_TIMEOUT, DistributedInfo, is_dist_active
 from helios.errors import ArgumentError, UsageError
-from helios.launch.ipc import RANK_NAME, Job, LaunchQueue, pack, refuse_nested_start
+from helios.launch.ipc import RANK_NAME, Job, LaunchQueue, pickle_value, refuse_nested_start
 from helios.launch.supervisor import Supervisor
 from helios.launch.worker import WorkerConfig
 
@@ -291,7 +291,7 @@ def spawn(
             "spawn(...) must be called outside a process group, but this process is in one. "
             "Leave it first, or use torchrun instead of spawn."
         )
-    job = pack(Job(function, tuple(args)), "spawn(function=..., args=...)", "", queue)
+    job = pickle_value(Job(function, tuple(args)), "spawn(function=..., args=...)", "", queue)
     start_method = multiprocessing.get_start_method(allow_none=True)
     with tempfile.TemporaryDirectory(prefix="helios-") as folder:
         places = [

@@ -28,7 +28,7 @@ from helios.launch.ipc import (
     UNGUARDED_EXIT,
     LaunchQueue,
     describe_unguarded_script,
-    unpack,
+    unpickle_value,
 )
 from helios.launch.worker import DONE, FAILED, ITEM, READY, Failure, WorkerConfig, run_rank
 
@@ -123,7 +123,7 @@ class Supervisor:
         if cause is not None:
             raise_cause(cause, len(self._ranks))
         self._warn_of_late_ends()
-        return [unpack(rank.result or b"") for rank in self._ranks]
+        return [unpickle_value(rank.result or b"") for rank in self._ranks]
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -219,7 +219,7 @@ class Supervisor:
         for rank in self._ranks:
             if rank.exit_code:
                 _LOGGER.warning(
-                    "Rank %d %s after it had returned its result.", rank.number, describe_end(rank)
+                    "Rank %d %s after it had returned its result.", rank.number, describe_exit(rank)
                 )
 
 
@@ -257,7 +257,7 @@ def choose_cause(ranks: Sequence[_Rank]) -> _Rank | None:
     return min(troubled, key=key, default=None)
 
 
-def describe_end(rank: _Rank) -> str:
+def describe_exit(rank: _Rank) -> str:
     """Return how a process ended, e.g. ``"was ended by SIGKILL"``."""
     code = rank.exit_code or 0
     if code >= 0:
@@ -294,4 +294,4 @@ def raise_cause(rank: _Rank, count: int) -> NoReturn:
         hint = " Only the system or a user sends it; the system does if memory runs out."
     elif not rank.has_begun:
         hint = " Its output is shown above."
-    raise RankError(f"Rank {rank.number} of {count} {describe_end(rank)} {when}.{hint}")
+    raise RankError(f"Rank {rank.number} of {count} {describe_exit(rank)} {when}.{hint}")

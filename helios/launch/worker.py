@@ -27,7 +27,7 @@ import torch
 from helios.core.tracebacks import fold_traceback, shows_all_frames
 from helios.distributed.lost_ranks import is_lost_peer
 from helios.distributed.process_groups import DistributedInfo, join_group, leave_group
-from helios.launch.ipc import Job, LaunchChannel, RankQueue, pack, unpack
+from helios.launch.ipc import Job, LaunchChannel, RankQueue, pickle_value, unpickle_value
 
 READY, ITEM, DONE, FAILED = b"r", b"i", b"d", b"f"
 _POLL_SECONDS = 1.0
@@ -162,7 +162,7 @@ def run_rank(connection: Connection, place: WorkerConfig) -> None:
     channel = LaunchChannel(connection)
     try:
         channel.send(READY)
-        result = _work(place, unpack(channel.receive(), RankQueue(channel, ITEM)))
+        result = _work(place, unpickle_value(channel.receive(), RankQueue(channel, ITEM)))
     except BaseException as error:
         # Before the connections to other ranks are closed, so that their errors follow.
         with contextlib.suppress(OSError):
@@ -202,7 +202,9 @@ def _work(place: WorkerConfig, job: Job) -> bytes:
         timeout=place.timeout,
         device=device,
     )
-    result = pack(job.function(place.info.rank, *job.args), "The result of a rank", "result")
+    result = pickle_value(
+        job.function(place.info.rank, *job.args), "The result of a rank", "result"
+    )
     leave_group()
     return result
 

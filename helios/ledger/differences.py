@@ -170,7 +170,7 @@ def diff(first: str | Path, second: str | Path) -> Difference:
         if one[:-TAIL_BYTES] == other[:-TAIL_BYTES]:
             found.num_equal += are_iterations[0]
         elif are_iterations[0] == are_iterations[1]:
-            describe(found, (one, str(found.first)), (other, str(found.second)))
+            describe_difference(found, (one, str(found.first)), (other, str(found.second)))
     if start and start in counts:
         raise LedgerError(
             f"{found.first} and {found.second} have no iteration in common: they begin after "
@@ -188,7 +188,9 @@ def _compare_manifests(first: Path, second: Path) -> list[ManifestChange]:
     return compare_facts(manifests[0].sections[-1].facts, manifests[1].sections[-1].facts)
 
 
-def describe(found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, str]) -> None:
+def describe_difference(
+    found: LineComparison, one: tuple[bytes, str], other: tuple[bytes, str]
+) -> None:
     """Note the first iteration that differs, and in what.
 
     Args:

@@ -75,7 +75,7 @@ def pack_run(
     if weights is not None:
         pack.paths[f"weights{weights.suffix}"] = weights
     if anonymizer is not None:
-        check_names(pack, anonymizer)
+        check_anonymous(pack, anonymizer)
     write_archive(Path(target), pack, facts, anonymizer)
     return pack
 
@@ -192,7 +192,7 @@ def _read_source(folder: Path, hashes: Mapping[str, Any]) -> str | None:
         return None
 
 
-def check_names(pack: Pack, anonymizer: Anonymizer) -> None:
+def check_anonymous(pack: Pack, anonymizer: Anonymizer) -> None:
     """Check that no name is left in what cannot be changed.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, final
 
 from helios.errors import LedgerError
-from helios.ledger.differences import END, LineComparison, causes_of, describe
+from helios.ledger.differences import END, LineComparison, causes_of, describe_difference
 from helios.ledger.line import TAIL_BYTES
 from helios.ledger.reading import parse_header, read_lines
 
@@ -117,7 +117,9 @@ class LedgerFollower:
             found.iteration, found.what = found.num_equal + 1, [END]
             found.causes = causes_of(found)
         else:
-            describe(found, (line, str(found.ledger)), ((body + "}").encode(), "The replay"))
+            describe_difference(
+                found, (line, str(found.ledger)), ((body + "}").encode(), "The replay")
+            )
         if not found.has_same_definition:
             found.causes.insert(0, _DEFINITION)
         if found.checkpoint is not None and found.num_equal == found.begins_after:

@@ -10,7 +10,7 @@ from typing import Any
 from helios.ledger.summary import checklist
 from helios.ledger.summary.checklist import make_checklist
 from helios.ledger.summary.curves import LedgerCurves, read_curves
-from helios.ledger.summary.document import Block, Chapter, Document, Facts, Text, cut_rows
+from helios.ledger.summary.document import Block, Chapter, Document, Facts, Text, shorten_rows
 from helios.ledger.summary.figures import Figures
 from helios.ledger.summary.markdown import write_markdown
 from helios.ledger.summary.page import write_page
@@ -119,7 +119,7 @@ class _Maker:
         rows.append(("Training time", checklist.time_text(run) or _UNSAID))
         rows.append(("Command", checklist.command_text(run.facts) or _UNSAID))
         rows.append(("Level", str(run.facts.get("level", {}).get("text", _UNSAID))))
-        yield Facts(cut_rows(rows))
+        yield Facts(shorten_rows(rows))
         for text in run.missing.values():
             yield Text(text)
         if self._status is not None and not self._status.is_good:

@@ -21,7 +21,7 @@ from helios.errors import ArgumentError, UsageError
 from helios.plugins.nonfinite_report import (
     BadLoss,
     NonFiniteReport,
-    describe,
+    describe_nonfinite,
     merge_reports,
     name_batch,
     name_moment,
@@ -276,7 +276,7 @@ class NaNGuard(Plugin):
         )
 
     def _describe(self, found: NonFiniteReport) -> str:
-        return describe(self.context, found, (note.place for note in self._window))
+        return describe_nonfinite(self.context, found, (note.place for note in self._window))
 
     def _name_gradients(self, optimizer: Optimizer) -> dict[int, str]:
         names = {

@@ -59,7 +59,7 @@ def merge_reports(findings: Iterable[NonFiniteReport | None]) -> NonFiniteReport
     return NonFiniteReport(losses, dict(sorted(gradients.items())))
 
 
-def describe(context: Context, found: NonFiniteReport, window: Iterable[Cursor]) -> str:
+def describe_nonfinite(context: Context, found: NonFiniteReport, window: Iterable[Cursor]) -> str:
     """Describe what is not finite, and which samples it may come from.
 
     Args:

@@ -205,7 +205,7 @@ def _fields_of(kind: type) -> tuple[str, ...] | None:
     return names
 
 
-def contents_of(record: Any, names: Iterable[str]) -> dict[str, Any] | None:
+def field_values(record: Any, names: Iterable[str]) -> dict[str, Any] | None:
     """Return the fields of a dataclass instance; ``None`` if it lacks one, or holds more."""
     try:
         contents = {name: object.__getattribute__(record, name) for name in names}

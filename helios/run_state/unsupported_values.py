@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from helios.core.generators import is_generator
-from helios.run_state.plain_values import contents_of, fields_of
+from helios.run_state.plain_values import field_values, fields_of
 from helios.storage.user_types import type_name
 
 _CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, functools.partial)
@@ -127,5 +127,5 @@ def _step(holder: Any, part: Any) -> str:
     elif isinstance(holder, list | tuple | deque):
         members = enumerate(holder)
     elif (names := fields_of(type(holder))) is not None:
-        members = (contents_of(holder, names) or {}).items()
+        members = (field_values(holder, names) or {}).items()
     return next((f".{key}" for key, member in members if member is part), "")

@@ -33,7 +33,7 @@ from helios.run_state.plain_values import (
     Surroundings,
     are_atoms,
     are_shallow,
-    contents_of,
+    field_values,
     fields_of,
     flags_in,
     is_single,
@@ -308,7 +308,7 @@ class _Walk:
         self._tokens += (MEMBER, self._identities.number(kind), names or repr(part))
 
     def _enter_fields(self, part: Any, names: tuple[str, ...]) -> Iterable[Any] | None:
-        contents = contents_of(part, names)
+        contents = field_values(part, names)
         if contents is None:
             return self._reduce(part)
         if self._is_again(part):

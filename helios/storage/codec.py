@@ -41,7 +41,7 @@ _WRITER = "unexpected pos"
 
 
 class Writable(Protocol):
-    """A file that :func:`write` writes to sequentially, without seeking."""
+    """A file that :func:`write_encoded` writes to sequentially, without seeking."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write all of ``data``."""
@@ -93,7 +93,7 @@ class Captured:
     is_own: bool
 
 
-def capture(
+def encode_to_host(
     tree: Any,
     *,
     safe_types: Iterable[Any],
@@ -130,7 +130,7 @@ def decode(
     return Decoder(safe_types, find_sharded).decode(tree)
 
 
-def write(handle: Writable, tree: Any) -> None:
+def write_encoded(handle: Writable, tree: Any) -> None:
     """Write an encoded tree sequentially.
 
     Raises:
@@ -157,7 +157,7 @@ def write_file(path: Path, tree: Any, *, hashes: bool = False) -> str:
         The digest of the file; empty without ``hashes``.
     """
     with files.create(path) as handle, DigestWriter(handle, hashes=hashes) as writer:
-        write(writer, tree)
+        write_encoded(writer, tree)
         digest = writer.digest()
         files.fsync(handle)
     return digest

@@ -87,7 +87,7 @@ def look_safely(value: Any) -> Content:
         return Content(b"", 1, f"{type(error).__name__}: {error}")
 
 
-def bytes_of(content: Content) -> bytes:
+def content_bytes(content: Content) -> bytes:
     """Return the bytes to hash."""
     data = content.data
     if isinstance(data, bytes):
@@ -108,7 +108,7 @@ def hash_content(content: Content, *salt: int) -> int:
         content: what was read.
         salt: numbers that enter, too, so that equal values in different places differ.
     """
-    return 0 if content.failure else hash_bytes(bytes_of(content), *salt)
+    return 0 if content.failure else hash_bytes(content_bytes(content), *salt)
 
 
 def fingerprint(value: Any, *salt: int) -> Fingerprint:

@@ -87,7 +87,7 @@ def write_shard_file(path: Path, tensors: Mapping[str, Tensor], *, hashes: bool)
         writer = _Writer(handle, BlockHasher() if hashes else None)
         writer.write(memoryview(header))
         for tensor in tensors.values():
-            writer.write(bytes_of(tensor))
+            writer.write(tensor_bytes(tensor))
         writer.flush()
         files.fsync(handle)
     return ShardFile(writer.size, begins, writer.digests())
@@ -107,7 +107,7 @@ def _make_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     return header, {name: len(header) + begin for name, begin in offsets.items()}
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 

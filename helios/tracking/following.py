@@ -52,7 +52,7 @@ class _Orders:
         self._has_ended.wait(seconds)
 
 
-def follow(folder: TrackerFolder, source: int, report: Callable[[str], None]) -> int:
+def send_until_end(folder: TrackerFolder, source: int, report: Callable[[str], None]) -> int:
     """Send points as they are stored, until the training has ended and all are sent.
 
     Args:
@@ -174,7 +174,7 @@ def main(path: str) -> int:
     def report(text: str) -> None:
         reports.write(text.replace("\n", " ").encode() + b"\n")
 
-    code = follow(TrackerFolder(Path(path)), source, report)
+    code = send_until_end(TrackerFolder(Path(path)), source, report)
     if code:
         # At a regular exit, a library would end a run that is not at its end.
         os._exit(code)

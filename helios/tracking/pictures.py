@@ -55,7 +55,7 @@ def as_pixels(name: str, image: torch.Tensor | npt.NDArray[Any], axes: str) -> n
     return np.ascontiguousarray(found)
 
 
-def encode(pixels: npt.NDArray[Any]) -> bytes:
+def encode_png(pixels: npt.NDArray[Any]) -> bytes:
     """Return pixels of :func:`as_pixels` as a PNG file."""
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, _KINDS[channels], 0, 0, 0)
@@ -80,6 +80,6 @@ def store(folder: Path, pixels: npt.NDArray[Any]) -> str:
     if not path.exists():
         files.make_folder(folder)
         with files.replacing(path) as partial, files.create(partial) as handle:
-            files.write(handle, encode(pixels))
+            files.write(handle, encode_png(pixels))
             files.fsync(handle)
     return path.name

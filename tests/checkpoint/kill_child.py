@@ -108,7 +108,7 @@ def prepare_damage(root: Path) -> None:
         path = save(folder, 1, iteration)
     # A sound file with other weights: only the digest in its sidecar can tell.
     with files.create(path) as handle:
-        codec.write(handle, codec.encode(make_payload(1, 2, other=1), where=""))
+        codec.write_encoded(handle, codec.encode(make_payload(1, 2, other=1), where=""))
     files.temporary_path(path).write_bytes(b"rest of a kill")
 
 

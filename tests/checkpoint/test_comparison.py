@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from helios.checkpoint.comparison import compare
+from helios.checkpoint.comparison import compare_checkpoints
 from helios.cli.commands import main
 from helios.errors import DamagedCheckpointError
 
@@ -21,7 +21,7 @@ def _write(path: Path, tensors: dict[str, Any]) -> Path:
 
 
 def _compare(folder: Path, one: Any, other: Any) -> Any:
-    return compare(
+    return compare_checkpoints(
         _write(folder / "one.pth", {"w": one}), _write(folder / "other.pth", {"w": other})
     )
 
@@ -82,7 +82,7 @@ def test_another_form_is_named(other: Any, tmp_path: Path) -> None:
 def test_a_tensor_of_one_file_only_is_named(tmp_path: Path) -> None:
     one = _write(tmp_path / "one.pth", {"a": torch.ones(2), "b": torch.ones(2)})
     other = _write(tmp_path / "other.pth", {"b": torch.ones(2), "c": torch.ones(2)})
-    found = compare(one, other)
+    found = compare_checkpoints(one, other)
     assert found.num_tensors == 1
     assert {each.path: each.what for each in found.tensors} == {
         "model.a": f"only in {one}",
@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     one = _write(tmp_path / "one.pth", {"a": torch.ones(2)})
     (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
     with pytest.raises(DamagedCheckpointError, match=r"bad\.pth cannot be compared"):
-        compare(one, tmp_path / "bad.pth")
+        compare_checkpoints(one, tmp_path / "bad.pth")
 
 
 def test_the_command_names_a_flipped_bit(

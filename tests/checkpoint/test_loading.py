@@ -163,7 +163,7 @@ def test_a_file_without_sidecar_is_still_checked_by_the_sums_of_its_container(
 
 def write_payload(path: Path, payload: Any, sidecar: Any = None) -> None:
     with files.create(path) as handle:
-        codec.write(handle, codec.encode(payload, where=""))
+        codec.write_encoded(handle, codec.encode(payload, where=""))
     if sidecar is not None:
         path.with_suffix(".json").write_text(sidecar.to_json())
 

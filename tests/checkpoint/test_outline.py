@@ -19,7 +19,7 @@ from tests.checkpoint import hostile
 def written(tmp_path: Path, tree: Any) -> Any:
     path = tmp_path / "file.pth"
     with files.create(path) as handle:
-        codec.write(handle, codec.encode(tree, where=""))
+        codec.write_encoded(handle, codec.encode(tree, where=""))
     return codec.read_structure(path)[0]
 
 

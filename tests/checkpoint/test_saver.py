@@ -258,7 +258,7 @@ def test_a_failure_of_torch_while_it_writes_is_named(
     def fail(handle: Any, tree: Any) -> None:
         raise RuntimeError("a fault of torch")
 
-    monkeypatch.setattr(codec, "write", fail)
+    monkeypatch.setattr(codec, "write_encoded", fail)
     saver = make(is_async=False)
     with pytest.raises(RuntimeError, match="a fault of torch"):
         save(saver, 1)

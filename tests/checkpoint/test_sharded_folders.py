@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from helios.checkpoint import file_names, loading, sharded_commit
-from helios.checkpoint.comparison import compare
+from helios.checkpoint.comparison import compare_checkpoints
 from helios.checkpoint.export import select_weights
 from helios.checkpoint.folder_status import examine_folder
 from helios.checkpoint.outline import outline
@@ -542,6 +542,6 @@ def test_tools_show_verify_compare_and_export_folders(folder: RunFolder, tmp_pat
     for name in NETWORK:
         assert values[name.rpartition(".")[2]].equal(tensor_of(name, 4))
     other = save_sharded(RunFolder(tmp_path / "other"), 1, 4, 2)
-    assert compare(path, other).is_equal
+    assert compare_checkpoints(path, other).is_equal
     later = save_sharded(RunFolder(tmp_path / "later"), 1, 5, 2)
-    assert {each.path for each in compare(path, later).tensors} >= FORMS.keys()
+    assert {each.path for each in compare_checkpoints(path, later).tensors} >= FORMS.keys()

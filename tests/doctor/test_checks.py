@@ -9,7 +9,7 @@ import pytest
 
 from helios.doctor.diagnosis import Diagnosis, Severity
 from helios.doctor.examination import check_clock
-from helios.doctor.hardware_checks import check_gpus, check_processor, check_shared_memory
+from helios.doctor.hardware_checks import check_cpu, check_gpus, check_shared_memory
 from helios.doctor.software_checks import (
     NEWEST_TORCH,
     OLDEST_TORCH,
@@ -85,18 +85,18 @@ def test_tf32_of_variables_matters_on_a_gpu_only() -> None:
 
 
 def test_more_threads_than_cores_are_wrong() -> None:
-    assert severities(check_processor(SYSTEM, {"threads": 4})) == []
-    [found] = check_processor(SYSTEM, {"threads": 5})
+    assert severities(check_cpu(SYSTEM, {"threads": 4})) == []
+    [found] = check_cpu(SYSTEM, {"threads": 5})
     assert found.severity is Severity.WRONG
     assert "OMP_NUM_THREADS=4" in found.remedy
 
 
 def test_a_processor_with_other_bits_is_noted() -> None:
     old = SYSTEM | {"cpu_flags": "avx sse4_2"}
-    assert severities(check_processor(old, {"threads": 1})) == ["note"]
-    assert severities(check_processor(SYSTEM, {"threads": 1, "flush_denormal": True})) == ["note"]
+    assert severities(check_cpu(old, {"threads": 1})) == ["note"]
+    assert severities(check_cpu(SYSTEM, {"threads": 1, "flush_denormal": True})) == ["note"]
     arm = {"architecture": "arm64", "cores": 8}
-    assert severities(check_processor(arm, {"threads": 8})) == []
+    assert severities(check_cpu(arm, {"threads": 8})) == []
 
 
 @pytest.mark.parametrize(

@@ -515,7 +515,7 @@ def test_a_checkpoint_without_the_generators_state_says_that_the_order_is_anothe
     payload = codec.read(newest)
     payload["data"]["state"] = {}
     with newest.open("wb") as handle:
-        codec.write(handle, codec.encode(payload, where=""))
+        codec.write_encoded(handle, codec.encode(payload, where=""))
     newest.with_suffix(".json").unlink()
     capsys.readouterr()
     model = fit(Data(IndexData(), batch_sampler=_stock_batches()), tmp_path, total_steps=8)

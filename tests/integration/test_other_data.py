@@ -127,7 +127,7 @@ def test_a_checkpoint_that_names_no_class_goes_on_with_any(
         del payload["options"][name]
     del payload["data"]["length"]
     with newest.open("wb") as handle:
-        codec.write(handle, codec.encode(payload, where=""))
+        codec.write_encoded(handle, codec.encode(payload, where=""))
     newest.with_suffix(".json").unlink()
     capsys.readouterr()
     resumed = _fit(tmp_path / "run", _longer(), MarkedData("abc"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helios.checkpoint import loading
-from helios.checkpoint.contents import contents_of
+from helios.checkpoint.contents import open_contents
 from tests.support import today
 
 RUNS = [(script, count) for script, counts in today.SCRIPTS.items() for count in counts]
@@ -54,7 +54,7 @@ def test_frozen_checkpoints_have_the_bytes_that_were_written(script: str) -> Non
     assert sorted(today.load(script)) == sorted(["whole", *(path.stem for path in paths)])
     for path in paths:
         sidecar = loading.read_sidecar(path)
-        assert contents_of(path).compare_bytes(sidecar)
+        assert open_contents(path).compare_bytes(sidecar)
         assert sidecar is not None
         assert sidecar.schema == 1
 

@@ -457,7 +457,7 @@ def test_the_first_cause_wins_over_what_follows_from_it() -> None:
 def test_the_ends_of_ranks_are_described() -> None:
     ends = {-9: "was ended by SIGKILL", 3: "ended with exit code 3", -99: "was ended by signal 99"}
     for code, text in ends.items():
-        assert supervisor.describe_end(make_rank(0, exit_code=code)) == text
+        assert supervisor.describe_exit(make_rank(0, exit_code=code)) == text
 
 
 def test_torchrun_tells_who_is_who() -> None:

@@ -21,7 +21,7 @@ from helios.ledger import lineage, pack, verify
 from helios.ledger.anonymizing import Anonymizer, make_anonymizer
 from helios.ledger.lineage import Lineage
 from helios.ledger.manifest.manifest_file import Manifest, Section, read_manifest
-from helios.ledger.packing import Pack, check_names
+from helios.ledger.packing import Pack, check_anonymous
 from helios.ledger.summary.checklist import command_text
 from tests.support.runs import Setting, train
 from tests.support.synthetic_run import write_ledger, write_run
@@ -400,4 +400,4 @@ def test_names_are_found_in_weights(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     path.write_bytes(b"\x00\xff" + USER.encode() + b".weight\x00")
     with pytest.raises(LedgerError, match="holds the name"):
-        check_names(Pack("x", paths={"weights.pt": path}), Anonymizer([USER], []))
+        check_anonymous(Pack("x", paths={"weights.pt": path}), Anonymizer([USER], []))

@@ -425,7 +425,7 @@ def test_a_type_of_the_users_own_is_refused_with_the_way_out(tmp_path: Path) -> 
 def test_a_file_of_the_present_format_is_not_even_opened_twice(tmp_path: Path) -> None:
     path = tmp_path / "a_epoch_1_iter_4.pth"
     with path.open("wb") as handle:
-        codec.write(handle, {"schema": 1, "training_state": {}})
+        codec.write_encoded(handle, {"schema": 1, "training_state": {}})
     before = path.stat()
     assert migrate(path).result is Result.CURRENT
     assert path.stat() == before

@@ -957,7 +957,7 @@ def _use_old_names(path: Path) -> None:
     averages = payload["plugins"]["ema"]["averages"]
     averages["net"] = {f"module.{name}": part for name, part in averages["net"].items()}
     with path.open("wb") as handle:
-        codec.write(handle, codec.encode(payload, where=""))
+        codec.write_encoded(handle, codec.encode(payload, where=""))
     path.with_suffix(".json").unlink()
 
 

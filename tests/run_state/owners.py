@@ -71,7 +71,7 @@ def started(owner: object, **options: Any) -> Discovery:
 
 def through_a_file(state: Any, path: Path) -> Any:
     with path.open("wb") as handle:
-        codec.write(handle, codec.encode(state, where="model"))
+        codec.write_encoded(handle, codec.encode(state, where="model"))
     return codec.read(path)
 
 

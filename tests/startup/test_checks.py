@@ -12,9 +12,9 @@ from helios.errors import ArgumentError, UsageError
 from helios.model.model import Model
 from helios.model.processor import BatchProcessor
 from helios.startup.options.object_checks import (
+    check_batch_processor,
     check_made,
     check_plugins,
-    check_processor,
     check_state_methods,
 )
 from helios.state import TrainingState
@@ -111,11 +111,11 @@ def test_overriding_one_of_them_is_an_error_that_names_it(kind: type[Plain], met
 def test_a_model_that_trains_has_a_step() -> None:
     """C12: without one no weight would move, and nobody would say so."""
     with pytest.raises(ArgumentError, match=r"Plain must override train_step, or set batch_pro"):
-        check_processor(Plain())
-    check_processor(Plain(), is_inference=True)
+        check_batch_processor(Plain())
+    check_batch_processor(Plain(), is_inference=True)
     replaced = Plain()
     replaced.train_step = lambda batch, state: None  # type: ignore[method-assign]
-    check_processor(replaced)
+    check_batch_processor(replaced)
 
 
 def test_a_processor_calls_the_constructor_of_its_base() -> None:
@@ -129,7 +129,7 @@ def test_a_processor_calls_the_constructor_of_its_base() -> None:
     model = Plain()
     model.batch_processor = Forgetful()
     with pytest.raises(UsageError, match=r"Forgetful\.__init__ must call super\(\)\.__init__\(\)"):
-        check_processor(model)
+        check_batch_processor(model)
 
 
 class WithoutBase(Plain):

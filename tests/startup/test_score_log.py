@@ -11,7 +11,7 @@ import pytest
 
 from helios import CheckpointStore, KeepBest, Trainer
 from helios.plugins import EarlyStopping
-from helios.startup.reporting.score_log import ScoreLog, describe_end
+from helios.startup.reporting.score_log import ScoreLog, describe_progress
 from helios.state import TrainingState
 from tests.typed.user_script import Line, Numbers
 
@@ -96,7 +96,7 @@ def test_the_end_says_how_far_and_where() -> None:
     state = TrainingState(global_epoch=3, global_iteration=24)
     newest = Path("runs") / "line" / "line_epoch_3_iter_24.pth"
     options: dict[str, Any] = {"scores": {"last scores": "error 1"}, "has_report": True}
-    text = describe_end(state, seconds=3723, begun_at=8, newest=newest, **options)
+    text = describe_progress(state, seconds=3723, begun_at=8, newest=newest, **options)
     assert text.splitlines() == [
         "",
         "  trained      until epoch 3, iteration 24; this start: 16 iterations in 1:02:03",
@@ -104,7 +104,9 @@ def test_the_end_says_how_far_and_where() -> None:
         f"  checkpoints  {newest.parent} (newest: line_epoch_3_iter_24.pth)",
         f"  report       helios report {newest.parent}",
     ]
-    bare = describe_end(state, seconds=3.21, begun_at=0, scores={}, newest=None, has_report=False)
+    bare = describe_progress(
+        state, seconds=3.21, begun_at=0, scores={}, newest=None, has_report=False
+    )
     assert bare == "\n  trained  until epoch 3, iteration 24 in 3.2 s"
 
 

@@ -43,7 +43,7 @@ class System:
 
 def write(path: Path, tree: Any, safe_types: tuple[type, ...] = ()) -> Path:
     with files.create(path) as handle:
-        codec.write(handle, codec.encode(tree, where="", safe_types=safe_types))
+        codec.write_encoded(handle, codec.encode(tree, where="", safe_types=safe_types))
     return path
 
 
@@ -70,7 +70,7 @@ class FullDisk(Recorder):
 
 def test_a_file_is_written_front_to_back(tmp_path: Path) -> None:
     recorder = Recorder()
-    codec.write(recorder, {"a": torch.arange(100_000), "b": torch.ones(3)})
+    codec.write_encoded(recorder, {"a": torch.arange(100_000), "b": torch.ones(3)})
     (tmp_path / "file").write_bytes(recorder.data)
     loaded = codec.read(tmp_path / "file")
     assert torch.equal(loaded["a"], torch.arange(100_000))
@@ -79,7 +79,7 @@ def test_a_file_is_written_front_to_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [10, 1_000_000])
 def test_a_full_disk_is_reported_as_such(size: int) -> None:
     with pytest.raises(OSError, match="No space left") as caught:
-        codec.write(FullDisk(), {"a": torch.zeros(size), "b": torch.zeros(5000)})
+        codec.write_encoded(FullDisk(), {"a": torch.zeros(size), "b": torch.zeros(5000)})
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -94,7 +94,7 @@ def test_whatever_a_handle_raises_is_not_hidden(kind: type[BaseException]) -> No
             return super().write(data)
 
     with pytest.raises(kind, match=r"^the true cause$"):
-        codec.write(Broken(), {"a": torch.zeros(100_000), "b": torch.zeros(5000)})
+        codec.write_encoded(Broken(), {"a": torch.zeros(100_000), "b": torch.zeros(5000)})
 
 
 def test_an_error_of_the_tree_is_not_taken_for_one_that_was_handled_before() -> None:
@@ -108,7 +108,7 @@ def test_an_error_of_the_tree_is_not_taken_for_one_that_was_handled_before() -> 
         try:
             raise OSError(errno.ENOSPC, "No space left on device")
         except OSError:
-            codec.write(Recorder(), Broken())
+            codec.write_encoded(Recorder(), Broken())
 
     with pytest.raises(RuntimeError, match=r"^the true cause$"):
         write_after_an_error()

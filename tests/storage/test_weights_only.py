@@ -61,7 +61,7 @@ _UTC = datetime.timezone.utc
 
 def through_a_file(tree: Any, safe_types: tuple[type, ...] = ()) -> Any:
     buffer = io.BytesIO()
-    codec.write(buffer, codec.encode(tree, where="root", safe_types=safe_types))
+    codec.write_encoded(buffer, codec.encode(tree, where="root", safe_types=safe_types))
     buffer.seek(0)
     with torch.serialization.safe_globals(list(safe_types)):
         code = torch.load(buffer, weights_only=True)
@@ -278,10 +278,12 @@ def test_tensors_that_share_a_storage_share_it_again() -> None:
 def test_a_small_view_is_saved_without_the_rest_of_its_storage() -> None:
     base = torch.zeros(100_000)
     buffer = io.BytesIO()
-    codec.write(buffer, codec.encode({"row": base[5:8], "t": base[:6].view(2, 3).t()}, where=""))
+    codec.write_encoded(
+        buffer, codec.encode({"row": base[5:8], "t": base[:6].view(2, 3).t()}, where="")
+    )
     assert buffer.tell() > 400_000, "two views share the storage, so it stays whole"
     buffer = io.BytesIO()
-    codec.write(buffer, codec.encode({"row": base[5:8]}, where=""))
+    codec.write_encoded(buffer, codec.encode({"row": base[5:8]}, where=""))
     assert buffer.tell() < 10_000
     assert base.untyped_storage().nbytes() == 400_000, "the live tensor is left alone"
 

@@ -182,11 +182,13 @@ def number_text(number: float) -> str:
     return f"{number:.6g}"
 
 
-def cut(text: str, most: int = MOST_CHARACTERS) -> str:
+def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
     """Return a text without what is too much of it."""
     return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more)"
 
 
-def cut_rows(rows: Sequence[tuple[str, str]], most: int = MOST_CHARACTERS) -> list[tuple[str, str]]:
+def shorten_rows(
+    rows: Sequence[tuple[str, str]], most: int = MOST_CHARACTERS
+) -> list[tuple[str, str]]:
     """Return the first rows, with texts that are not too long."""
-    return [(name, cut(value, most)) for name, value in rows[:MOST_ROWS]]
+    return [(name, shorten(value, most)) for name, value in rows[:MOST_ROWS]]

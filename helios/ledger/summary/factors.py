@@ -9,7 +9,7 @@ from typing import Any
 from helios.errors import ArgumentError
 from helios.ledger.line import hash_of
 from helios.ledger.manifest.manifest_changes import Effect, compare_facts
-from helios.ledger.summary.document import cut
+from helios.ledger.summary.document import shorten
 
 _ABSENT = "not set"
 
@@ -99,7 +99,7 @@ def list_varying(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         for change in compare_facts(known[0], other)
         if change.effect is not Effect.NONE
     )
-    return {name: [cut(_look_up(each, name), 80) for each in facts] for name in names}
+    return {name: [shorten(_look_up(each, name), 80) for each in facts] for name in names}
 
 
 def _look_up(facts: Mapping[str, Any], name: str) -> str:

@@ -14,8 +14,8 @@ from helios.ledger.summary.document import (
     Grid,
     Line,
     Text,
-    cut,
     number_text,
+    shorten,
 )
 from helios.ledger.summary.run_facts import RunFacts
 
@@ -60,7 +60,7 @@ class Figures:
             yield self._draw(name, curve)
         if len(losses) > _MOST_CHARTS:
             rest = ", ".join(list(losses)[_MOST_CHARTS:])
-            yield Text(cut(f"Without a chart, because there are too many: {rest}."))
+            yield Text(shorten(f"Without a chart, because there are too many: {rest}."))
         if self._curves.norm is not None:
             yield self._draw("gradient norm before clipping", self._curves.norm)
         else:
@@ -97,7 +97,7 @@ class Figures:
             [(bucket.place, bucket.mean) for bucket in buckets],
             [(bucket.place, bucket.low, bucket.high) for bucket in buckets] if has_band else (),
         )
-        return Chart(cut(name), line, self._span, self._marks, note.strip())
+        return Chart(shorten(name), line, self._span, self._marks, note.strip())
 
     @property
     def _span(self) -> tuple[float, float]:
@@ -127,7 +127,7 @@ class Figures:
     def _draw_points(self, name: str, curve: Curve) -> Chart:
         found = [(bucket.place, bucket.mean) for bucket in curve.shrink(self._points)]
         line = Line(found, has_dots=len(found) <= _MOST_DOTS)
-        return Chart(cut(name), line, self._span, self._marks)
+        return Chart(shorten(name), line, self._span, self._marks)
 
     def show_scores(self) -> Iterator[Block]:
         """Yield the blocks of the scores of validations."""
@@ -138,7 +138,7 @@ class Figures:
         rows = []
         for name, values in scores.items():
             iteration, last = values[-1]
-            row = [cut(name), f"{number_text(last)} (iteration {iteration:,})", "-"]
+            row = [shorten(name), f"{number_text(last)} (iteration {iteration:,})", "-"]
             if best is not None and name in best["scores"]:
                 at = best["iteration"]
                 row[2] = f"{number_text(best['scores'][name])} (iteration {at:,})"

@@ -17,9 +17,9 @@ from helios.ledger.summary.document import (
     Facts,
     Grid,
     Text,
-    cut,
-    cut_rows,
     number_text,
+    shorten,
+    shorten_rows,
 )
 from helios.ledger.summary.run_facts import RunFacts
 
@@ -41,7 +41,7 @@ def show_lineage(run: RunFacts) -> Iterator[Block]:
                 str(start.get("checkpoint", "-")),
                 f"{start.get('host', '-')}, {start.get('processes', '-')}",
                 str(saves),
-                cut(attempt.outcome),
+                shorten(attempt.outcome),
             )
         )
     heads = ("time (UTC)", "start", "after iteration", "checkpoint", "host, processes", "saves")
@@ -62,7 +62,7 @@ def show_lineage(run: RunFacts) -> Iterator[Block]:
 def _cause(event: Mapping[str, Any]) -> str:
     known = ("time", "event", "checkpoint", "cause", "digest")
     rest = {name: value for name, value in event.items() if name not in known}
-    return cut(", ".join([str(event.get("cause", "")), *_list_facts(rest)]).strip(", "))
+    return shorten(", ".join([str(event.get("cause", "")), *_list_facts(rest)]).strip(", "))
 
 
 def show_changes(run: RunFacts) -> Iterator[Block]:
@@ -75,8 +75,8 @@ def show_changes(run: RunFacts) -> Iterator[Block]:
         (
             after.start.get("time", "-"),
             change.name,
-            "-" if change.before is None else cut(_plain(change.before)),
-            "-" if change.after is None else cut(_plain(change.after)),
+            "-" if change.before is None else shorten(_plain(change.before)),
+            "-" if change.after is None else shorten(_plain(change.after)),
             change.effect.value,
             change.reason,
         )
@@ -128,7 +128,8 @@ def _describe_checkpoint(facts: Mapping[str, Any]) -> tuple[str, ...]:
         str(facts["name"]),
         *(str(facts.get(name, "-")) for name in ("epoch", "iteration", "state")),
         str(facts.get("level") or "-"),
-        cut(", ".join(f"{name} {number_text(score)}" for name, score in metrics.items())) or "-",
+        shorten(", ".join(f"{name} {number_text(score)}" for name, score in metrics.items()))
+        or "-",
         str(facts.get("digest") or "-"),
     )
 
@@ -148,7 +149,7 @@ def show_environment(run: RunFacts) -> Iterator[Block]:
     code = [f"{name} {hashes['text']}" for name, hashes in facts.get("code", {}).items()]
     rows.append(("source files", ", ".join(code)))
     yield Text("As at the newest start. run.json has all of it.")
-    yield Facts(cut_rows(rows, 4 * MOST_CHARACTERS))
+    yield Facts(shorten_rows(rows, 4 * MOST_CHARACTERS))
 
 
 def show_options(run: RunFacts) -> Iterator[Block]:
@@ -163,7 +164,7 @@ def show_options(run: RunFacts) -> Iterator[Block]:
         if topic in facts
     ]
     rows += [(name, _plain(value)) for name, value in facts.get("options", {}).items()]
-    yield Facts(cut_rows(rows))
+    yield Facts(shorten_rows(rows))
 
 
 def _list_facts(table: Mapping[str, Any]) -> list[str]:

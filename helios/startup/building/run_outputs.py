@@ -32,7 +32,7 @@ from helios.startup.launching.on_all_ranks import on_first
 from helios.startup.options.logging_options import LoggingOptions
 from helios.startup.reporting.banner import machine
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_compiled
-from helios.startup.reporting.score_log import ScoreLog, describe_end
+from helios.startup.reporting.score_log import ScoreLog, describe_progress
 from helios.state import TrainingState
 from helios.terminal import root_logger as log
 from helios.terminal.progress import Display, NullDisplay, create_display
@@ -188,7 +188,7 @@ class FitRecorder:
             state: the counters.
             seconds: the time of this start.
         """
-        return describe_end(
+        return describe_progress(
             state,
             seconds=seconds,
             begun_at=self._begun_at,

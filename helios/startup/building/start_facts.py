@@ -22,7 +22,7 @@ from helios.startup.options.trainer_options import TrainerOptions
 from helios.storage.user_types import type_name
 
 
-def describe_start(call: Call, source: Source) -> dict[str, Any]:
+def manifest_facts(call: Call, source: Source) -> dict[str, Any]:
     """Return what is known of a start, by topic of the manifest.
 
     Args:

@@ -13,7 +13,7 @@ from helios.checkpoint import file_names, loading
 from helios.checkpoint.store import Loaded, RunFolder
 from helios.errors import DamagedCheckpointError
 from helios.replicas.replicas import Replicas
-from helios.startup.checkpoint_search.resume_point import follow
+from helios.startup.checkpoint_search.resume_point import load_found_by_rank_0
 from helios.startup.checkpoint_search.run_folder import open_folder
 from helios.startup.launching.on_all_ranks import on_each, on_first
 from helios.startup.options.checkpoint_options import CheckpointOptions
@@ -104,4 +104,4 @@ class Search:
 
     def _insist(self, path: Path) -> None:
         if self._team.rank != 0:
-            self.found = follow(self.folder, path, self._types, self._team)
+            self.found = load_found_by_rank_0(self.folder, path, self._types, self._team)

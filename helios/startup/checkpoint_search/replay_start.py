@@ -18,7 +18,7 @@ from helios.ledger.reading import parse_header, read_lines
 from helios.startup.checkpoint_search.rewind_plan import Rewind, find_rewinds
 from helios.startup.checkpoint_search.run_folder import open_folder
 from helios.startup.options.checkpoint_options import CheckpointOptions
-from helios.startup.options.replay_options import ReplayOptions, refuse
+from helios.startup.options.replay_options import ReplayOptions, replay_argument_error
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,13 @@ def _check(asked: ReplayOptions, extent: _Extent, path: Path) -> int:
     """Return the last iteration to compare."""
     rule = f"an iteration of the ledger {path}, which holds {extent.after + 1} to {extent.last}"
     if asked.start is not None and asked.start >= extent.last:
-        raise refuse("start", f"below {extent.last}, the end of {path}", asked.start, "Lower it.")
+        raise replay_argument_error(
+            "start", f"below {extent.last}, the end of {path}", asked.start, "Lower it."
+        )
     if asked.stop is None:
         return extent.last
     if not extent.after < asked.stop <= extent.last:
-        raise refuse("stop", rule, asked.stop, "Omit it to replay up to the end.")
+        raise replay_argument_error("stop", rule, asked.stop, "Omit it to replay up to the end.")
     return asked.stop
 
 

@@ -126,7 +126,7 @@ def find_replicas(path: Path, safe_types: list[Any]) -> Stored | None:
     return stored if stored is not None and stored.num_replicas else None
 
 
-def follow(
+def load_found_by_rank_0(
     folder: RunFolder, path: Path | None, safe_types: list[Any], team: Replicas
 ) -> Loaded | None:
     """Load the file that rank 0 has found.
@@ -202,7 +202,13 @@ def _find(
         path = None if name is None else folder.path / name
         if path is not None and found.is_branch:
             path = options.resume
-        own.append(replace(found, folder=folder, loaded=follow(folder, path, safe_types, replicas)))
+        own.append(
+            replace(
+                found,
+                folder=folder,
+                loaded=load_found_by_rank_0(folder, path, safe_types, replicas),
+            )
+        )
 
     name, found = on_first(replicas, look)
     if found.is_branch or folder.share is None:

@@ -1,6 +1,6 @@
 """Goes back to an older checkpoint on purpose: ``Trainer(rewind_to=..., skip_batches=...)``.
 
-A rewind is decided and checked first, when nothing has changed yet. :func:`carry_out` writes it
+A rewind is decided and checked first, when nothing has changed yet. :func:`rewind_folder` writes it
 down before it moves anything, so that a killed start is completed by the next one.
 """
 
@@ -214,7 +214,7 @@ def _read_epochs(path: Path, mark: dict[str, Any], *, after: int, stop: int) -> 
         yield epoch - 1
 
 
-def carry_out(folder: RunFolder, plans: Sequence[RewindPlan]) -> None:
+def rewind_folder(folder: RunFolder, plans: Sequence[RewindPlan]) -> None:
     """Write plans down, and move what is newer than their checkpoints aside; may be repeated.
 
     Raises:

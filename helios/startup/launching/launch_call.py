@@ -40,7 +40,7 @@ from helios.state import Phase
 from helios.terminal.progress import Display, NullDisplay
 
 
-def carry_out(call: Call) -> Any:
+def run_call(call: Call) -> Any:
     """Run a call of the trainer, whatever has started this process.
 
     Raises:
@@ -165,7 +165,7 @@ class Outcome:
     state: bytes | None
 
 
-def run_call(rank: int, call: Call, num_replicas: int) -> Outcome:
+def run_in_rank(rank: int, call: Call, num_replicas: int) -> Outcome:
     """Run a call in a process that :class:`LauncherRun` has started."""
     process = ThisProcess.find()
     plan = Plan(num_replicas, process.info.world_size, process.info, has_prepared=True)
@@ -228,7 +228,7 @@ class LauncherRun(Run):
         gpus = own.gpu_ids if own.engine is None else []
         with runtime.footprint.removed(call.owners):
             outcomes = spawn(
-                run_call,
+                run_in_rank,
                 count,
                 (call, self._launch.num_replicas),
                 devices=gpus[:count] or None,

@@ -24,7 +24,7 @@ _FREE = ("num_workers", "fingerprint")
 """Keys of a data description that may differ between processes."""
 
 
-def describe_start(
+def options_that_must_match(
     options: TrainerOptions, plugins: Mapping[str, Plugin], replicas: Replicas
 ) -> dict[str, str]:
     """Return what processes must have in common before the setup, by name.

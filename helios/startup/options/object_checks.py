@@ -189,7 +189,7 @@ def _describe_unknown(name: str) -> str:
     return own if looks_like_hook else ""
 
 
-def check_processor(model: Model, *, is_inference: bool = False) -> None:
+def check_batch_processor(model: Model, *, is_inference: bool = False) -> None:
     """Check, after a model's setup, that its training step is defined once.
 
     Args:

@@ -26,12 +26,12 @@ class ReplayOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):
                 rule = f"None or an int of at least {least}"
-                raise refuse(name, rule, value, "Omit it for the default.")
+                raise replay_argument_error(name, rule, value, "Omit it for the default.")
         if self.start is not None and self.stop is not None and self.stop <= self.start:
             rule = f"above start={self.start}"
-            raise refuse("stop", rule, self.stop, "Pass a later iteration.")
+            raise replay_argument_error("stop", rule, self.stop, "Pass a later iteration.")
 
 
-def refuse(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
+def replay_argument_error(name: str, rule: str, value: object, remedy: str) -> ArgumentError:
     """Return the error for an argument of a replay: name, rule, value and remedy."""
     return ArgumentError(f"Trainer.replay({name}=...) must be {rule}, got {value!r}. {remedy}")

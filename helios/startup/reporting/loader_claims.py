@@ -31,7 +31,7 @@ class Claim:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def judge(source: Source, record: Record | None, *, can_save: bool) -> Claim:
+def determine_trust(source: Source, record: Record | None, *, can_save: bool) -> Claim:
     """Determine whether the state of the training data has to be trusted.
 
     It is tested once in a run, at its first start, if no loader workers are involved.

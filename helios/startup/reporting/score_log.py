@@ -130,7 +130,7 @@ class ScoreLog:
         return found
 
 
-def describe_end(
+def describe_progress(
     state: TrainingState,
     *,
     seconds: float,

@@ -30,7 +30,7 @@ from helios.engines.engine import Engine
 from helios.engines.precision import Precision
 from helios.errors import ArgumentTypeError
 from helios.hooks.bus import Bus, naming
-from helios.launch.ipc import pack
+from helios.launch.ipc import pickle_value
 from helios.loops.loop import Loop
 from helios.model.model import Model
 from helios.plugins.plugin import Plugin
@@ -45,12 +45,16 @@ from helios.startup.building.model_preparation import (
 from helios.startup.building.state_owners import find_owners
 from helios.startup.launching.on_all_ranks import on_each
 from helios.startup.launching.process_plan import Plan
-from helios.startup.launching.rank_consistency import describe_setup, describe_start, require_alike
+from helios.startup.launching.rank_consistency import (
+    describe_setup,
+    options_that_must_match,
+    require_alike,
+)
 from helios.startup.launching.trainer_call import Call
 from helios.startup.options.engine_options import EngineOptions
 from helios.startup.options.object_checks import (
+    check_batch_processor,
     check_plugins,
-    check_processor,
     check_state_methods,
     warn_of_unknown_hooks,
 )
@@ -226,14 +230,14 @@ class Run(ABC):
         if self.plan.info.rank != 0:
             return
         on_cpu = move_to_device(trained, torch.device("cpu"))
-        self.collected = pack(on_cpu, "The state of model and plugins", "state")
+        self.collected = pickle_value(on_cpu, "The state of model and plugins", "state")
 
     def _require_alike_setup(self) -> None:
         require_alike(self.replicas, describe_setup(self.hooks, self.sources))
 
     def _prepare_data(self) -> None:
         """Let one process of each machine prepare the data, while the others wait."""
-        own = describe_start(self.options, self.plugins, self.replicas)
+        own = options_that_must_match(self.options, self.plugins, self.replicas)
         require_alike(self.replicas, own)
 
         def prepare() -> None:
@@ -331,7 +335,7 @@ class Run(ABC):
         again = build_networks(self.model, self.engine, run, is_inference=is_inference)
         watch.end()
         self._settings.enter_context(again)
-        check_processor(self.model, is_inference=is_inference)
+        check_batch_processor(self.model, is_inference=is_inference)
         self.model.discovery.values.safe_types = tuple(self.model.types_for_safe_load())
         self.model.discovery.take_baseline()
         if is_inference:

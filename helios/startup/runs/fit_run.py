@@ -24,14 +24,14 @@ from helios.session import Session
 from helios.startup.building import run_outputs
 from helios.startup.building.run_audit import make_audit
 from helios.startup.building.run_evidence import RunEvidence, make_evidence
-from helios.startup.building.start_facts import describe_start
+from helios.startup.building.start_facts import manifest_facts
 from helios.startup.building.state_owners import find_owners, find_stranded_generators
 from helios.startup.checkpoint_search import resume_point, run_identity
 from helios.startup.checkpoint_search.migrated_cursor import find_cursor
 from helios.startup.checkpoint_search.rewinding import (
     apply_rewinds,
-    carry_out,
     check_order,
+    rewind_folder,
     settle,
 )
 from helios.startup.checkpoint_search.run_folder import lock_folder, require_writable
@@ -43,7 +43,7 @@ from helios.startup.options.object_checks import check_training_source
 from helios.startup.options.plugin_table import log_order
 from helios.startup.reporting import banner
 from helios.startup.reporting.idle_options import warn_of_idle_options
-from helios.startup.reporting.loader_claims import Claim, judge
+from helios.startup.reporting.loader_claims import Claim, determine_trust
 from helios.startup.reporting.reproducibility_level import Reproducibility, find_reproducibility
 from helios.startup.reporting.run_summary import describe_run
 from helios.startup.runs.base_run import Run
@@ -130,7 +130,7 @@ class FitRun(Run):
             on_first(self.replicas, self._evidence.check)
         folder, plans = self._start.folder, self._start.plans
         if folder is not None and plans:
-            on_first(self.replicas, lambda: carry_out(folder, plans))
+            on_first(self.replicas, lambda: rewind_folder(folder, plans))
         run_outputs.cut_logs()
         if self._evidence is not None:
             self._evidence.open(self._start)
@@ -201,7 +201,7 @@ class FitRun(Run):
             self.model,
             has_validation=has_validation,
         )
-        claim = judge(source, self._record, can_save=self._can_save)
+        claim = determine_trust(source, self._record, can_save=self._can_save)
         self._stranded = find_stranded_generators(source)
         claim = replace(claim, missing=claim.missing | self._stranded)
         self._recorder = self._make_recorder(source, claim)
@@ -288,7 +288,7 @@ class FitRun(Run):
 
         def describe() -> dict[str, Any]:
             return {
-                **describe_start(self.call, source),
+                **manifest_facts(self.call, source),
                 "processes": {"number": self.replicas.num_processes},
                 "level": {"level": reproducibility.level.value, "text": str(reproducibility)},
             }
