@@ -2595,7 +2595,8 @@ FAULTS = (
     Fault(
         "weights are not compared over processes",
         "helios/session.py",
-        "        self.replicas.compare(partial(check_alike, self.model.discovery, ignored=self.unshared))",
+        "        self.replicas.compare("
+        "partial(check_alike, self.model.discovery, ignored=self.unshared))",
         "        pass",
         "tests/loops/test_replicas.py",
     ),

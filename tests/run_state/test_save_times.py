@@ -153,8 +153,8 @@ def test_a_slow_attribute_is_named_once_with_its_seconds(said: list[str]) -> Non
         assert state["values"]["changed"] == {"": {"best": 1}}
         assert len(said) == (number > 0), "one slow look may be due to the machine"
     assert said == [
-        "WARNING: Each save takes 0.2 s to inspect slow of the model. If a resumed run does not need it, "
-        'declare that: unsaved = ("slow",).'
+        "WARNING: Each save takes 0.2 s to inspect slow of the model. If a resumed run does not "
+        'need it, declare that: unsaved = ("slow",).'
     ]
 
 
